@@ -1,0 +1,90 @@
+"""Every error a user can meet. Each says what is wrong (with the value), where, and what to write instead.
+
+    ShardwiseError              70   a defect of ours, unless a subclass says otherwise
+    ├── UsageError               2   the command line
+    ├── DataError               65   data or a checkpoint that is there but bad
+    ├── MissingInputError       66   a file, model or checkpoint that is not there
+    ├── UnavailableError        69   a port or a service
+    ├── OutputError             73   where the run would write
+    ├── PreemptedError          75   stopped on request after saving; start again to continue
+    ├── PolicyError             77   refused because it could run foreign code or leave its directory
+    ├── ConfigError             78   the recipe or the plan
+    └── TrainingError            1   the run itself: non-finite numbers, a lost rank, no memory left
+
+An error carries one or more problems, so that all faults of one recipe are told at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: a stable code such as ``CFG001``, the value, the place, and what to write instead."""
+
+    code: str
+    what: str
+    where: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}]: {self.what}"]
+        if self.where:
+            lines.append(f"where: {self.where}")
+        if self.fix:
+            lines.append(f"fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class ShardwiseError(Exception):
+    """An error to be shown without a traceback. ``problems`` holds at least one :class:`Problem`."""
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, *problems: Problem) -> None:
+        if not problems:
+            raise ValueError("an error needs at least one problem")
+        super().__init__("\n\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+    def as_dict(self) -> dict[str, object]:
+        """The same as an object, for ``--json``."""
+        return {"exit_code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
+
+
+class UsageError(ShardwiseError):
+    exit_code = 2
+
+
+class DataError(ShardwiseError):
+    exit_code = 65
+
+
+class MissingInputError(ShardwiseError):
+    exit_code = 66
+
+
+class UnavailableError(ShardwiseError):
+    exit_code = 69
+
+
+class OutputError(ShardwiseError):
+    exit_code = 73
+
+
+class PreemptedError(ShardwiseError):
+    exit_code = 75
+
+
+class PolicyError(ShardwiseError):
+    exit_code = 77
+
+
+class ConfigError(ShardwiseError):
+    exit_code = 78
+
+
+class TrainingError(ShardwiseError):
+    exit_code = 1

@@ -1,0 +1,111 @@
+"""The plan: every execution setting decided, with its reason. A YAML file that a person can read, edit and pin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.spec.layout import Layout
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
+Number = Literal["fp64", "fp32", "bf16", "fp16"]
+MEMORY_CATEGORIES = (
+    "weights",
+    "gradients",
+    "moments",
+    "gathered",
+    "accumulated gradients",
+    "activations",
+    "logits",
+    "buffers",
+    "reserve",
+)
+BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``strategy`` says what lives on a slice of the data-parallel ranks (hsdp is zero3 with dp_replicate > 1)."""
+
+    strategy: Strategy = "ddp"
+    reshard_after_forward: bool | int = True
+    bucket_bytes: int = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: Number = "fp32"
+    weights: Number = "fp32"
+    reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
+    modules: tuple[tuple[str, Number], ...] = ()
+    matmul: Literal["highest", "high", "medium"] = "highest"
+
+    @property
+    def loss_scaling(self) -> bool:
+        """fp16's gradients underflow without a scale."""
+        return self.compute == "fp16"
+
+
+@dataclass(frozen=True)
+class Remat:
+    mode: Literal["none", "selective", "full"] = "none"
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences: a step is ``micro_batch_size * accumulation * dp`` sequences of ``seq_len`` tokens.
+    ``loss_chunk_tokens`` tokens at a time pass through the output layer and the loss."""
+
+    micro_batch_size: int = 1
+    accumulation: int = 1
+    seq_len: int = 2048
+    loss_chunk_tokens: int = 1024
+
+    def global_batch_size(self, dp: int) -> int:
+        return self.micro_batch_size * self.accumulation * dp
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: Literal["adamw"] = "adamw"
+    fused: bool = True
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of one step on one rank: payload bytes and how often. ``link`` is the slowest it crosses."""
+
+    axis: str
+    kind: str
+    category: str
+    bytes: int
+    count: int
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner predicts for the fullest rank. ``memory`` is bytes at the moment of the peak, by category."""
+
+    memory: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    capacity_bytes: int = 0
+    traffic: tuple[Traffic, ...] = ()
+    flops_per_step: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    layout: Layout = Layout()
+    batch: Batch = Batch()
+    shard: Shard = Shard()
+    precision: Precision = Precision()
+    remat: Remat = Remat()
+    compile: bool = False
+    optim: Optim = Optim()
+    estimate: Estimate = Estimate()
+    why: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    cluster: str = ""
+    format: int = 1
