@@ -1,0 +1,84 @@
+"""Packing: documents, each closed by end-of-text, laid end to end and cut into windows.
+
+Window k reads the tokens [k * seq_len, k * seq_len + seq_len] of the stream: ``seq_len`` inputs, and the same moved by one as labels. So
+every step from one token to the next is in exactly one window, and window k is a pure function of the prepared data and seq_len. The last window is
+filled up with end-of-text; nothing is learnt there.
+
+With ``mask_documents`` a token sees its own document only: attention stops at the document's start, positions start again
+at 0 (also where a window begins in the middle of a document), and the label of the end-of-text position is masked, since what follows it is another text.
+Without, a window is one sequence, and the first token of a document is learnt from the end of the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.store import TokenStore
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the lengths of the
+    pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    segments: tuple[int, ...]
+    masked: bool
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a prepared text. ``len(windows)`` costs nothing, ``windows[k]`` reads that window only."""
+
+    store: TokenStore
+    seq_len: int
+    mask_documents: bool = True
+
+    def __len__(self) -> int:
+        return -(-max(self.store.tokens - 1, 0) // self.seq_len)
+
+    def __getitem__(self, k: int) -> Sample:
+        if not 0 <= k < len(self):
+            raise IndexError(f"window {k} of {len(self)}")
+        start = k * self.seq_len
+        tokens = self.store.read(start, start + self.seq_len + 1)
+        supervised = len(tokens) - 1
+        ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
+        ids[: len(tokens)] = tokens[: self.seq_len]
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        labels[:supervised] = tokens[1:]
+        positions = np.arange(self.seq_len, dtype=np.int64)
+        if not self.mask_documents:
+            return Sample(ids, labels, positions, (self.seq_len,), masked=False)
+        ends = self.store.document_ends(start, start + self.seq_len) - start
+        labels[ends[ends <= supervised] - 1] = IGNORE
+        starts = np.unique(np.concatenate(([0], ends, [len(tokens)])))
+        starts = starts[starts < self.seq_len]
+        segments = np.diff(starts, append=self.seq_len)
+        positions -= np.repeat(starts, segments)
+        return Sample(ids, labels, positions, tuple(segments.tolist()), masked=True)
+
+    def text_bytes(self, k: int) -> float:
+        """Bytes of text that window k's labels stand for: a document's bytes are shared out evenly over its tokens but end-of-text.
+        Tokens that are no label (with masking, the first of each document) are not counted."""
+        start = k * self.seq_len
+        return self.store.text_bytes(start + 1, start + self.seq_len + 1, skip_first=self.mask_documents)
+
+    def padding(self) -> Sample:
+        """A window in which nothing is learnt: it makes up the number where every rank must have equally many."""
+        ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        return Sample(ids, labels, np.arange(self.seq_len, dtype=np.int64), (self.seq_len,), self.mask_documents)
+
+    @cached_property
+    def full(self) -> int:
+        """Windows in which no token is filled up."""
+        return max(self.store.tokens - 1, 0) // self.seq_len
