@@ -1,0 +1,129 @@
+"""The sheet: a model on paper. Tensors and operations, not totals.
+
+A *unit* is a piece of the model that runs in one go: the stem (embedding, rotation tables), a block, the tail (last
+norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is free
+once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are symbolic in
+the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with their ``cost``; nothing in a sheet
+knows a peak or a second: planner/replay.py finds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil, prod
+
+from shardwise.spec.layout import Axis, Layout
+from shardwise.spec.plan import BYTES
+
+Dim = int | str
+"""A whole number, or ``b``, ``s`` or ``b*s``: micro-batch, sequence length, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
+    ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+    category: str = "activations"
+    shards: tuple[tuple[Axis, int], ...] = ()
+
+    def numel(self, b: int, s: int) -> int:
+        size = {"b": b, "s": s, "b*s": b * s}
+        return prod(size[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+    def bytes(self, b: int = 1, s: int = 1) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel(b, s) * BYTES[self.dtype]
+
+    def local_numel(self, layout: Layout, rank: int, padded: bool) -> int:
+        """Elements on ``rank``. Each cut gives every rank ceil(size / n) rows but the last ones, which get what is
+        left, perhaps none; ``padded`` counts the full ceil(size / n), which is what FSDP2 allocates."""
+        shape = [dim if isinstance(dim, int) else 1 for dim in self.shape]
+        for axis, dim in self.shards:
+            share = ceil(shape[dim] / layout.degree(axis))
+            if not padded:
+                share = max(0, min(share, shape[dim] - share * layout.coordinate(rank, axis)))
+            shape[dim] = share
+        return prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """``allocates`` and ``frees`` are indices into the unit's tensors: what comes into being with the operation and
+    what is free once it has run. ``matmul_flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
+    attention's grow with ``b*s*s``."""
+
+    kind: str
+    name: str
+    allocates: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    weight: str = ""
+    flops: int = 0
+    per: str = "b*s"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What one unit sends: ``phase`` is forward, backward or step; ``when`` says in which micro-batches of a step
+    (every, first, last). ``tensors`` are the weights it carries; ``dtype`` the type on the wire."""
+
+    kind: str
+    axis: str
+    phase: str
+    when: str
+    bytes: int
+    category: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
+    ``forward_plain`` are the forward operations with what each frees when nothing is saved: what runs under recompute.
+    """
+
+    name: str
+    weights: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    forward: tuple[Op, ...] = ()
+    forward_plain: tuple[Op, ...] = ()
+    backward: tuple[Op, ...] = ()
+    input: int = -1
+    output: int = -1
+    gradient_in: int = -1
+    gradient_out: int = -1
+    weight_gradients: tuple[tuple[str, int], ...] = ()
+    saved: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+    recompute: bool = False
+    kept_ops: frozenset[int] = frozenset()
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order."""
+
+    model: str
+    stem: Unit
+    blocks: tuple[Unit, ...]
+    order: tuple[int, ...]
+    tail: Unit
+    tied: bool
+    step: tuple[Collective, ...] = ()
+    notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every kind of unit once."""
+        return (self.stem, *self.blocks, self.tail)
+
+    def rewritten(self, rewrite: Callable[[Unit], Unit]) -> Sheet:
+        """The sheet with every kind of unit replaced by ``rewrite`` of it."""
+        blocks = tuple(rewrite(block) for block in self.blocks)
+        return replace(self, stem=rewrite(self.stem), blocks=blocks, tail=rewrite(self.tail))

@@ -1,0 +1,134 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): groups by name pattern, fused, with schedules that are pure functions.
+
+What it does: each rank updates the shard of weights and moments that it owns; no collective is sent. Norms and biases
+are not decayed; every matrix is, embeddings included (as GPT-2, Llama and their descendants do). A recipe's
+``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
+sharding of the weights: 2 x 4 bytes a parameter in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from shardwise.models.roles import role
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Optim
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+UNDECAYED = frozenset({"norm", "bias"})
+"""Roles without weight decay unless a group of the recipe says otherwise."""
+
+WSD_DECAY_SHARE = 0.1
+"""The last part of a ``wsd`` run that decays when ``decay_steps`` is not given (Hu et al., arXiv 2404.06395)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one parameter is trained with."""
+
+    learning_rate: float
+    weight_decay: float
+
+
+def settings(name: str, optim: Optim) -> Settings:
+    """Learning rate and weight decay of the parameter with this canonical ``name``."""
+    decay = 0.0 if role(name) in UNDECAYED else optim.weight_decay
+    for group in optim.groups:
+        if fnmatchcase(name, group.pattern):
+            return Settings(
+                optim.learning_rate if group.learning_rate is None else group.learning_rate,
+                decay if group.weight_decay is None else group.weight_decay,
+            )
+    return Settings(optim.learning_rate, decay)
+
+
+def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter by canonical name, a tied one once, in the model's order."""
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan) -> Optimizer:
+    """AdamW over the trained parameters of ``parts``, with its moments in place (zeros), so that a checkpoint can be
+    read into them. Plain and sharded parameters are in separate groups: the fused kernel takes no mixture."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    groups: dict[tuple[Settings, bool], list[nn.Parameter]] = {}
+    for name, parameter in named(parts).items():
+        if parameter.requires_grad:
+            groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
+            for (chosen, _), parameters in groups.items()
+        ],
+        lr=optim.learning_rate,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=plan.optim.fused,
+    )
+    for parameters in groups.values():
+        for parameter in parameters:
+            optimizer.state[parameter] = fresh_moments(parameter)
+    return optimizer
+
+
+def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's state of one parameter before its first step, sharded as the parameter is."""
+    import torch
+
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+    }
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float, optim: Optim) -> None:
+    """Give every group its share: ``rate`` is the recipe's learning rate at this step, and a group with a rate of its
+    own follows the same curve."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * (group["base_lr"] / optim.learning_rate)
+
+
+def set_updates(optimizer: Optimizer, updates: int) -> None:
+    """Tell AdamW's bias correction how many updates the moments have seen (after a checkpoint was loaded)."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(updates))
+
+
+def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
+    """The learning rate of update number ``step`` (from 0) of ``max_steps``.
+
+    Warm-up is linear and reaches the full rate at its last step. ``linear`` and ``cosine`` fall to ``min_learning_rate``
+    over ``decay_steps`` (default: all that is left), ``wsd`` linearly over the *last* ``decay_steps`` (default: a tenth).
+    """
+    if step < optim.warmup_steps:
+        return optim.learning_rate * (step + 1) / optim.warmup_steps
+    low, span = optim.min_learning_rate, optim.learning_rate - optim.min_learning_rate
+    if optim.schedule == "constant":
+        return optim.learning_rate
+    if optim.schedule == "wsd":
+        length = optim.decay_steps or max(1, round(max_steps * WSD_DECAY_SHARE))
+        done = _share(step - max(optim.warmup_steps, max_steps - length), length)
+        return low + span * (1.0 - done)
+    done = _share(step - optim.warmup_steps, optim.decay_steps or max_steps - optim.warmup_steps)
+    if optim.schedule == "linear":
+        return low + span * (1.0 - done)
+    return low + span * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _share(done: int, length: int) -> float:
+    return min(1.0, max(0.0, done / max(1, length)))
+
+
+def trained(parts: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
+    """The parameters that get gradients, each once."""
+    return [parameter for parameter in named(parts).values() if parameter.requires_grad]

@@ -1,0 +1,102 @@
+"""Recomputation (activation checkpointing): keep less for backward, compute it again.
+
+Shards and sends nothing. ``full`` keeps a block's input and runs the block's forward again during backward: a third
+more compute for the smallest activations. ``selective`` keeps the results of the matrix products and of attention too
+and recomputes only what is cheap (norms, rotations, gates): a few per cent of compute. ``every`` k treats each k-th
+block only. It pays where activations are what does not fit; a larger micro-batch can then win back more than it costs.
+Blocks are treated in place with PyTorch's non-reentrant checkpoint, which stops recomputing at the last tensor that
+backward needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Op, Sheet
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.checkpoint import CheckpointPolicy
+
+
+def saves(ops: tuple[Op, ...]) -> frozenset[int]:
+    """The technique's one fact: the indices of the operations of a block whose results ``selective`` keeps: attention
+    and every matrix product but the last, whose result no gradient needs."""
+    products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+    return frozenset([*products[:-1], *(i for i, op in enumerate(ops) if op.kind == "attention")])
+
+
+def treated(plan: Plan, block: int) -> bool:
+    return plan.remat.mode != "none" and block % plan.remat.every == 0
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    if plan.remat.mode != "none" and plan.remat.every > spec.num_hidden_layers:
+        return [
+            Problem(
+                "PLAN013",
+                f"every {plan.remat.every} blocks, but the model has {spec.num_hidden_layers}",
+                "recompute.every",
+                f"1 to {spec.num_hidden_layers}",
+            )
+        ]
+    return []
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    if plan.remat.mode == "none":
+        return sheet
+    selective = plan.remat.mode == "selective"
+    treated_kinds = tuple(
+        dataclasses.replace(block, recompute=True, kept_ops=saves(block.forward) if selective else frozenset())
+        for block in sheet.blocks
+    )
+    order = tuple(
+        kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order)
+    )
+    return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
+
+
+def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+    from torch.utils.checkpoint import checkpoint
+
+    for part in parts:
+        for index, block in enumerate(part.layers):  # type: ignore[arg-type]
+            if treated(plan, index):
+                options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                if plan.remat.mode == "selective":
+                    options["context_fn"] = partial(_contexts, _products(block))
+                block.forward = partial(checkpoint, block.forward, **options)
+    return parts
+
+
+def _products(block: nn.Module) -> int:
+    from torch import nn
+
+    return sum(isinstance(module, nn.Linear) for module in block.modules())
+
+
+def _contexts(products: int) -> Any:
+    """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    matmuls = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+    attention = torch.ops.shardwise.attention.default
+    seen = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in matmuls:
+            seen[ctx.is_recompute] += 1
+            if seen[ctx.is_recompute] < products:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if op == attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,92 @@
+"""Sums the gradients of replicated weights, bucket by bucket, while backward still runs.
+
+The buckets depend on the model alone (:func:`buckets`), not on the order in which gradients happen to arrive, so that
+their number and bytes are known before a process starts; docs/decisions/0002 says why this is not
+DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+
+def buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
+    """Names by bucket. ``sizes`` are (name, gradient bytes) in the order of the model; gradients come in the reverse
+    order, so buckets are filled from the end and closed once they reach ``bucket_bytes``."""
+    filled: list[list[str]] = []
+    room = 0
+    for name, size in reversed(sizes):
+        if room <= 0:
+            filled.append([])
+            room = bucket_bytes
+        filled[-1].append(name)
+        room -= size
+    return filled
+
+
+class Replicas:
+    """The gradients of one part's trained parameters and the group that sums them."""
+
+    def __init__(self, part: nn.Module, group: ProcessGroup, bucket_bytes: int, wire: torch.dtype) -> None:
+        parameters = {name: p for name, p in part.named_parameters() if p.requires_grad}
+        sizes = [(name, p.numel() * p.element_size()) for name, p in parameters.items()]
+        self.group = group
+        self.wire = wire
+        self.active = True
+        self.buckets = [[parameters[name] for name in names] for names in buckets(sizes, bucket_bytes)]
+        self._reset()
+        for index, bucket in enumerate(self.buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+
+    def _reset(self) -> None:
+        self._missing = [len(bucket) for bucket in self.buckets]
+        self._sent: list[tuple[torch.Tensor, torch.distributed.Work]] = []
+
+    def _arrived(self, index: int) -> None:
+        if self.active:
+            self._missing[index] -= 1
+            # Every rank must send the buckets in the same order, whatever order they fill up in.
+            while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
+                self._send(self.buckets[len(self._sent)])
+
+    def _send(self, bucket: list[nn.Parameter]) -> None:
+        import torch
+        from torch import distributed
+
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        if len(bucket) == 1 and gradients[0].is_contiguous():
+            flat = gradients[0].view(-1)
+        else:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        offset = 0
+        for parameter in bucket:
+            parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        del gradients
+        wired = flat.to(self.wire)
+        work = distributed.all_reduce(wired, group=self.group, async_op=True)
+        assert work is not None
+        self._sent.append((wired, work))
+
+    def finish(self) -> None:
+        """Waits for every bucket; one whose gradients did not all come (an unused layer) is sent with zeros first."""
+        if not self.active:
+            return
+        while len(self._sent) < len(self.buckets):
+            self._send(self.buckets[len(self._sent)])
+        for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):
+            work.wait()
+            if wired.dtype != bucket[0].dtype:
+                offset = 0
+                for parameter in bucket:
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(wired[offset : offset + parameter.numel()].view_as(parameter))
+                    offset += parameter.numel()
+        self._reset()
