@@ -1,0 +1,131 @@
+"""Attention behind one seam, ``Attention.inner``, and one operation, ``shardwise::attention``.
+
+What may be seen is data (:class:`MaskSpec`), never a dense mask. The operation saves q, k, v, its output and the
+log-sum-exp of every row, whichever kernel computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models import blockwise, kernels
+from shardwise.models.blockwise import Rule, Saved
+from shardwise.models.config import ModelSpec
+from shardwise.models.layers import Rotary, accumulation_dtype, rotate
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """Who sees whom. A query sees a key when all that is given here allows it.
+
+    causal: no key after the query. window: only the last ``window`` positions, its own included.
+    documents: int32 cumulative boundaries over the flattened b*s tokens, those of rows included: no sight across.
+    longest: length of the longest document; 0 where ``documents`` is None.
+    soft_cap: scores become cap * tanh(score / cap). sinks: [h] logits that take part in each softmax without a value.
+    positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+    longest: int = 0
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    positions: Tensor | None = None
+
+
+_MASK = "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, int longest, float? soft_cap"
+
+
+@torch.library.custom_op(
+    "shardwise::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}) -> (Tensor, Tensor)"
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(e)) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
+
+    q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] fp32 (fp64).
+    """
+    rule = Rule(*mask)
+    out, lse = (kernels if kernels.serves(q, rule) else blockwise).forward(q, k, v, rule)
+    return _heads_inside(out), lse.contiguous()
+
+
+@torch.library.custom_op(
+    "shardwise::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_MASK}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v (laid out as [b,s,h,e]) and of the sinks (empty without sinks) from that of ``out``."""
+    saved, rule = Saved(*saved_and_mask[:5]), Rule(*saved_and_mask[5:])
+    grads = (kernels if kernels.serves(saved.q, rule) else blockwise).backward(grad, saved, rule)
+    grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
+    return *(_heads_inside(x) for x in grads), grad_sinks
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """The same values laid out as [b,s,h,e], which is how the projections make and read them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    b, h, s, e = x.shape
+    return x.new_empty(b, s, h, e).transpose(1, 2)
+
+
+@attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fresh(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, ...]:
+    saved, rule = Saved(*saved_and_mask[:5]), Rule(*saved_and_mask[5:])
+    grad_sinks = grad.new_empty(0) if rule.sinks is None else torch.empty_like(rule.sinks)
+    return _fresh(saved.q), _fresh(saved.k), _fresh(saved.v), grad_sinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, sinks, positions, *settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.settings = settings
+    ctx.save_for_backward(q, k, v, *output, documents, sinks, positions)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_sinks = attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 5
+
+
+attention.register_autograd(_backward, setup_context=_save)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        q_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention_bias)
+        self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
+        self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
+        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention_bias)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: MaskSpec) -> Tensor:
+        """x [b,s,d] -> [b,s,d]. The number of heads follows from the projections' widths."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k, v = (y.transpose(1, 2) for y in (rotate(q, rotary), rotate(k, rotary), v))
+        out, _ = self.inner(q, k, v, mask)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+    def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+        """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""
+        return attention(
+            q, k, v, mask.documents, mask.sinks, mask.positions, mask.causal, mask.window, mask.longest, mask.soft_cap
+        )

@@ -1,0 +1,147 @@
+"""Attention in plain torch, a block of queries by a block of keys, with an online softmax: the reference, and the
+fallback for what no kernel serves. Memory beyond its results is a few blocks of scores.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.models.layers import accumulation_dtype
+
+BLOCK = 512
+
+
+class Rule(NamedTuple):
+    """The mask as the operation receives it; fields as in MaskSpec."""
+
+    documents: Tensor | None
+    sinks: Tensor | None
+    positions: Tensor | None
+    causal: bool
+    window: int | None
+    longest: int
+    soft_cap: float | None
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Tokens(NamedTuple):
+    """Place and document of every token, [b,s] each."""
+
+    positions: Tensor
+    documents: Tensor
+
+
+def _tokens(q: Tensor, rule: Rule) -> _Tokens:
+    b, _, s, _ = q.shape
+    positions = torch.arange(s, device=q.device).expand(b, s) if rule.positions is None else rule.positions
+    if rule.documents is None:
+        return _Tokens(positions, torch.zeros_like(positions))
+    flat = torch.arange(b * s, dtype=rule.documents.dtype, device=q.device)
+    return _Tokens(positions, torch.bucketize(flat, rule.documents, right=True).view(b, s))
+
+
+def _blocks(s: int) -> list[slice]:
+    return [slice(start, min(start + BLOCK, s)) for start in range(0, s, BLOCK)]
+
+
+def _visible(tokens: _Tokens, rule: Rule, rows: slice, columns: slice) -> Tensor:
+    """[b,1,1,rows,columns]: may this query see this key."""
+    distance = tokens.positions[:, rows, None] - tokens.positions[:, None, columns]
+    seen = tokens.documents[:, rows, None] == tokens.documents[:, None, columns]
+    if rule.causal:
+        seen = seen & (distance >= 0)
+    if rule.window is not None:
+        seen = seen & (distance < rule.window) & (distance > -rule.window)
+    return seen[:, None, None]
+
+
+def _pairs(tokens: _Tokens, rule: Rule, rows: slice, blocks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+    for columns in blocks:
+        if rule.causal and rule.positions is None and columns.start >= rows.stop:
+            return
+        seen = _visible(tokens, rule, rows, columns)
+        if bool(seen.any()):
+            yield columns, seen
+
+
+def _grouped(q: Tensor, kv_heads: int, wide: torch.dtype) -> Tensor:
+    """[b,h,s,e] -> [b,hk,h/hk,s,e]: the queries beside the key head that they share."""
+    return q.to(wide).unflatten(1, (kv_heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor, rule: Rule) -> Tensor:
+    scores = q @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
+    if rule.soft_cap is not None:
+        scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf (or the sink)."""
+    tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), accumulation_dtype(q.dtype)
+    kv_heads = k.shape[1]
+    grouped, keys, values = _grouped(q, kv_heads, wide), k.to(wide), v.to(wide)
+    outs, norms = [], []
+    for rows in blocks:
+        query = grouped[..., rows, :]
+        total = torch.zeros_like(query)
+        norm = query.new_full(query.shape[:-1], -torch.inf)
+        if rule.sinks is not None:
+            norm = norm.maximum(rule.sinks.to(wide).unflatten(0, (kv_heads, -1))[None, :, :, None])
+        for columns, seen in _pairs(tokens, rule, rows, blocks):
+            scores = _scores(query, keys[:, :, columns], seen, rule)
+            new = torch.logaddexp(norm, scores.logsumexp(-1))
+            floor = new.masked_fill(new == -torch.inf, 0.0)
+            share = (scores - floor.unsqueeze(-1)).exp()
+            total = total * (norm - floor).exp().unsqueeze(-1) + share @ values[:, :, columns].unsqueeze(2)
+            norm = new
+        outs.append(total.flatten(1, 2).to(q.dtype))
+        norms.append(norm.flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(norms, 2)
+
+
+def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; probabilities are made again from lse."""
+    q, k, v, out, lse = saved
+    tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), lse.dtype
+    kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
+    queries, keys, values = _grouped(q, kv_heads, wide), k.to(wide), v.to(wide)
+    outer, norms = _grouped(grad, kv_heads, wide), lse.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
+    norms = norms.masked_fill(norms == -torch.inf, 0.0)
+    deltas = (outer * _grouped(out, kv_heads, wide)).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    for rows in blocks:
+        query, outer_rows = queries[..., rows, :], outer[..., rows, :]
+        for columns, seen in _pairs(tokens, rule, rows, blocks):
+            key, value = keys[:, :, columns], values[:, :, columns]
+            scores = _scores(query, key, seen, rule)
+            share = (scores - norms[..., rows, :]).exp()
+            grad_v[:, :, columns] += (share.mT @ outer_rows).sum(2)
+            slope = share * (outer_rows @ value.unsqueeze(2).mT - deltas[..., rows, :]) * scale
+            if rule.soft_cap is not None:
+                slope = slope * (1 - (scores.masked_fill(~seen, 0.0) / rule.soft_cap).square())
+            grad_q[..., rows, :] += slope @ key.unsqueeze(2)
+            grad_k[:, :, columns] += (slope.mT @ query).sum(2)
+    return grad_q.flatten(1, 2).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def sink_gradient(grad: Tensor, saved: Saved, sinks: Tensor) -> Tensor:
+    """[h]: a sink takes the share exp(sink - lse) of every row and gives nothing for it."""
+    out, lse = saved.out, saved.lse
+    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)

@@ -1,0 +1,221 @@
+"""What a model is made of: dimensions and kinds of block, read from a Hugging Face ``config.json``. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem, UnavailableError
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained range. ``linear`` reads ``factor`` alone."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The dimensions of one model, named as Hugging Face names them."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    family: str = "llama"
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Trainable elements; tied embeddings count once."""
+    d, f, e = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    q, kv = spec.num_attention_heads * e, spec.num_key_value_heads * e
+    block = 2 * d + 2 * d * q + 2 * d * kv + 3 * d * f
+    block += (q + 2 * kv + d) * spec.attention_bias + (2 * f + d) * spec.mlp_bias
+    return spec.num_hidden_layers * block + d + spec.vocab_size * d * (1 if spec.tie_word_embeddings else 2)
+
+
+def problems(spec: ModelSpec) -> list[Problem]:
+    """Dimensions that no Llama can have."""
+    found: list[Problem] = []
+
+    def refuse(what: str, fix: str) -> None:
+        found.append(Problem("PLAN008", what, where=f"config of {spec.name}", fix=fix))
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    values = (spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers)
+    for key, value in zip(sizes, values, strict=True):
+        if value < 1:
+            refuse(f"{key} is {value}", f"{key}: 1 or more")
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    if heads < 1 or kv_heads < 1:
+        refuse(f"{heads} attention heads and {kv_heads} key-value heads", "1 or more of each")
+    elif heads % kv_heads:
+        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        refuse(
+            f"{kv_heads} key-value heads do not divide {heads} attention heads", f"num_key_value_heads: one of {legal}"
+        )
+    if spec.head_dim < 2 or spec.head_dim % 2:
+        refuse(
+            f"head_dim {spec.head_dim} is not even, and rotary embedding turns pairs",
+            f"head_dim: {max(2, spec.head_dim + 1)}",
+        )
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        refuse(
+            f"rope scaling: high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
+            "high_freq_factor: 4.0, low_freq_factor: 1.0",
+        )
+    return found
+
+
+def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
+    """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5). Raises ConfigError, PolicyError."""
+    _check_architecture(config, name)
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    wrong = [
+        Problem(
+            "CFG004",
+            f"`{key}` must be a whole number, got {config.get(key)!r}",
+            f"config of {name}",
+            f"{key}: a whole number",
+        )
+        for key in (*required, "num_key_value_heads", "head_dim")
+        if type(config.get(key)) is not int and (key in required or config.get(key) is not None)
+    ]
+    if wrong:
+        raise ConfigError(*wrong)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        if heads < 1 or config["hidden_size"] % heads:
+            fix = f"hidden_size: a multiple of {heads}, or give head_dim"
+            raise ConfigError(
+                Problem(
+                    "PLAN008",
+                    f"hidden_size {config['hidden_size']} / {heads} heads is not whole",
+                    f"config of {name}",
+                    fix,
+                )
+            )
+        head_dim = config["hidden_size"] // heads
+    eos = config.get("eos_token_id")
+    theta, scaling = _rope(config, name)
+    spec = ModelSpec(
+        name=name,
+        **{key: config[key] for key in required},
+        num_key_value_heads=heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
+        head_dim=head_dim,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        initializer_range=float(config.get("initializer_range", 0.02)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+    )
+    if found := problems(spec):
+        raise ConfigError(*found)
+    return spec
+
+
+def _check_architecture(config: dict[str, Any], name: str) -> None:
+    where, known = f"config of {name}", ", ".join(ARCHITECTURES)
+    if config.get("auto_map"):
+        what = f"{name} wants to run its own Python ({', '.join(config['auto_map'])}); it is never executed"
+        raise PolicyError(Problem("SEC008", what, where, f"supported architectures: {known}"))
+    kinds = config.get("architectures") or [f"model_type {config.get('model_type', 'missing')!r}"]
+    if config.get("model_type") not in ARCHITECTURES.values() and kinds[0] not in ARCHITECTURES:
+        raise ConfigError(Problem("CFG010", f"{kinds[0]} is not supported", where, f"a model of one of these: {known}"))
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(
+            Problem("CFG010", f"hidden_act {config['hidden_act']!r} is not supported", where, "hidden_act: silu")
+        )
+
+
+def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    values: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(values.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    where = f"config of {name}"
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            Problem("CFG010", f"rope scaling {kind!r} is not supported", where, "one of: default, linear, llama3")
+        )
+    required = ["factor"]
+    if kind == "llama3":
+        required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    if missing := [key for key in required if key not in values]:
+        what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
+        raise ConfigError(Problem("CFG010", what, where, "take the values from the model's own config.json"))
+    scaling = RopeScaling(kind, *(float(values[key]) for key in required[:3]))
+    if kind == "llama3":
+        scaling = replace(scaling, original_max_position_embeddings=int(values["original_max_position_embeddings"]))
+    return theta, scaling
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if spec.rope_scaling is not None:
+        rope |= {"rope_type": spec.rope_scaling.kind, "factor": spec.rope_scaling.factor}
+        if spec.rope_scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": spec.rope_scaling.low_freq_factor,
+                "high_freq_factor": spec.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": spec.rope_scaling.original_max_position_embeddings,
+            }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None if spec.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "attention_bias": spec.attention_bias,
+        "mlp_bias": spec.mlp_bias,
+        "attention_dropout": 0.0,
+        "initializer_range": spec.initializer_range,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
+        "use_cache": True,
+    }

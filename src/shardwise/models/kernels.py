@@ -1,0 +1,90 @@
+"""The attention kernels that ship with torch: flash on CPU and CUDA, for causal or full attention within documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.models.blockwise import Rule, Saved
+
+aten = torch.ops.aten
+
+
+def serves(q: Tensor, rule: Rule) -> bool:
+    """Whether a kernel computes attention under this rule; what it does not, ``blockwise`` does."""
+    if rule.window is not None or rule.soft_cap is not None or rule.sinks is not None or rule.positions is not None:
+        return False
+    if q.device.type == "cuda":
+        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cpu"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """out [b,h,s,e] and lse [b,h,s]."""
+    if q.device.type == "cuda":
+        return _cuda_forward(q, k, v, rule)
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    if rule.documents is None:
+        return flash(q, k, v, 0.0, rule.causal)
+    out, lse = None, None
+    for row, tokens in _segments(q, rule.documents):
+        part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal)
+        if out is None or lse is None:
+            out, lse = torch.empty_like(q), part[1].new_empty(q.shape[:3])
+        out[row, :, tokens], lse[row, :, tokens] = part
+    assert out is not None and lse is not None
+    return out, lse
+
+
+def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    if grad.device.type == "cuda":
+        return _cuda_backward(grad, saved, rule)
+    flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if rule.documents is None:
+        return flash(grad, *saved, 0.0, rule.causal)
+    grads = tuple(torch.empty_like(x) for x in saved[:3])
+    for row, tokens in _segments(grad, rule.documents):
+        parts = flash(grad[row, :, tokens], *(x[row, :, tokens] for x in saved), 0.0, rule.causal)
+        for whole, part in zip(grads, parts, strict=True):
+            whole[row, :, tokens] = part
+    return grads[0], grads[1], grads[2]
+
+
+def _segments(q: Tensor, documents: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(row, tokens) of each document."""
+    length, bounds = q.shape[2], documents.tolist()
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        row = start // length
+        yield slice(row, row + 1), slice(start - row * length, stop - row * length)
+
+
+def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
+    """[b,h,s,e] -> [b,s,h,e], or all tokens in one row [b*s,h,e] when there are documents."""
+    moved = [x.transpose(1, 2) for x in tensors]
+    return moved if rule.documents is None else [x.flatten(0, 1) for x in moved]
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    b, h, s, _ = q.shape
+    longest = s if rule.documents is None else rule.longest
+    tensors = _tokens_first(rule, q, k, v)
+    bounds = (rule.documents, rule.documents, longest, longest)
+    out, lse, *_ = aten._flash_attention_forward(*tensors, *bounds, 0.0, rule.causal, False)
+    if rule.documents is None:
+        return out.transpose(1, 2), lse
+    return out.unflatten(0, (b, s)).transpose(1, 2), lse.view(h, b, s).transpose(0, 1)
+
+
+def _cuda_backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    b, _, s, _ = grad.shape
+    longest = s if rule.documents is None else rule.longest
+    grad, *tensors = _tokens_first(rule, grad, saved.q, saved.k, saved.v, saved.out)
+    lse = saved.lse if rule.documents is None else saved.lse.transpose(0, 1).flatten(1)
+    bounds = (rule.documents, rule.documents, longest, longest)
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device)
+    grads = aten._flash_attention_backward(grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout)
+    dq, dk, dv = (x if rule.documents is None else x.unflatten(0, (b, s)) for x in grads)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,0 +1,27 @@
+"""What each parameter is for, from its name. Techniques choose by role, never by module class."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+ROLES = {
+    "*.bias": "bias",
+    "embed.weight": "embed",
+    "head.weight": "head",
+    "*norm.weight": "norm",
+    "*.attention.q.weight": "q",
+    "*.attention.k.weight": "k",
+    "*.attention.v.weight": "v",
+    "*.attention.o.weight": "o",
+    "*.mlp.gate.weight": "gate",
+    "*.mlp.up.weight": "up",
+    "*.mlp.down.weight": "down",
+}
+
+
+def role(name: str) -> str:
+    """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``."""
+    for pattern, value in ROLES.items():
+        if fnmatchcase(name, pattern):
+            return value
+    raise KeyError(f"no role for parameter {name!r}")
