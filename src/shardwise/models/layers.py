@@ -84,12 +84,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    out = torch.empty_like(x)
-    first, second = x.chunk(2, -1)
-    half = x.shape[-1] // 2
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=sign)
-    return out
+    pairs = x.unflatten(-1, (2, -1))
+    first, second = pairs.unbind(-2)
+    out = pairs * cos.unsqueeze(-2)
+    out[..., 0, :].addcmul_(second, sin, value=-sign)
+    out[..., 1, :].addcmul_(first, sin, value=sign)
+    return out.flatten(-2)
 
 
 class _Rotate(torch.autograd.Function):
