@@ -1,0 +1,71 @@
+"""What the tests of the pool ask of its ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def nothing(rank: int, world: int) -> None:
+    pass
+
+
+def place(rank: int, world: int) -> tuple[int, int, int]:
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), int(total)
+
+
+def process(rank: int, world: int) -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
+
+
+def fail_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError(f"rank {rank} was told to fail")
+    dist.barrier()
+
+
+def sharded_gradient(rank: int, world: int, replicas: int) -> torch.Tensor:
+    """The gradient that a linear layer gets when its weight is sharded on a mesh of ``replicas`` by the rest."""
+    shape, names = (
+        ((world,), ("dp_shard",)) if replicas == 1 else ((replicas, world // replicas), ("dp_replicate", "dp_shard"))
+    )
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    layer = nn.Linear(4, 8, bias=False)
+    nn.init.ones_(layer.weight)
+    fully_shard(layer, mesh=mesh)
+    layer(torch.full((1, 4), float(rank))).sum().backward()
+    return layer.weight.grad.full_tensor()
+
+
+def hang_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        sleep_for_long()
+    dist.barrier()
+
+
+def sleep_for_long() -> None:
+    time.sleep(600)
+
+
+def die_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def exit_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        raise SystemExit(3)
+    dist.barrier()
+
+
+def unpicklable(rank: int, world: int) -> object:
+    return lambda: rank
