@@ -20,6 +20,7 @@ from shardwise.spec.recipe import Optim
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 UNDECAYED = frozenset({"norm", "bias"})
@@ -47,6 +48,11 @@ def settings(name: str, optim: Optim) -> Settings:
                 decay if group.weight_decay is None else group.weight_decay,
             )
     return Settings(optim.learning_rate, decay)
+
+
+def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+    """Nothing yet: the optimizer is built (:func:`build`) when the parts have their weights."""
+    return parts
 
 
 def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

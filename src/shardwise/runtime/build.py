@@ -1,0 +1,96 @@
+"""From a plan to a model that can be trained: on the meta device, taken apart by the techniques, then filled, each rank
+with no more than the slices it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import techniques
+from shardwise.models import hf, init
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.runtime.slices import local, local_slice
+from shardwise.runtime.state import LossScale, TrainState
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.techniques import optim
+from shardwise.techniques.numbers import torch_type
+
+
+def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> TrainState:
+    """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
+    parts = build_parts(spec, plan, mesh, device)
+    fill(parts, spec, recipe, plan)
+    return TrainState(
+        parts,
+        optim.build(parts, recipe.optim, plan),
+        scale=LossScale.dynamic() if plan.precision.loss_scaling else LossScale(),
+    )
+
+
+def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:
+    """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet.
+
+    A replicated model is allocated first, since its gradient hooks hold on to the very parameters; a sharded one last,
+    so that a rank never allocates more than its shards.
+    """
+    with torch.device("meta"):
+        parts: list[nn.Module] = [Decoder(spec)]
+    if plan.shard.strategy != "ddp":
+        parts = techniques.apply(parts, plan, mesh)
+        allocate(parts, spec, device)
+        return parts
+    for part in parts:
+        part.to(torch_type(plan.precision.weights))
+    allocate(parts, spec, device)
+    return techniques.apply(parts, plan, mesh)
+
+
+def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
+    """Give meta parameters memory and tie again what ``to_empty`` took apart."""
+    for part in parts:
+        part.to_empty(device=device)
+        if spec.tie_word_embeddings:
+            part.head.weight = part.embed.weight  # type: ignore[union-attr]
+            assert_tied(part)
+
+
+def assert_tied(part: nn.Module) -> None:
+    """Head and embedding are one parameter, listed once."""
+    names = [name for name, _ in part.named_parameters()]
+    if part.get_parameter("head.weight") is not part.get_parameter("embed.weight") or "head.weight" in names:
+        raise RuntimeError("the tied weights of head and embedding have come apart")
+
+
+def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
+    """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors: only
+    the slices that this rank owns, one tensor at a time."""
+    parameters = optim.named(parts)
+    directory = weights_directory(recipe)
+    if directory is None:
+        for name, parameter in parameters.items():
+            put(parameter, init.fill(name, tuple(parameter.shape), local_slice(parameter), recipe.run.seed, spec))
+        return
+    wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
+    for name, values in hf.read_weights(directory, wanted, spec):
+        put(parameters[name], values)
+
+
+def put(parameter: Tensor, values: Tensor) -> None:
+    """Copy ``values``, this rank's slice, into the memory of ``parameter``."""
+    with torch.no_grad():
+        shard = local(parameter.detach())
+        if shard.numel():
+            shard.copy_(values.reshape(shard.shape))
+
+
+def weights_directory(recipe: Recipe) -> Path | None:
+    """Where trained weights are to be read from; None for a model that starts from random ones."""
+    if recipe.model.path is None or recipe.model.init == "random":
+        return None
+    return hf.weights_directory(recipe.model.path, recipe.model.revision)

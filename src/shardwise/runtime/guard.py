@@ -1,0 +1,173 @@
+"""Watches a run: which phase each rank is in, hangs, requests to stop, non-finite steps, and faults that tests order."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import Problem, TrainingError
+from shardwise.runtime import flight
+from shardwise.runtime.pages import Page, RankStatus, culprit, read_pages
+
+PHASES = ("start", "data", "forward", "backward", "reduce", "clip", "optimizer", "logging", "save", "evaluate", "end")
+SLOW_PHASES = frozenset({"start", "save", "evaluate", "end"})
+"""Phases that may rightly take ten times as long as a step's."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An order to fail at one phase of one step on one rank, for tests: ``phase:step:rank[:signal]``. The signal is a
+    name or number, or ``raise`` for an exception, or ``hang`` to sleep for ever."""
+
+    phase: str
+    step: int
+    rank: int
+    action: str = "SIGKILL"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault | None:
+        if not text:
+            return None
+        phase, step, rank, *action = text.split(":")
+        return cls(phase, int(step), int(rank), action[0] if action else "SIGKILL")
+
+    def fire(self, directory: Path) -> None:
+        """Fail, once in the life of a run directory: a marker file proves that it happened."""
+        marker = directory / f"fault-{self.phase}-{self.step}-{self.rank}"
+        try:
+            descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return
+        os.fsync(descriptor)
+        os.close(descriptor)
+        if self.action == "raise":
+            raise RuntimeError(f"fault ordered at {self.phase} of step {self.step} on rank {self.rank}")
+        if self.action == "hang":
+            time.sleep(3600)
+        number = int(self.action) if self.action.isdigit() else int(signal.Signals[self.action])
+        os.kill(os.getpid(), number)
+
+
+class Guard:
+    """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long."""
+
+    def __init__(self, run_directory: Path, rank: int, timeout_s: float, fault: str = "") -> None:
+        self.directory = run_directory
+        self.page = Page(run_directory, rank)
+        self.timeout_s = timeout_s
+        self.fault = Fault.parse(fault)
+        self.step = 0
+        self.first_step = 0
+        self._stop = threading.Event()
+        self._dumped_count = -1
+        self._thread = threading.Thread(target=self._watch, name="shardwise-watch", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, step: int) -> None:
+        """Optimizer step ``step`` (from 1) begins."""
+        self.first_step = self.first_step or step
+        self.step = step
+
+    def enter(self, phase: str) -> None:
+        """This rank enters ``phase`` (one of PHASES)."""
+        self.page.enter(phase, self.step)
+        fault = self.fault
+        if fault and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
+            fault.fire(self.directory)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.page.close()
+
+    def patience_s(self) -> float:
+        """How long the present phase may last: ten times the timeout while things start or write."""
+        warming = self.step <= self.first_step + 1
+        return self.timeout_s * (10.0 if warming or self.page.status.phase in SLOW_PHASES else 1.0)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self.timeout_s / 4)):
+            status = self.page.status
+            waited_s = time.monotonic() - status.since_s
+            name, number = (status.collective, status.sequence) if waited_s < 2.0 else flight.newest_collective()
+            if self.page.status.count == status.count:
+                self.page.beat(name, number)
+            if waited_s > 0.9 * self.patience_s() and self._dumped_count != status.count:
+                self._dumped_count = status.count
+                self.dump_stacks()
+
+    def dump_stacks(self) -> Path:
+        """Write the stack of every thread of this rank under ``hang-step-N/``."""
+        status = self.page.status
+        path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            print(f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},", file=file)
+            print(f"newest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        return path
+
+    def late_rank(self) -> RankStatus | None:
+        """The rank that the others wait for, if one stands out."""
+        return culprit(read_pages(self.directory))
+
+
+class StopRequest:
+    """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning) or Ctrl-C. A second Ctrl-C, at least a
+    second later (a terminal and a launcher may both pass on the first), stops at once."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._first_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.name and now - self._first_s > 1.0:
+            raise KeyboardInterrupt
+        if not self.name:
+            self.name, self._first_s = signal.Signals(number).name, now
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end."""
+    request = StopRequest()
+    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, request.receive) for number in wanted}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_skips(skipped_in_row: int, allowed: int, step: int, samples: Callable[[], list[int]]) -> None:
+    """Stop a run whose numbers stay non-finite. Raises TrainingError NUM001; nothing of the poisoned steps was applied
+    or saved. ``samples`` gives the ids of this step's samples."""
+    if skipped_in_row <= allowed:
+        return
+    ids = samples()
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    raise TrainingError(
+        Problem(
+            "NUM001",
+            f"loss or gradients are not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
+            f"step {step}, samples {shown}",
+            "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32; the newest "
+            "checkpoint holds the last good weights",
+        )
+    )

@@ -1,0 +1,65 @@
+"""How a run ended: ``exit.json`` in the run directory, holding the first cause and not what followed from it.
+Imports no torch: the launcher reads and writes it too."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["done", "preempted", "error", "crash", "memory", "hang", "peer_lost"]
+NAME = "exit.json"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """``peer_lost`` marks a consequence: this rank failed because another one went away."""
+
+    kind: Kind
+    exit_code: int
+    message: str
+    rank: int = 0
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    phase: str = ""
+    problems: list[dict[str, str]] = field(default_factory=list)
+    restartable: bool = False
+    time_s: float = 0.0
+
+
+def write_exit(run_directory: Path, outcome: Exit) -> None:
+    """Write ``exit.json``. The first cause wins; a consequence never replaces anything, and a cause replaces a
+    consequence. Whole or not at all, whatever dies meanwhile."""
+    target = run_directory / NAME
+    draft = run_directory / f".{NAME}-{outcome.rank}-{os.getpid()}"
+    record = asdict(outcome) | {"time_s": outcome.time_s or time.time()}
+    try:
+        draft.write_text(json.dumps(record, indent=1) + "\n")
+        standing = read_exit(run_directory)
+        if standing is None:
+            try:
+                os.link(draft, target)
+            except FileExistsError:
+                standing = read_exit(run_directory)
+        if standing is not None and standing.kind == "peer_lost" and outcome.kind != "peer_lost":
+            os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_exit(run_directory: Path) -> Exit | None:
+    """The outcome, or None while there is none."""
+    try:
+        record: dict[str, Any] = json.loads((run_directory / NAME).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return Exit(**record)
+
+
+def clear_exit(run_directory: Path) -> None:
+    """Forget the outcome of an earlier start."""
+    (run_directory / NAME).unlink(missing_ok=True)

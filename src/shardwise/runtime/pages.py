@@ -1,0 +1,139 @@
+"""A page of memory per rank, in a file of the run directory, that says where the rank is. It is written at every phase
+(about a microsecond) and can be read by another process even when the rank is stopped or holds the interpreter's lock.
+Imports no torch: the launcher reads it too."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import Problem
+
+LAYOUT = struct.Struct("<8sqqqqddq16s48s64s")
+MAGIC = b"SHWPAGE1"
+DIRECTORY = "ranks"
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far: it compares progress across
+    ranks. Times are CLOCK_MONOTONIC seconds of the rank's host; ``beat_s`` moves as long as its interpreter lives."""
+
+    rank: int
+    pid: int
+    step: int
+    count: int
+    since_s: float
+    beat_s: float
+    sequence: int
+    phase: str
+    collective: str
+    host: str
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped (SIGSTOP) or stuck in the kernel; only known on the same host."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False
+        return state in ("T", "t", "D")
+
+    @property
+    def waiting(self) -> str:
+        """The collective it last entered, for people."""
+        return f"{self.collective} #{self.sequence}" if self.collective else f"phase {self.phase}"
+
+
+class Page:
+    """This rank's page. One writer (the rank), any number of readers."""
+
+    def __init__(self, run_directory: Path, rank: int) -> None:
+        path = run_directory / DIRECTORY / f"{rank:05d}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(LAYOUT.size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), LAYOUT.size)
+        self._host = socket.gethostname().encode()[:64]
+        now = time.monotonic()
+        self.status = RankStatus(rank, os.getpid(), 0, 0, now, now, 0, "start", "", self._host.decode())
+        self._write()
+
+    def enter(self, phase: str, step: int) -> None:
+        """A new phase begins."""
+        now = time.monotonic()
+        old = self.status
+        self.status = RankStatus(
+            old.rank, old.pid, step, old.count + 1, now, now, old.sequence, phase, old.collective, old.host
+        )
+        self._write()
+
+    def beat(self, collective: str, sequence: int) -> None:
+        """The interpreter lives; its newest collective is ``collective`` number ``sequence``."""
+        old = self.status
+        self.status = RankStatus(
+            old.rank, old.pid, old.step, old.count, old.since_s, time.monotonic(), sequence, old.phase, collective, old.host
+        )
+        self._write()
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _write(self) -> None:
+        s = self.status
+        self._memory[:] = LAYOUT.pack(
+            MAGIC, s.rank, s.pid, s.step, s.count, s.since_s, s.beat_s, s.sequence,
+            s.phase.encode()[:16], s.collective.encode()[:48], self._host,
+        )  # fmt: skip
+
+
+def read_pages(run_directory: Path) -> list[RankStatus]:
+    """The pages of all ranks that write into this run directory (on several nodes without a shared disk: this node's)."""
+    found = []
+    for path in sorted((run_directory / DIRECTORY).glob("[0-9]*")):
+        data = path.read_bytes()
+        if len(data) != LAYOUT.size or not data.startswith(MAGIC):
+            continue
+        _, rank, pid, step, count, since, beat, sequence, phase, collective, host = LAYOUT.unpack(data)
+        texts = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, collective, host)]
+        found.append(RankStatus(rank, pid, step, count, since, beat, sequence, *texts))
+    return found
+
+
+def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
+    """The rank that the others wait for: a stopped one, else the one that has done least; None when they are level."""
+    stopped = [status for status in statuses if status.stopped]
+    if stopped:
+        return min(stopped, key=lambda status: status.count)
+    if len(statuses) < 2:
+        return None
+    behind = min(statuses, key=lambda status: status.count)
+    if behind.count < max(status.count for status in statuses):
+        return behind
+    slow = min(statuses, key=lambda status: status.sequence)
+    return slow if slow.sequence < max(status.sequence for status in statuses) else None
+
+
+def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem | None:
+    """HANG001 for the rank that the others wait for, or None when no rank stands out."""
+    late = culprit(statuses)
+    if late is None:
+        return None
+    others = [status for status in statuses if status.rank != late.rank]
+    ahead = max(others, key=lambda status: (status.count, status.sequence)) if others else late
+    state = "is stopped" if late.stopped else f"is still in phase {late.phase}"
+    return Problem(
+        "HANG001",
+        f"rank {late.rank} (host {late.host}, pid {late.pid}) has not entered {ahead.waiting} of step {ahead.step} for "
+        f"{waited_s:.0f} s; the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there",
+        f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/",
+        f"look at that process and its disk or network; then: shardwise train --resume {run}",
+    )

@@ -1,0 +1,105 @@
+"""All that changes while a model trains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.techniques import optim
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): halved when a step overflows, doubled after
+    ``growth_steps`` good ones. ``value`` stays 1 where gradients cannot underflow."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    growth_steps: int = 2000
+    enabled: bool = False
+
+    @classmethod
+    def dynamic(cls) -> LossScale:
+        return cls(value=2.0**16, enabled=True)
+
+    def update(self, finite: bool) -> None:
+        """Learn from a step whose gradients were ``finite`` or not."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.value, self.good_steps = max(1.0, self.value / 2), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_steps:
+            self.value, self.good_steps = min(2.0**24, self.value * 2), 0
+
+
+@dataclass
+class TrainState:
+    """The only mutable object of a run.
+
+    ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``: input
+    tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``: steps
+    skipped since the last good one.
+    """
+
+    parts: list[nn.Module]
+    optimizer: Optimizer
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    cursor: int = 0
+    skipped_in_row: int = 0
+    scale: LossScale = field(default_factory=LossScale)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by canonical name; a tied one once."""
+        return optim.named(self.parts)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that get gradients, each once."""
+        return [parameter for parameter in self.parameters().values() if parameter.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
+        Live tensors (DTensors where sharded), not copies."""
+        parameters = self.parameters()
+        found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            for name, parameter in parameters.items():
+                if parameter in self.optimizer.state:
+                    found[f"optim.{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        return found
+
+    def count(self, tokens: int, skipped: bool) -> None:
+        """Book one optimizer step over ``tokens`` input tokens."""
+        self.step += 1
+        self.tokens += tokens
+        self.updates += not skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+        self.scale.update(finite=not skipped)
+
+    def facts(self) -> dict[str, Any]:
+        """The rest of a checkpoint, as JSON."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "tokens": self.tokens,
+            "cursor": self.cursor,
+            "skipped_in_row": self.skipped_in_row,
+            "loss_scale": asdict(self.scale),
+        }
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        """Take over the facts of a checkpoint whose tensors have just been loaded in place."""
+        self.step = int(facts["step"])
+        self.updates = int(facts["updates"])
+        self.tokens = int(facts["tokens"])
+        self.cursor = int(facts["cursor"])
+        self.skipped_in_row = int(facts["skipped_in_row"])
+        if self.scale.enabled and facts["loss_scale"]["enabled"]:
+            self.scale = LossScale(**facts["loss_scale"])
+        optim.set_updates(self.optimizer, self.updates)

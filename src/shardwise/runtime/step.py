@@ -1,0 +1,97 @@
+"""One optimizer step: the only place that knows the order of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwise.data.batch import MicroBatch
+from shardwise.runtime import reduce
+from shardwise.runtime.state import TrainState
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Optim
+from shardwise.techniques import optim, shard
+
+Loss = Callable[[nn.Module, MicroBatch, float], Tensor]
+"""(model, micro-batch, denominator) -> the sum of its token losses / denominator, a scalar that can be propagated."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the norm before
+    clipping, ``tokens`` the input tokens of all ranks. A ``skipped`` step changed no weight and no moment. ``stop``:
+    some rank was asked to stop."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    supervised_tokens: int
+    skipped: bool
+    stop: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is the same for all steps of a run. ``enter`` is told of every phase (guard.PHASES)."""
+
+    plan: Plan
+    optim: Optim
+    max_steps: int
+    loss: Loss
+    enter: Callable[[str], None] = lambda phase: None
+
+
+def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules, stop: bool = False) -> StepStats:
+    """Train on this rank's micro-batches of one optimizer step.
+
+    ``supervised`` counts the supervised tokens of all ranks and micro-batches: every loss is divided by it, so that
+    gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by all ranks
+    alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
+    """
+    plan, layout = rules.plan, rules.plan.layout
+    loss = accumulate(state, batches, supervised, rules)
+    shard.finish(state.parts)
+    rules.enter("clip")
+    parameters = state.trained()
+    squares = reduce.local_squares(parameters, layout.world // layout.pp)
+    verdict = reduce.agree(squares, loss, stop)
+    grad_norm = verdict.norm / state.scale.value
+    if verdict.finite:
+        factor = reduce.clip_coefficient(grad_norm, rules.optim.max_grad_norm) / state.scale.value
+        reduce.scale_gradients(parameters, factor)
+    rules.enter("optimizer")
+    rate = optim.learning_rate(rules.optim, state.step, rules.max_steps)
+    optim.set_learning_rate(state.optimizer, rate, rules.optim)
+    if verdict.finite:
+        state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    tokens = plan.batch.global_batch_size(layout.dp) * plan.batch.seq_len
+    state.count(tokens, skipped=not verdict.finite)
+    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, not verdict.finite, verdict.stop)
+
+
+def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Tensor:
+    """Forward and backward of every micro-batch: leaves the reduced gradients in place (after ``shard.finish``) and
+    returns this rank's share of the mean loss, a detached scalar."""
+    shares = []
+    for index, batch in enumerate(batches):
+        shard.synchronise(state.parts, rules.plan, last=index == len(batches) - 1)
+        rules.enter("forward")
+        loss = rules.loss(state.parts[0], batch, float(max(1, supervised)))
+        rules.enter("backward")
+        (loss * state.scale.value if state.scale.enabled else loss).backward()
+        shares.append(loss.detach().double())
+    return sum(shares[1:], start=shares[0])
+
+
+def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
+    """Tell ``enter`` when backward leaves the head for the blocks: from there on gradients are being reduced."""
+
+    def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: enter("reduce"))
+
+    parts[-1].get_submodule("norm").register_forward_pre_hook(watch)

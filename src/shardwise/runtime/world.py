@@ -1,0 +1,105 @@
+"""The process group and the mesh. The only reader of environment variables in the runtime."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.spec.layout import Layout
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run, as its launcher described it. ``fault`` is a test's order to fail."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    threads: int
+    restarts: int
+    host: str
+    fault: str
+
+
+def process() -> Process:
+    """Read the launcher's variables; without them, a run of one process."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    return Process(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=local_world_size,
+        threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // local_world_size),
+        restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        host=socket.gethostname(),
+        fault=os.environ.get("SHARDWISE_FAULT", ""),
+    )
+
+
+def is_worker() -> bool:
+    """Whether a launcher (torchrun, the elastic agent) started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def device_of(kind: DeviceKind) -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", process().local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[DeviceMesh | None]:
+    """Join the process group and yield the mesh over the axes larger than 1 (None when there is none).
+
+    Collectives fail after ``timeout_s``. Leaves through a barrier, for without ``destroy_process_group`` a rank may end
+    in SIGABRT. Raises RUN001 when the layout is for another number of processes.
+    """
+    me = process()
+    if layout.world != me.world_size:
+        raise ConfigError(_wrong_world(layout, me.world_size))
+    torch.set_num_threads(me.threads)
+    timeout = timedelta(seconds=timeout_s)
+    backend = "gloo"
+    if kind == "cuda":
+        torch.cuda.set_device(me.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    if is_worker():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield mesh(layout, kind)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh(layout: Layout, kind: DeviceKind) -> DeviceMesh | None:
+    """The device mesh of ``layout`` over the ranks of the default process group."""
+    axes = layout.axes()
+    if not axes:
+        return None
+    return init_device_mesh(kind, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def _wrong_world(layout: Layout, world_size: int) -> Problem:
+    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.axes()) or "1 process"
+    return Problem(
+        "RUN001",
+        f"the plan is for {layout.world} processes ({degrees}), but {world_size} were started",
+        "WORLD_SIZE",
+        f"start {layout.world} processes, or plan again for {world_size}: leave out --plan, or run.nproc={world_size}",
+    )
