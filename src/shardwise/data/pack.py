@@ -12,7 +12,6 @@ Without, a window is one sequence, and the first token of a document is learnt f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +49,15 @@ class Windows:
             raise IndexError(f"window {k} of {len(self)}")
         start = k * self.seq_len
         tokens = self.store.read(start, start + self.seq_len + 1)
-        supervised = len(tokens) - 1
         ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
         ids[: len(tokens)] = tokens[: self.seq_len]
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        labels[:supervised] = tokens[1:]
+        labels[: len(tokens) - 1] = tokens[1:]
         positions = np.arange(self.seq_len, dtype=np.int64)
         if not self.mask_documents:
             return Sample(ids, labels, positions, (self.seq_len,), masked=False)
         ends = self.store.document_ends(start, start + self.seq_len) - start
-        labels[ends[ends <= supervised] - 1] = IGNORE
+        labels[ends - 1] = IGNORE
         starts = np.unique(np.concatenate(([0], ends, [len(tokens)])))
         starts = starts[starts < self.seq_len]
         segments = np.diff(starts, append=self.seq_len)
@@ -77,8 +75,3 @@ class Windows:
         ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         return Sample(ids, labels, np.arange(self.seq_len, dtype=np.int64), (self.seq_len,), self.mask_documents)
-
-    @cached_property
-    def full(self) -> int:
-        """Windows in which no token is filled up."""
-        return max(self.store.tokens - 1, 0) // self.seq_len

@@ -40,6 +40,7 @@ class Data(Section):
     mask_documents: bool = True
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1)
+    repeat: bool = False
 
 
 class Method(Section):

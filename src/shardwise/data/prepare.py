@@ -1,0 +1,287 @@
+"""Preparation: text becomes memory-mapped tokens once, before any process group exists, and is found again by its fingerprint.
+
+In the cache a directory is named by its fingerprint (names, sizes and contents of the sources, settings, tokenizer), so other
+data is another directory. A directory that the user names (``out``, or prepared data as ``data.path``) is refused when it no longer fits: DATA013, TOK002.
+
+Everything is written beside its final place and renamed when whole, under a lock that the system releases when its holder dies:
+a kill leaves nothing half-made, and two processes that prepare the same thing do it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.data import shards, source, store, tokens
+from shardwise.data.read import pieces, units
+from shardwise.data.source import Source, Sources
+from shardwise.errors import DataError, OutputError, Problem
+from shardwise.spec.recipe import Data
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (``tokenizer`` or ``tokens``) and bytes done and in all."""
+DEFAULT_VOCAB_SIZE = 4096
+_TRAINING_TEXT_BYTES = 2**29
+"""A tokenizer is trained on at most about this much, taken evenly from all of the text."""
+
+
+def prepare(data: Data, out: Path | None = None, force: bool = False, progress: Progress | None = None) -> store.Prepared:
+    """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it anew.
+    Raises every error of section C4 of what is read: nothing is left over after one."""
+    said: Progress = progress or (lambda stage, done, total: None)
+    cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
+    if isinstance(data.path, str) and store.is_prepared(Path(data.path)):
+        return _open_named(Path(data.path), data, cache)
+    sources = _sources(data)
+    note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), _settings(data)])
+    if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
+        return store.load(known)
+    files = _files(sources)
+    with _writing(cache):
+        tokenizer = _tokenizer(data, sources, files, cache, said)
+        fingerprint = _fingerprint(sources, files, data.text_key, tokenizer.hash)
+        target = out or cache / "data" / fingerprint
+        with _lock(target):
+            if not (store.is_prepared(target) and not force and _fits(target, fingerprint, tokenizer)):
+                _refuse_foreign(target)
+                _make(target, fingerprint, (data, sources, files, tokenizer), said)
+        if out is None:
+            _write_whole(note, fingerprint)
+    return store.load(target, verify=False)
+
+
+def _sources(data: Data) -> Sources:
+    found = source.find(data.path)
+    if data.validation_path is None:
+        return source.divide(found, data.validation_share)
+    return Sources(tuple(found), tuple(source.find(data.validation_path)), 0.0)
+
+
+def _settings(data: Data) -> dict[str, Any]:
+    """What decides the tokens, beside the sources."""
+    keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer"}
+    return data.model_dump(include=keys, mode="json")
+
+
+def _stats(sources: Sources, tokenizer: str | None) -> list[list[Any]]:
+    """What tells cheaply that nothing changed since the last time."""
+    named = [(s.path, s.name) for s in (*sources.train, *sources.validation)]
+    local = Path(tokenizer or "", tokens.FILES[0]).expanduser()
+    named += [(local, tokens.FILES[0])] if tokenizer and local.is_file() else []
+    return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
+
+
+def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
+    """The facts of each source file, its checksum among them."""
+    facts: dict[Path, dict[str, Any]] = {}
+    for s in (*sources.train, *sources.validation):
+        if s.path not in facts:
+            stat = s.path.stat()
+            size, changed = stat.st_size, stat.st_mtime_ns
+            digest = store.checksum(s.path)
+            facts[s.path] = {"path": str(s.path), "size_bytes": size, "mtime_ns": changed, "xxh3": digest}
+    return facts
+
+
+def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
+    """The first file whose content is no longer what it was. Files that are gone do not count: prepared data may travel alone."""
+    for facts in files:
+        path = Path(facts["path"])
+        if not path.is_file():
+            continue
+        stat = path.stat()
+        same = (stat.st_size, stat.st_mtime_ns) == (facts["size_bytes"], facts["mtime_ns"])
+        if not same and (stat.st_size != facts["size_bytes"] or store.checksum(path) != facts["xxh3"]):
+            return str(path)
+    return None
+
+
+def _identity(group: Sequence[Source], files: dict[Path, dict[str, Any]]) -> list[list[Any]]:
+    return [[s.name, s.kind, s.start, s.stop, files[s.path]["xxh3"]] for s in group]
+
+
+def _fingerprint(sources: Sources, files: dict[Path, dict[str, Any]], text_key: str, tokenizer_hash: str) -> str:
+    both = [_identity(sources.train, files), _identity(sources.validation, files)]
+    return _digest([store.FORMAT, both, sources.share, text_key, tokenizer_hash])
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _tokenizer(
+    data: Data, sources: Sources, files: dict[Path, dict[str, Any]], cache: Path, said: Progress
+) -> tokens.Tokenizer:
+    """The tokenizer that the settings name, trained first where they name none."""
+    if data.tokenizer.path is not None:
+        return tokens.load(data.tokenizer.path, cache)
+    size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
+    identity = _identity(sources.train, files)
+    target = cache / "tokenizers" / _digest([tokens.TRAINED_VERSION, size, data.text_key, sources.share, identity])
+    with _lock(target):
+        if not target.is_dir():
+            with _becoming(target) as directory:
+                tokens.train(_texts(data, sources, said), size, directory)
+    return tokens.open_directory(target)
+
+
+def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
+    total = sum(s.stop - s.start for s in sources.train)
+    done = 0
+    for unit in units(sources.train)[:: -(-total // _TRAINING_TEXT_BYTES) or 1]:
+        for part in unit:
+            for piece in pieces(part, data.text_key, sources.share):
+                if not piece.held_out:
+                    yield piece.text
+            done += part.stop - part.start
+            said("tokenizer", done, total)
+
+
+def _make(
+    target: Path,
+    fingerprint: str,
+    made_of: tuple[Data, Sources, dict[Path, dict[str, Any]], tokens.Tokenizer],
+    said: Progress,
+) -> None:
+    data, sources, files, tokenizer = made_of
+    lone = {s.path for s in sources.validation if s.kind == "jsonl"} & {s.path for s in sources.train}
+    held = tuple(s for s in sources.validation if s.path not in lone)
+    with _becoming(target) as directory:
+        (directory / "tokenizer").mkdir()
+        tokenizer.copy_to(directory / "tokenizer")
+        writers = {name: shards.SplitWriter(directory, name, tokenizer.vocab_size) for name in ("train", "validation")}
+        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, ("train", "validation"))
+        only = shards.Job(directory / "tokenizer", data.text_key, 0.0, ("validation", "validation"))
+        work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
+        total = sum(part.stop - part.start for unit, _ in work for part in unit)
+        done = 0
+        num_proc = data.num_proc or len(os.sched_getaffinity(0))
+        for (unit, _), runs in zip(work, shards.tokenise_all(work, num_proc), strict=True):
+            for name, run in runs.items():
+                writers[name].add(run)
+            done += sum(part.stop - part.start for part in unit)
+            said("tokens", done, total)
+        if changed := _first_change(files.values()):
+            what = f"{changed} changed while it was being prepared"
+            raise DataError(Problem("DATA013", what, str(target), "shardwise data prepare, when it rests"))
+        splits = {name: writer.close() for name, writer in writers.items()}
+        empty = sum(writer.empty for writer in writers.values())
+        if not splits["train"].documents:
+            held_out = f" ({splits['validation'].documents} held out)" if splits["validation"].documents else ""
+            what = f"0 documents in {len(files)} file{'s' * (len(files) != 1)}{held_out}"
+            raise DataError(Problem("DATA002", what, "data.path", "name data with text in it"))
+        if not splits["validation"].documents:
+            del splits["validation"]
+            shutil.rmtree(directory / "validation")
+        facts = fingerprint, tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
+        manifest = store.Manifest(*facts, splits, tuple(files.values()), _settings(data), empty)
+        store.write_manifest(directory, manifest)
+
+
+def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
+    """True, or DATA013 or TOK002: what stands there was made of something else."""
+    manifest = store.load(target).manifest
+    _check_tokenizer(target, manifest, tokenizer)
+    if manifest.fingerprint != fingerprint:
+        changed = _first_change(manifest.files)
+        what = f"{changed} changed since it was prepared" if changed else f"{target} was prepared from other files or settings"
+        fix = f"shardwise data prepare --force --out {target}, or another --out"
+        raise DataError(Problem("DATA013", what, str(target), fix))
+    return True
+
+
+def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.Tokenizer) -> None:
+    if manifest.tokenizer_hash != tokenizer.hash:
+        what = f"data prepared with tokenizer {manifest.tokenizer_hash[:8]}, the recipe uses {tokenizer.hash[:8]}"
+        fix = f"data.tokenizer.path={target / 'tokenizer'}, or prepare it again with --force"
+        raise DataError(Problem("TOK002", what, str(target), fix))
+
+
+def _open_named(directory: Path, data: Data, cache: Path) -> store.Prepared:
+    prepared = store.load(directory)
+    if data.tokenizer.path is not None:
+        _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache))
+    elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
+        what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
+        raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", "leave it out: the data brings its tokenizer"))
+    if changed := _first_change(prepared.manifest.files):
+        fix = f"shardwise data prepare --force --out {directory}"
+        raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
+    return prepared
+
+
+def _refuse_foreign(target: Path) -> None:
+    """``--out`` is replaced only where it is ours."""
+    if target.exists() and not store.is_prepared(target) and (target.is_file() or any(target.iterdir())):
+        what = f"{target} exists and is not prepared data; nothing is overwritten"
+        raise OutputError(Problem("OUT001", what, "--out", "another --out"))
+
+
+@contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    """Say where writing failed, in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or cache
+        what = f"cannot write {path}: {(error.strerror or str(error)).lower()}"
+        raise OutputError(Problem("OUT002", what, "data.cache", "data.cache=<a directory with room that you may write>")) from error
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Hold the lock of ``target``; waits for whoever holds it. The lock file stays: removing it would let two in."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _becoming(target: Path) -> Iterator[Path]:
+    """A directory that becomes ``target`` when the block ends well, and vanishes when it does not. Hold the lock."""
+    temporary = target.parent / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if target.exists():
+        old = target.parent / f".{target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    _sync(target.parent, inside=False)
+
+
+def _sync(directory: Path, inside: bool = True) -> None:
+    """Bring a directory's entries, and what is inside, to the disk."""
+    for path in [directory, *(directory.rglob("*") if inside else ())]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+

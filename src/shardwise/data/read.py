@@ -1,0 +1,220 @@
+"""Reading sources in units: groups of lines that are the same however many processes read them, in bounded memory.
+
+A unit is a list of sources (bytes of files) of about ``UNIT_BYTES`` together; it owns the lines that start in those bytes. A long file is cut into several
+units, so that processes can share it; a text file stays one document across them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from json import JSONDecodeError
+from pathlib import Path
+from typing import BinaryIO
+
+from shardwise.data.source import Source, unit_hash
+from shardwise.errors import DataError, Problem
+
+UNIT_BYTES = 2 * 2**20
+LINE_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**18
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document: ``last`` closes it. Texts are cut after line ends into pieces of about 256 KiB, so that a tokenizer never
+    holds a long document at once. ``held_out`` says which split it belongs to, for documents of a jsonl file."""
+
+    text: str
+    last: bool
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """The lines of ``source`` that start in its bytes [start, stop)."""
+
+    source: Source
+    start: int
+    stop: int
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def continues(self) -> bool:
+        """It begins inside a document that an earlier part opened."""
+        return self.source.kind == "text" and self.start > self.source.start
+
+
+def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
+    """Cut and group ``sources``; their order stays."""
+    result: list[tuple[Part, ...]] = []
+    group: list[Part] = []
+    room = UNIT_BYTES
+    for source in sources:
+        for start in range(source.start, source.stop, UNIT_BYTES):
+            part = Part(source, start, min(start + UNIT_BYTES, source.stop))
+            if group and part.stop - part.start > room:
+                result.append(tuple(group))
+                group, room = [], UNIT_BYTES
+            group.append(part)
+            room -= part.stop - part.start
+    return [*result, tuple(group)] if group else result
+
+
+def pieces(part: Part, text_key: str, share: float) -> Iterator[Piece]:
+    """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held out."""
+    if part.source.kind == "jsonl":
+        yield from _jsonl(part, text_key, share)
+    else:
+        yield from _text(part)
+
+
+def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) for each line that starts in the part. Raises DATA007 for a line over 64 MiB."""
+    with part.path.open("rb") as file:
+        if part.start:
+            file.seek(part.start - 1)
+            _pass_line(file, part)
+        while (offset := file.tell()) < part.stop and (line := file.readline(LINE_BYTES + 1)):
+            if len(line) > LINE_BYTES:
+                raise _too_long(part, offset)
+            yield offset, line.removeprefix(_BOM) if offset == 0 else line
+
+
+def _pass_line(file: BinaryIO, part: Part) -> None:
+    """Go to the end of the line in which the file stands."""
+    passed = 0
+    while piece := file.readline(_PIECE_BYTES):
+        passed += len(piece)
+        if piece.endswith(b"\n"):
+            return
+        if passed > LINE_BYTES:
+            raise _too_long(part, part.start - 1)
+
+
+def _text(part: Part) -> Iterator[Piece]:
+    block: list[bytes] = []
+    size = 0
+    block_start = part.start
+    for offset, line in _lines(part):
+        if not block:
+            block_start = offset
+        block.append(line)
+        size += len(line)
+        if size >= _PIECE_BYTES:
+            yield from _cut(_decode(part, block_start, b"".join(block)), last=False)
+            block, size = [], 0
+    text = _decode(part, block_start, b"".join(block))
+    last = part.stop == part.source.stop
+    if text or last:
+        yield from _cut(text, last)
+
+
+def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
+    """Cut a text into pieces: after a line end, else before a space, where there is one."""
+    start = 0
+    while len(text) - start > 2 * _PIECE_BYTES:
+        stop = start + _PIECE_BYTES
+        cut = text.rfind("\n", start, stop) + 1 or text.rfind(" ", start + 1, stop)
+        stop = cut if cut > start else stop
+        yield Piece(text[start:stop], False, held_out)
+        start = stop
+    yield Piece(text[start:], last, held_out)
+
+
+def _jsonl(part: Part, text_key: str, share: float) -> Iterator[Piece]:
+    for offset, line in _lines(part):
+        if not line.strip():
+            continue
+        text = _record(part, offset, line, text_key)
+        held_out = share > 0 and unit_hash(f"{part.name}:{offset}") < share
+        yield from _cut(text, last=True, held_out=held_out)
+
+
+def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
+    """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007 (too deep)."""
+    decoded = _decode(part, offset, line)
+    place = f"{part.name}:{{}}"
+    try:
+        record = json.loads(decoded)
+    except JSONDecodeError as error:
+        number = _line_number(part, offset)
+        snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
+        what = f"{place.format(number)} col {error.colno}: {error.msg.lower()}: `{snippet}`"
+        raise DataError(Problem("DATA004", what, str(part.path), f"repair the line: sed -n {number}p {part.path}")) from error
+    except RecursionError as error:
+        what = f"{place.format(_line_number(part, offset))} is nested too deeply to be read"
+        raise DataError(Problem("DATA007", what, str(part.path), "flatten the record or leave it out")) from error
+    what = fix = ""
+    if not isinstance(record, dict):
+        what, fix = f"is {_kind(record)}, not an object", f'a line is an object such as {{"{text_key}": "..."}}'
+    elif text_key not in record:
+        texts = [key for key, value in record.items() if isinstance(value, str)]
+        what = f"has no `{text_key}`; its keys are {', '.join(list(record)[:12]) or 'none'}"
+        best = max(texts, key=lambda key: len(record[key]), default=None)
+        fix = f"data.text_key={best}" if best is not None else f"give every line a `{text_key}`"
+    elif not isinstance(record[text_key], str):
+        what, fix = f"`{text_key}` is {_kind(record[text_key])}, not a text", f"make `{text_key}` a text, or leave the line out"
+    if what:
+        what = f"{place.format(_line_number(part, offset))} {what}"
+        raise DataError(Problem("DATA005", what, str(part.path), fix))
+    text: str = record[text_key]
+    return _without_surrogates(part, offset, text)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    return {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}[type(value)]
+
+
+def _without_surrogates(part: Part, offset: int, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = f"U+{ord(text[error.start]):04X}"
+        what = f"{part.name}:{_line_number(part, offset)} character {error.start + 1}: lone surrogate {bad}"
+        raise DataError(Problem("DATA006", what, str(part.path), "write both halves of the character, or leave it out")) from error
+    return text
+
+
+def _decode(part: Part, offset: int, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = offset + error.start + (len(_BOM) if offset == 0 and _starts_with_bom(part) else 0)
+        line_start = start - (error.start - (data.rfind(b"\n", 0, error.start) + 1))
+        number, column = _line_number(part, line_start), start - line_start + 1
+        what = f"{part.name}:{number} byte {column}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
+        fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
+        raise DataError(Problem("DATA006", what, str(part.path), fix)) from error
+
+
+def _starts_with_bom(part: Part) -> bool:
+    with part.path.open("rb") as file:
+        return file.read(len(_BOM)) == _BOM
+
+
+def _line_number(part: Part, offset: int) -> int:
+    """The number, from 1, of the line that holds byte ``offset``. Reads the file up to there: for errors only."""
+    number, left = 1, offset
+    with part.path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, 2**20))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number
+
+
+def _too_long(part: Part, offset: int) -> DataError:
+    number = _line_number(part, offset)
+    what = f"{part.name}: line {number} exceeds {LINE_BYTES // 2**20} MiB"
+    return DataError(Problem("DATA007", what, str(part.path), "break the line up, or leave it out"))

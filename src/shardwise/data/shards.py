@@ -1,0 +1,185 @@
+"""From units of text to token shards: tokenised by processes, written by one, in the order of the units."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardwise.data import tokens
+from shardwise.data.read import Part, pieces
+from shardwise.data.store import FileSum, Split
+from shardwise.errors import DataError, MissingInputError, Problem
+
+SHARD_TOKENS = 2**27
+
+
+@dataclass(frozen=True)
+class Job:
+    """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while reading."""
+
+    tokenizer_directory: Path
+    text_key: str
+    share: float
+    splits: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a unit adds to one split: ids, and for each document closed in it the (tokens, bytes of text) up to its end, from the
+    unit's start. ``text_bytes`` counts the text of documents left open too."""
+
+    ids: NDArray[np.int64]
+    documents: NDArray[np.uint64]
+    text_bytes: int
+    empty: int
+
+
+def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
+    """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer."""
+    gathered = {name: _Gathered() for name in job.splits}
+    tokenizer = _tokenizer(job.tokenizer_directory)
+    try:
+        for part in unit:
+            opened = part.continues
+            for piece in pieces(part, job.text_key, job.share):
+                target = gathered[job.splits[int(piece.held_out)]]
+                ids = tokenizer.encode([piece.text])[0]
+                if ids and not opened:
+                    target.ids.extend(tokenizer.prefix)
+                    opened = True
+                target.ids.extend(ids)
+                target.text_bytes += len(piece.text.encode())
+                if piece.last:
+                    target.close(tokenizer.eot_id if opened else None)
+                    opened = False
+    except OSError as error:
+        what = f"{error.filename or part.name} cannot be read: {error.strerror}"
+        raise MissingInputError(Problem("DATA001", what, "data.path", "bring it back, or name other data")) from error
+    return {name: g.run() for name, g in gathered.items()}
+
+
+class _Gathered:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.documents: list[tuple[int, int]] = []
+        self.text_bytes = 0
+        self.empty = 0
+
+    def close(self, eot_id: int | None) -> None:
+        """End a document; None: nothing was in it, so there is none."""
+        if eot_id is None:
+            self.empty += 1
+        else:
+            self.ids.append(eot_id)
+            self.documents.append((len(self.ids), self.text_bytes))
+
+    def run(self) -> Run:
+        documents = np.array(self.documents, dtype=np.uint64).reshape(-1, 2)
+        return Run(np.array(self.ids, dtype=np.int64), documents, self.text_bytes, self.empty)
+
+
+@cache
+def _tokenizer(directory: Path) -> tokens.Tokenizer:
+    return tokens.open_directory(directory)
+
+
+def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[dict[str, Run]]:
+    """Results in the order of ``units``, a few units ahead at most, from ``num_proc`` processes."""
+    if num_proc == 1 or len(units) == 1:
+        yield from itertools.starmap(tokenise, units)
+        return
+    pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), _die_with_parent)
+    ahead: deque[Future[dict[str, Run]]] = deque()
+    try:
+        for unit, job in units:
+            ahead.append(pool.submit(tokenise, unit, job))
+            if len(ahead) > 2 * num_proc:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool as error:
+        what = f"one of {num_proc} tokenising processes died; the system may have ended it for want of memory"
+        raise DataError(Problem("DATA014", what, "data.num_proc", f"data.num_proc={max(num_proc // 2, 1)}")) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _die_with_parent() -> None:
+    """In a worker: end when the parent does, however it does."""
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            connection.wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class SplitWriter:
+    """Writes one split's shards and boundaries into ``directory/name``, with checksums, synced to the disk."""
+
+    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
+        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self.directory = directory
+        self.name = name
+        self.shards: list[_File] = []
+        (directory / name).mkdir()
+        self.boundaries = _File(directory, f"{name}/documents.bin")
+        self.tokens = self.documents = self.text_bytes = self.empty = 0
+
+    def add(self, run: Run) -> None:
+        documents = run.documents + np.array([self.tokens, self.text_bytes], dtype=np.uint64)
+        self.boundaries.write(documents.astype("<u8").tobytes())
+        ids = run.ids
+        while ids.size:
+            room = -self.tokens % SHARD_TOKENS
+            if room == 0:
+                self.shards.append(_File(self.directory, f"{self.name}/tokens-{len(self.shards):05}.bin"))
+                room = SHARD_TOKENS
+            taken, ids = ids[:room], ids[room:]
+            self.shards[-1].write(taken.astype(self.dtype).tobytes(), int(taken.max()))
+            self.tokens += taken.size
+        self.documents += len(documents)
+        self.text_bytes += run.text_bytes
+        self.empty += run.empty
+
+    def close(self) -> Split:
+        shards = tuple(shard.close() for shard in self.shards)
+        boundaries = self.boundaries.close()
+        counts = self.tokens, self.documents, self.text_bytes
+        return Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries)
+
+
+class _File:
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
+        self.file = (directory / name).open("xb")
+        self.digest = xxhash.xxh3_128()
+        self.size = 0
+        self.largest = -1
+
+    def write(self, data: bytes, largest: int = -1) -> None:
+        self.file.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+        self.largest = max(self.largest, largest)
+
+    def close(self) -> FileSum:
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        return FileSum(self.name, self.size, self.digest.hexdigest(), self.largest)

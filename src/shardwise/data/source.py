@@ -1,0 +1,173 @@
+"""Where the text comes from: files, directories, globs, jsonl, and ``stdlib``, the Python standard library's own sources.
+
+Sources are found here and read in ``read``. Names are relative to what the user named, so that the same files elsewhere are the
+same data. A text file is one document; a jsonl file has a document a line. Hidden files and directories are passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from shardwise.errors import DataError, MissingInputError, Problem
+
+STDLIB = "stdlib"
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_STDLIB_LEAST_BYTES = 2 * 2**20
+_JSONL = {".jsonl", ".ndjson"}
+_COMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+_WHERE = "data.path"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes [start, stop) of one file. ``name`` is relative to what the user named, with forward slashes."""
+
+    path: Path
+    name: str
+    kind: Literal["text", "jsonl"]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Who reads what. ``share`` is the part of the documents of a jsonl file held out, by hash of name and place."""
+
+    train: tuple[Source, ...]
+    validation: tuple[Source, ...]
+    share: float
+
+
+def find(paths: str | Sequence[str]) -> list[Source]:
+    """The files behind ``paths`` in a fixed order, each once. Raises DATA001 where a path matches nothing."""
+    names = [paths] if isinstance(paths, str) else list(paths)
+    found: dict[Path, Source] = {}
+    for name in names:
+        for source in _stdlib() if name == STDLIB else _find_one(name):
+            found.setdefault(source.path, source)
+    if not found:
+        raise MissingInputError(Problem("DATA001", "no data is named", _WHERE, "data.path=stdlib, or a file or directory"))
+    return list(found.values())
+
+
+def divide(sources: Sequence[Source], share: float) -> Sources:
+    """Hold out ``share`` of ``sources`` for validation: text files by the hash of their name (the file of the lowest hash if chance
+    takes none), a text file that stands alone by its last bytes, jsonl document by document when read."""
+    texts = [source for source in sources if source.kind == "text"]
+    lines = [source for source in sources if source.kind == "jsonl"]
+    if share == 0:
+        return Sources(tuple(sources), (), 0.0)
+    if len(texts) == 1 and not lines:
+        cut = _line_start(texts[0].path, int(texts[0].stop * (1 - share)))
+        head, tail = replace(texts[0], stop=cut), replace(texts[0], start=cut)
+        return Sources((head,), (tail,) if tail.start < tail.stop else (), share)
+    ranked = sorted(texts, key=lambda source: unit_hash(source.name))
+    held = {source.path for source in ranked if unit_hash(source.name) < share}
+    if not lines:
+        held = held or {ranked[0].path}
+        held -= {ranked[-1].path}
+    train = tuple(source for source in sources if source.path not in held)
+    return Sources(train, tuple(s for s in sources if s.path in held or s.kind == "jsonl"), share)
+
+
+def unit_hash(name: str) -> float:
+    """A number in [0, 1) that depends on ``name`` alone."""
+    return xxhash.xxh3_64_intdigest(os.fsencode(name)) / 2**64
+
+
+def _line_start(path: Path, at: int) -> int:
+    """The start of the first line that begins at ``at`` or later."""
+    with path.open("rb") as file:
+        file.seek(max(at - 1, 0))
+        while (piece := file.readline(2**20)) and not piece.endswith(b"\n"):
+            pass
+        return file.tell() if at else 0
+
+
+def _find_one(name: str) -> Iterator[Source]:
+    path = Path(name).expanduser()
+    if path.is_file():
+        yield _source(path, path.name)
+    elif path.is_dir():
+        files = list(_walk(path, set()))
+        if not files:
+            raise MissingInputError(Problem("DATA001", f"`{name}` is a directory without files", _WHERE, "name another"))
+        for file in files:
+            yield _source(file, file.relative_to(path).as_posix())
+    elif has_magic(name):
+        files = [Path(match) for match in sorted(glob(str(path), recursive=True)) if Path(match).is_file()]
+        if not files:
+            raise _nothing(name, f"`{name}` matches no file")
+        root = _fixed_part(path)
+        for file in files:
+            yield _source(file, file.relative_to(root).as_posix())
+    else:
+        raise _nothing(name, f"`{name}` does not exist")
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The directories in front of the first wildcard."""
+    fixed = [part for part in pattern.parts]
+    magic = next(index for index, part in enumerate(fixed) if has_magic(part))
+    return Path(*fixed[:magic])
+
+
+def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in left_out and not name.startswith("."))
+        for file in sorted(files):
+            path = Path(directory, file)
+            if not file.startswith(".") and path.is_file():
+                yield path
+
+
+def _source(path: Path, name: str) -> Source:
+    if path.suffix in _COMPRESSED:
+        fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
+        raise DataError(Problem("DATA008", f"{path.name} is compressed; text and jsonl are read as they are", str(path), fix))
+    try:
+        size = path.stat().st_size
+        path.open("rb").close()
+    except OSError as error:
+        fix = f"chmod +r {path}"
+        raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
+    return Source(path.resolve(), name, "jsonl" if path.suffix in _JSONL else "text", 0, size)
+
+
+def _nothing(name: str, what: str) -> MissingInputError:
+    """DATA001 with what is there instead: the same with one more suffix, a near miss, or the first names."""
+    path = Path(name).expanduser()
+    directory = path.parent
+    while not directory.is_dir() or has_magic(str(directory)):
+        path, directory = directory, directory.parent
+    entries = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
+    nearest = [f"{path.name}{tail}" for tail in (".gz", ".zst", ".txt", "l") if glob(f"{directory / path.name}{tail}")]
+    nearest += difflib.get_close_matches(path.name, entries, n=1)
+    if not nearest and has_magic(path.name):
+        nearest = [f"*{suffix}" for suffix in sorted({Path(entry).suffix for entry in entries} & {".txt", ".md", *_JSONL})]
+    if nearest:
+        better = str(directory / nearest[0])
+        return MissingInputError(Problem("DATA001", f"{what} (did you mean {better}?)", _WHERE, f"data.path={better}"))
+    there = ", ".join(entries[:5]) + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
+    fix = f"{directory.resolve()} holds {there or 'nothing'}; name a file, a directory or a glob"
+    return MissingInputError(Problem("DATA001", what, _WHERE, fix))
+
+
+def _stdlib() -> Iterator[Source]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in _walk(root, _STDLIB_LEFT_OUT) if path.suffix == ".py"]
+    sources = [_source(path, path.relative_to(root).as_posix()) for path in files]
+    total = sum(source.stop for source in sources)
+    if total < _STDLIB_LEAST_BYTES:
+        what = f"the Python in {root} comes without its library's sources: {len(files)} .py files, {total:,} bytes"
+        raise MissingInputError(Problem("DATA001", what, _WHERE, "data.path=<a directory of text>, or a full Python"))
+    yield from sources

@@ -1,0 +1,239 @@
+"""Prepared text on disk: token shards behind memory maps, document boundaries, and a manifest that vouches for both.
+
+    <directory>/manifest.json            written last; carries its own checksum
+                tokenizer/               tokenizer.json, tokenizer_config.json
+                train/tokens-00000.bin   token ids, little-endian uint16 or uint32; every shard but the last of one length
+                train/documents.bin      [documents, 2] little-endian uint64: tokens and bytes of text up to the document's end
+                validation/...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardwise.errors import DataError, MissingInputError, Problem
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_READ_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes (and the largest id, for tokens)."""
+
+    name: str
+    size_bytes: int
+    xxh3: str
+    largest_id: int = -1
+
+
+@dataclass(frozen=True)
+class Split:
+    """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    dtype: str
+    shard_tokens: int
+    shards: tuple[FileSum, ...]
+    document_file: FileSum
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and contents,
+    the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are for people to read."""
+
+    fingerprint: str
+    tokenizer_hash: str
+    vocab_size: int
+    eot_id: int
+    splits: dict[str, Split]
+    files: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+    empty_documents: int = 0
+    format: int = FORMAT
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file, in hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` with its own checksum."""
+    body = asdict(manifest)
+    body["checksum"] = _own_checksum(body)
+    (directory / MANIFEST).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _own_checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _read_manifest(path: Path) -> Manifest:
+    def damaged(why: str) -> DataError:
+        return DataError(Problem("DATA013", f"the manifest of the prepared data is damaged: {why}", str(path), _REDO))
+
+    try:
+        body = json.loads(path.read_bytes())
+        stored = body.pop("checksum")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise damaged("it is not the JSON that was written") from error
+    if stored != _own_checksum(body):
+        raise damaged("its checksum does not match")
+    if body["format"] != FORMAT:
+        raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")
+    body["splits"] = {name: _split(facts) for name, facts in body["splits"].items()}
+    body["files"] = tuple(body["files"])
+    return Manifest(**body)
+
+
+def _split(facts: dict[str, Any]) -> Split:
+    shards = tuple(FileSum(**shard) for shard in facts["shards"])
+    return Split(**{**facts, "shards": shards, "document_file": FileSum(**facts["document_file"])})
+
+
+_REDO = "prepare it again: shardwise data prepare --force"
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of one split as one long stream of documents, each closed by end-of-text."""
+
+    directory: Path
+    split: Split
+    vocab_size: int
+    eot_id: int
+
+    @property
+    def tokens(self) -> int:
+        return self.split.tokens
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, min(stop, tokens)), across shards. Raises DATA009 for an id that the tokenizer does not have."""
+        length = self.split.shard_tokens
+        stop = min(stop, self.split.tokens)
+        parts = []
+        for index in range(start // length, -(-stop // length)):
+            first = index * length
+            parts.append(self._shards[index][max(start - first, 0) : stop - first].astype(np.int64))
+        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        if tokens.size and int(tokens.max()) >= self.vocab_size:
+            at = start + int(np.argmax(tokens >= self.vocab_size))
+            name = self.directory / self.split.shards[at // length].name
+            what = f"{name.name}: id {int(tokens.max())} at token {at % length:,} >= vocab {self.vocab_size}"
+            raise DataError(Problem("DATA009", what, str(name), _REDO))
+        return tokens
+
+    @cached_property
+    def _shards(self) -> list[NDArray[Any]]:
+        files = self.split.shards
+        return [np.memmap(self.directory / file.name, dtype=self.split.dtype, mode="r") for file in files]
+
+    @cached_property
+    def _documents(self) -> NDArray[np.uint64]:
+        path = self.directory / self.split.document_file.name
+        return np.memmap(path, dtype="<u8", mode="r").reshape(-1, 2)
+
+    def document_ends(self, after: int, upto: int) -> NDArray[np.int64]:
+        """The ends e (exclusive; the token before is the end-of-text) with after < e <= upto, ascending."""
+        ends = self._documents[:, 0]
+        first, last = np.searchsorted(ends, np.array([after, upto], dtype=np.uint64), side="right")
+        return ends[first:last].astype(np.int64)
+
+    def text_bytes(self, start: int, stop: int, skip_first: bool) -> float:
+        """Bytes of text behind the tokens [start, stop): a document's bytes shared out evenly over its tokens but the end-of-text;
+        its first token is left out with ``skip_first``."""
+        table = self._documents
+        first = int(np.searchsorted(table[:, 0], np.uint64(start), side="right"))
+        last = int(np.searchsorted(table[:, 0], np.uint64(min(stop, self.tokens)), side="left")) + 1
+        rows = table[first:last].astype(np.int64)
+        if not len(rows):
+            return 0.0
+        before = table[first - 1].astype(np.int64)[None] if first else np.zeros((1, 2), dtype=np.int64)
+        begins, bytes_before = np.concatenate((before, rows[:-1])).T
+        ends = rows[:, 0] - 1
+        counted = np.minimum(ends, stop) - np.maximum(begins + int(skip_first), start)
+        shares = (rows[:, 1] - bytes_before) / (ends - begins)
+        return float((np.maximum(counted, 0) * shares).sum())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared directory. ``train`` is always there; ``validation`` may be None."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return self.directory / "tokenizer"
+
+    @property
+    def train(self) -> TokenStore:
+        return self._store("train")
+
+    @property
+    def validation(self) -> TokenStore | None:
+        return self._store("validation") if "validation" in self.manifest.splits else None
+
+    def _store(self, name: str) -> TokenStore:
+        manifest = self.manifest
+        return TokenStore(self.directory, manifest.splits[name], manifest.vocab_size, manifest.eot_id)
+
+    def files(self) -> Iterator[FileSum]:
+        """Every file that holds tokens or boundaries."""
+        for split in self.manifest.splits.values():
+            yield from (*split.shards, split.document_file)
+
+    def verify(self) -> None:
+        """Read everything and compare checksums. Raises DATA013 naming the first file that differs."""
+        for file in self.files():
+            path = self.directory / file.name
+            if checksum(path) != file.xxh3:
+                what = f"{file.name} changed since it was prepared: its xxh3 checksum does not match"
+                raise DataError(Problem("DATA013", what, str(path), _REDO))
+
+
+def is_prepared(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
+def load(directory: Path, verify: bool = True) -> Prepared:
+    """Open a prepared directory. Sizes are always checked (DATA010), contents too unless ``verify`` is False (DATA013)."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        what = f"{directory} is not prepared data: it has no {MANIFEST}"
+        raise MissingInputError(Problem("DATA001", what, str(directory), "shardwise data prepare makes it"))
+    prepared = Prepared(directory, _read_manifest(path))
+    for split in prepared.manifest.splits.values():
+        for file, width in [*((f, np.dtype(split.dtype).itemsize) for f in split.shards), (split.document_file, 16)]:
+            _check_size(directory / file.name, file, width)
+    if verify:
+        prepared.verify()
+    return prepared
+
+
+def _check_size(path: Path, file: FileSum, width: int) -> None:
+    if not path.is_file():
+        raise MissingInputError(Problem("DATA001", f"{file.name} of the prepared data is missing", str(path), _REDO))
+    size = path.stat().st_size
+    if size != file.size_bytes:
+        why = f"is not a multiple of {width}" if size % width else f"should be {file.size_bytes:,}"
+        raise DataError(Problem("DATA010", f"{file.name}: size {size:,} {why}", str(path), _REDO))

@@ -1,0 +1,117 @@
+"""The stream of a run: the samples of each optimizer step, dealt out to the data-parallel ranks.
+
+The cursor is one integer: samples read so far. The step that begins at cursor c reads the samples k in [c, c + B), B being the global
+batch; sample k is window ``order(k)`` (``order.py``). The B samples lie in a row; data-parallel rank r takes the r-th of ``dp`` equal parts, its
+micro-batches in turn. So a global batch is made of the same samples for every split of it.
+
+A text with fewer tokens than one global batch is refused (DATA003), unless ``repeat`` allows a sample to be twice in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.order import Order
+from shardwise.data.pack import Sample, Windows
+from shardwise.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a global batch a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on each of ``dp`` ranks."""
+
+    dp_rank: int
+    dp: int
+    micro_batch_size: int
+    accumulation: int = 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.dp * self.micro_batch_size * self.accumulation
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, how many of their labels are learnt (on this
+    rank), and the cursor after the step."""
+
+    micro_batches: list[MicroBatch]
+    sample_ids: list[int]
+    supervised_tokens: int
+    cursor: int
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """One batch of validation on one rank, with the bytes of text its learnt labels stand for (for bits a byte)."""
+
+    micro_batch: MicroBatch
+    supervised_tokens: int
+    text_bytes: float
+
+
+def check_size(windows: Windows, global_batch_size: int, repeat: bool = False) -> None:
+    """Raises DATA003 when the text does not fill one global batch; with ``repeat``, when it has no pair of tokens to learn from."""
+    tokens, needed = windows.store.tokens, global_batch_size * windows.seq_len
+    if tokens > needed or (repeat and len(windows)):
+        return
+    what = f"{tokens:,} tokens, one global batch needs {global_batch_size} x {windows.seq_len} = {needed:,} (and one more)"
+    least = max(tokens - 1, 0)
+    choices = []
+    if least >= windows.seq_len:
+        choices.append(f"train.global_batch_size={least // windows.seq_len}")
+    if least // global_batch_size >= 2:
+        choices.append(f"train.seq_len={least // global_batch_size}")
+    if len(windows):
+        choices.append("data.repeat=true, to read samples more than once in a step")
+    raise DataError(Problem("DATA003", what, "data.path", ", or ".join([*choices, "more data"])))
+
+
+def steps_per_epochs(windows: Windows, global_batch_size: int, epochs: float) -> int:
+    """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next epoch."""
+    return max(1, -(-int(len(windows) * epochs) // global_batch_size))
+
+
+def stream(windows: Windows, order: Order, share: Share, cursor: int = 0) -> Iterator[StepBatch]:
+    """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing of that is
+    state: a new stream at ``StepBatch.cursor`` goes on exactly there."""
+    with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
+        ahead = reader.submit(read_step, windows, order, share, cursor)
+        while True:
+            step = ahead.result()
+            ahead = reader.submit(read_step, windows, order, share, step.cursor)
+            yield step
+
+
+def read_step(windows: Windows, order: Order, share: Share, cursor: int) -> StepBatch:
+    """The part of the step at ``cursor`` that ``share`` says: a pure function."""
+    own = share.micro_batch_size * share.accumulation
+    ids = order.samples(cursor + share.dp_rank * own, own).tolist()
+    batches = [
+        collate([windows[k] for k in ids[first : first + share.micro_batch_size]])
+        for first in range(0, own, share.micro_batch_size)
+    ]
+    supervised = sum(batch.supervised_tokens() for batch in batches)
+    return StepBatch(batches, ids, supervised, cursor + share.global_batch_size)
+
+
+def evaluation(windows: Windows, share: Share, limit: int | None = None) -> Iterator[EvaluationBatch]:
+    """The first ``limit`` windows (all, if None) in order, in equally many batches on every rank: missing rows are padding in which
+    nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is not used."""
+    count = len(windows) if limit is None else min(limit, len(windows))
+    for first in range(share.dp_rank * share.micro_batch_size, *_strides(share, count)):
+        rows = range(first, first + share.micro_batch_size)
+        samples: list[Sample] = [windows[k] if k < count else windows.padding() for k in rows]
+        batch = collate(samples)
+        text_bytes = sum(windows.text_bytes(k) for k in rows if k < count)
+        yield EvaluationBatch(batch, batch.supervised_tokens(), text_bytes)
+
+
+def _strides(share: Share, count: int) -> tuple[int, int]:
+    """(stop, step) that give every rank ceil(count / (dp * micro_batch_size)) batches."""
+    together = share.dp * share.micro_batch_size
+    batches = -(-count // together)
+    return share.dp_rank * share.micro_batch_size + batches * together, together

@@ -1,0 +1,186 @@
+"""Tokenizers: one that exists (a directory or a Hub id) or a byte-level BPE trained on the data, always as a directory in Hugging Face form.
+
+Text is content: strings in it that look like special tokens are encoded as ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from shardwise.errors import DataError, MissingInputError, Problem
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+EOT = "<|endoftext|>"
+TRAINED_VERSION = 1
+"""Of the algorithm below: equal texts, sizes and versions give equal tokenizers."""
+FILES = ("tokenizer.json", "tokenizer_config.json")
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NO_MEANING = ("truncation", "padding", "version")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer of ``vocab_size`` ids (the largest id + 1). ``hash`` changes exactly when a text may be encoded otherwise.
+    ``prefix`` is what it puts in front of a text by itself (a begin-of-text token, or nothing)."""
+
+    directory: Path
+    hash: str
+    vocab_size: int
+    eot_id: int
+    prefix: tuple[int, ...]
+    backend: Backend
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without prefix and end-of-text."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+
+    def check_model(self, vocab_size: int) -> None:
+        """Raises TOK001 where a model of ``vocab_size`` embeddings has no row for some id."""
+        check_vocabulary(self.vocab_size, vocab_size)
+
+    def copy_to(self, directory: Path) -> None:
+        """Put the tokenizer's files into ``directory``, where transformers' AutoTokenizer finds them."""
+        for file in sorted(self.directory.iterdir()):
+            if file.is_file() and file.name in (*FILES, "special_tokens_map.json", "chat_template.jinja"):
+                shutil.copyfile(file, directory / file.name)
+
+
+def check_vocabulary(tokenizer_ids: int, model_vocab_size: int) -> None:
+    """Raises TOK001 unless every id has a row in the model's embedding."""
+    if tokenizer_ids > model_vocab_size:
+        what = f"tokenizer has {tokenizer_ids} ids, model {model_vocab_size}"
+        fix = f"model.config.vocab_size={tokenizer_ids} for a new model, or the tokenizer that belongs to the model"
+        raise DataError(Problem("TOK001", what, "data.tokenizer", fix))
+
+
+def load(path: str, cache: Path, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a directory or a Hub id. One without ``tokenizer.json`` is converted once, into ``cache``."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        directory = _download(path, revision)
+    if not (directory / FILES[0]).is_file():
+        directory = _convert(directory, path, cache)
+    return open_directory(directory)
+
+
+def open_directory(directory: Path) -> Tokenizer:
+    """A directory that holds ``tokenizer.json`` and ``tokenizer_config.json``. Raises TOK003 without an end-of-text token."""
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(directory / FILES[0]))
+        content = json.loads((directory / FILES[0]).read_bytes())
+    except Exception as error:  # tokenizers raises plain Exception
+        what = f"tokenizer.json cannot be read: {str(error).splitlines()[0][:200]}"
+        raise DataError(Problem("TOK004", what, str(directory / FILES[0]), "fetch the tokenizer again")) from error
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    eot = _end_of_text(directory)
+    eot_id = backend.token_to_id(eot) if eot else None
+    if eot is None or eot_id is None:
+        what = f"no end-of-text token: `{eot}` is not in the vocabulary" if eot else "no end-of-text token"
+        fix = f'set "eos_token" in {directory / FILES[1]} to a token of the vocabulary, such as "{_candidate(backend)}"'
+        raise DataError(Problem("TOK003", what, "data.tokenizer", fix))
+    bare, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    meaning = {key: value for key, value in content.items() if key not in _NO_MEANING}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps([meaning, eot], sort_keys=True).encode())
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    return Tokenizer(directory, digest, vocab_size, eot_id, tuple(full[:at]), backend)
+
+
+def _end_of_text(directory: Path) -> str | None:
+    for name in (FILES[1], "special_tokens_map.json"):
+        if (directory / name).is_file():
+            token: Any = json.loads((directory / name).read_bytes()).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                return token
+    return None
+
+
+def _candidate(backend: Backend) -> str:
+    known = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+    return next((token for token in known if backend.token_to_id(token) is not None), EOT)
+
+
+def _download(path: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = [*FILES, "special_tokens_map.json", "chat_template.jinja", "tokenizer.model", "vocab.*", "merges.txt", "config.json"]
+    try:
+        directory = Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        what = f"no tokenizer at `{path}`: no such directory, and the Hub gives none ({type(error).__name__})"
+        fix = "data.tokenizer.path=<directory with tokenizer.json>, or a Hub id that can be reached (gated ones need `hf auth login`)"
+        raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", fix)) from error
+    return directory
+
+
+def _convert(directory: Path, path: str, cache: Path) -> Path:
+    """Let transformers turn another form (sentencepiece, vocab and merges) into tokenizer.json. Foreign code is never run."""
+    from transformers import AutoTokenizer
+
+    target = cache / "tokenizers" / xxhash.xxh3_128_hexdigest(bytes(directory.resolve()))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, use_fast=True)
+        tokenizer.save_pretrained(target)
+    except Exception as error:  # transformers raises many kinds for one cause
+        there = ", ".join(sorted(entry.name for entry in directory.iterdir())[:6]) or "nothing"
+        what = f"`{path}` holds no tokenizer that can be read; it holds {there}"
+        raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", "name a directory with tokenizer.json")) from error
+    return target
+
+
+def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
+    """Train a byte-level BPE of ``vocab_size`` entries, ``<|endoftext|>`` the last of them, and save it in Hugging Face form."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLIT), "isolated"), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_batches(texts), trainer)
+    backend.add_special_tokens([AddedToken(EOT, special=True, normalized=False)])
+    backend.save(str(directory / FILES[0]))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOT,
+        "pad_token": EOT,
+        "model_max_length": 10**9,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / FILES[1]).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 64:
+            yield batch
+            batch = []
+    yield batch
