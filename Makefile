@@ -1,0 +1,57 @@
+# `make demo` and `make test` do everything on a machine that has python3 (3.11 or later), pip and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT
+MAKEFLAGS += --no-print-directory
+
+.PHONY: help demo test check fix bench gpu prove-big clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       install into $(VENV) and train the quickstart (about 3 minutes on two cores)"
+	@echo "make test       the tests"
+	@echo "make check      the whole gate: format, lint, types, import contracts, tests"
+	@echo "make fix        format, and mend what the linter can"
+	@echo "make bench      the measurements that docs/benchmarks.md quotes"
+	@echo "make gpu        the tests that need a CUDA device"
+	@echo "make prove-big  the proofs that take minutes or many GiB"
+
+# Installed once, and again when what is to be installed changes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/shardwise train
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@$(MAKE) test
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
+
+prove-big: $(STAMP)
+	$(BIN)/python -m pytest -q -m big --timeout 3600
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
