@@ -1,8 +1,9 @@
 """The order of the samples: sample k of a run is a pure function of (seed, k) and of the number of windows.
 
 A keyed Feistel network permutes the numbers below a power of four; results that are not below n are permuted again
-until they are (cycle walking), so it is a bijection on [0, n) for any n, needs no memory and reaches any position at once. The algorithm
-is a file format: checkpoints hold nothing but a cursor. ``VERSION`` names it and golden vectors pin it.
+until they are (cycle walking), so it is a bijection on [0, n) for any n, needs no memory and reaches any position at
+once. The algorithm is a file format: checkpoints hold nothing but a cursor. ``VERSION`` names it and golden vectors
+pin it.
 """
 
 from __future__ import annotations

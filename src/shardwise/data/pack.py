@@ -1,12 +1,13 @@
 """Packing: documents, each closed by end-of-text, laid end to end and cut into windows.
 
-Window k reads the tokens [k * seq_len, k * seq_len + seq_len] of the stream: ``seq_len`` inputs, and the same moved by one as labels. So
-every step from one token to the next is in exactly one window, and window k is a pure function of the prepared data and seq_len. The last window is
-filled up with end-of-text; nothing is learnt there.
+Window k reads the tokens [k * seq_len, k * seq_len + seq_len] of the stream: ``seq_len`` inputs, and the same moved
+by one as labels. So every step from one token to the next is in exactly one window, and window k is a pure function
+of the prepared data and seq_len. The last window is filled up with end-of-text; nothing is learnt there.
 
-With ``mask_documents`` a token sees its own document only: attention stops at the document's start, positions start again
-at 0 (also where a window begins in the middle of a document), and the label of the end-of-text position is masked, since what follows it is another text.
-Without, a window is one sequence, and the first token of a document is learnt from the end of the one before.
+With ``mask_documents`` a token sees its own document only: attention stops at the document's start, positions start
+again at 0 (also where a window begins in the middle of a document), and the label of the end-of-text position is
+masked, since what follows it is another text. Without, a window is one sequence, and the first token of a document is
+learnt from the end of the one before.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the lengths of the
-    pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other."""
+    """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the
+    lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other."""
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -42,7 +43,7 @@ class Windows:
     mask_documents: bool = True
 
     def __len__(self) -> int:
-        return -(-max(self.store.tokens - 1, 0) // self.seq_len)
+        return (max(self.store.tokens - 1, 0) + self.seq_len - 1) // self.seq_len
 
     def __getitem__(self, k: int) -> Sample:
         if not 0 <= k < len(self):
@@ -65,8 +66,8 @@ class Windows:
         return Sample(ids, labels, positions, tuple(segments.tolist()), masked=True)
 
     def text_bytes(self, k: int) -> float:
-        """Bytes of text that window k's labels stand for: a document's bytes are shared out evenly over its tokens but end-of-text.
-        Tokens that are no label (with masking, the first of each document) are not counted."""
+        """Bytes of text that window k's labels stand for: a document's bytes are shared out evenly over its tokens
+        but end-of-text. Tokens that are no label (with masking, the first of each document) are not counted."""
         start = k * self.seq_len
         return self.store.text_bytes(start + 1, start + self.seq_len + 1, skip_first=self.mask_documents)
 

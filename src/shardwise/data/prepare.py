@@ -1,10 +1,12 @@
-"""Preparation: text becomes memory-mapped tokens once, before any process group exists, and is found again by its fingerprint.
+"""Preparation: text becomes memory-mapped tokens once, before any process group exists, and is found again by its
+fingerprint.
 
-In the cache a directory is named by its fingerprint (names, sizes and contents of the sources, settings, tokenizer), so other
-data is another directory. A directory that the user names (``out``, or prepared data as ``data.path``) is refused when it no longer fits: DATA013, TOK002.
+In the cache a directory is named by its fingerprint (names, sizes and contents of the sources, settings, tokenizer),
+so other data is another directory. A directory that the user names (``out``, or prepared data as ``data.path``) is
+refused when it no longer fits: DATA013, TOK002.
 
-Everything is written beside its final place and renamed when whole, under a lock that the system releases when its holder dies:
-a kill leaves nothing half-made, and two processes that prepare the same thing do it once.
+Everything is written beside its final place and renamed when whole, under a lock that the system releases when its
+holder dies: a kill leaves nothing half-made, and two processes that prepare the same thing do it once.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ _TRAINING_TEXT_BYTES = 2**29
 """A tokenizer is trained on at most about this much, taken evenly from all of the text."""
 
 
-def prepare(data: Data, out: Path | None = None, force: bool = False, progress: Progress | None = None) -> store.Prepared:
-    """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it anew.
-    Raises every error of section C4 of what is read: nothing is left over after one."""
+def prepare(
+    data: Data, out: Path | None = None, force: bool = False, progress: Progress | None = None
+) -> store.Prepared:
+    """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it
+    anew. Raises every error of section C4 of what is read: nothing is left over after one."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
     if isinstance(data.path, str) and store.is_prepared(Path(data.path)):
@@ -92,7 +96,8 @@ def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
 
 
 def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
-    """The first file whose content is no longer what it was. Files that are gone do not count: prepared data may travel alone."""
+    """The first file whose content is no longer what it was. Files that are gone do not count: prepared data may
+    travel alone."""
     for facts in files:
         path = Path(facts["path"])
         if not path.is_file():
@@ -182,7 +187,9 @@ def _make(
             del splits["validation"]
             shutil.rmtree(directory / "validation")
         facts = fingerprint, tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
-        manifest = store.Manifest(*facts, splits, tuple(files.values()), _settings(data), empty)
+        copied = [path.relative_to(directory) for path in sorted((directory / "tokenizer").iterdir())]
+        copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
+        manifest = store.Manifest(*facts, splits, copies, tuple(files.values()), _settings(data), empty)
         store.write_manifest(directory, manifest)
 
 
@@ -192,7 +199,11 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
     _check_tokenizer(target, manifest, tokenizer)
     if manifest.fingerprint != fingerprint:
         changed = _first_change(manifest.files)
-        what = f"{changed} changed since it was prepared" if changed else f"{target} was prepared from other files or settings"
+        what = (
+            f"{changed} changed since it was prepared"
+            if changed
+            else f"{target} was prepared from other files or settings"
+        )
         fix = f"shardwise data prepare --force --out {target}, or another --out"
         raise DataError(Problem("DATA013", what, str(target), fix))
     return True
@@ -211,7 +222,9 @@ def _open_named(directory: Path, data: Data, cache: Path) -> store.Prepared:
         _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache))
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
-        raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", "leave it out: the data brings its tokenizer"))
+        raise DataError(
+            Problem("TOK002", what, "data.tokenizer.vocab_size", "leave it out: the data brings its tokenizer")
+        )
     if changed := _first_change(prepared.manifest.files):
         fix = f"shardwise data prepare --force --out {directory}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
@@ -233,7 +246,9 @@ def _writing(cache: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or cache
         what = f"cannot write {path}: {(error.strerror or str(error)).lower()}"
-        raise OutputError(Problem("OUT002", what, "data.cache", "data.cache=<a directory with room that you may write>")) from error
+        raise OutputError(
+            Problem("OUT002", what, "data.cache", "data.cache=<a directory with room that you may write>")
+        ) from error
 
 
 @contextmanager
@@ -283,5 +298,3 @@ def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-

@@ -1,7 +1,8 @@
 """Reading sources in units: groups of lines that are the same however many processes read them, in bounded memory.
 
-A unit is a list of sources (bytes of files) of about ``UNIT_BYTES`` together; it owns the lines that start in those bytes. A long file is cut into several
-units, so that processes can share it; a text file stays one document across them.
+A unit is a list of sources (bytes of files) of about ``UNIT_BYTES`` together; it owns the lines that start in those
+bytes. A long file is cut into several units, so that processes can share it; a text file stays one document across
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document: ``last`` closes it. Texts are cut after line ends into pieces of about 256 KiB, so that a tokenizer never
-    holds a long document at once. ``held_out`` says which split it belongs to, for documents of a jsonl file."""
+    """Part of a document: ``last`` closes it. Texts are cut after line ends into pieces of about 256 KiB, so that a
+    tokenizer never holds a long document at once. ``held_out`` says which split it belongs to, for documents of a
+    jsonl file."""
 
     text: str
     last: bool
@@ -71,7 +73,8 @@ def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
 
 
 def pieces(part: Part, text_key: str, share: float) -> Iterator[Piece]:
-    """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held out."""
+    """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held
+    out."""
     if part.source.kind == "jsonl":
         yield from _jsonl(part, text_key, share)
     else:
@@ -141,16 +144,20 @@ def _jsonl(part: Part, text_key: str, share: float) -> Iterator[Piece]:
 
 
 def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
-    """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007 (too deep)."""
+    """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007
+    (too deep)."""
     decoded = _decode(part, offset, line)
     place = f"{part.name}:{{}}"
     try:
-        record = json.loads(decoded)
+        # As floats, integers of any length are read in linear time.
+        record = json.loads(decoded, parse_int=float)
     except JSONDecodeError as error:
         number = _line_number(part, offset)
         snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
         what = f"{place.format(number)} col {error.colno}: {error.msg.lower()}: `{snippet}`"
-        raise DataError(Problem("DATA004", what, str(part.path), f"repair the line: sed -n {number}p {part.path}")) from error
+        raise DataError(
+            Problem("DATA004", what, str(part.path), f"repair the line: sed -n {number}p {part.path}")
+        ) from error
     except RecursionError as error:
         what = f"{place.format(_line_number(part, offset))} is nested too deeply to be read"
         raise DataError(Problem("DATA007", what, str(part.path), "flatten the record or leave it out")) from error
@@ -163,7 +170,10 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
         best = max(texts, key=lambda key: len(record[key]), default=None)
         fix = f"data.text_key={best}" if best is not None else f"give every line a `{text_key}`"
     elif not isinstance(record[text_key], str):
-        what, fix = f"`{text_key}` is {_kind(record[text_key])}, not a text", f"make `{text_key}` a text, or leave the line out"
+        what, fix = (
+            f"`{text_key}` is {_kind(record[text_key])}, not a text",
+            f"make `{text_key}` a text, or leave the line out",
+        )
     if what:
         what = f"{place.format(_line_number(part, offset))} {what}"
         raise DataError(Problem("DATA005", what, str(part.path), fix))
@@ -174,7 +184,9 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
 def _kind(value: object) -> str:
     if value is None:
         return "null"
-    return {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}[type(value)]
+    return {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}[
+        type(value)
+    ]
 
 
 def _without_surrogates(part: Part, offset: int, text: str) -> str:
@@ -183,7 +195,9 @@ def _without_surrogates(part: Part, offset: int, text: str) -> str:
     except UnicodeEncodeError as error:
         bad = f"U+{ord(text[error.start]):04X}"
         what = f"{part.name}:{_line_number(part, offset)} character {error.start + 1}: lone surrogate {bad}"
-        raise DataError(Problem("DATA006", what, str(part.path), "write both halves of the character, or leave it out")) from error
+        raise DataError(
+            Problem("DATA006", what, str(part.path), "write both halves of the character, or leave it out")
+        ) from error
     return text
 
 
@@ -194,7 +208,9 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
         start = offset + error.start + (len(_BOM) if offset == 0 and _starts_with_bom(part) else 0)
         line_start = start - (error.start - (data.rfind(b"\n", 0, error.start) + 1))
         number, column = _line_number(part, line_start), start - line_start + 1
-        what = f"{part.name}:{number} byte {column}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
+        what = (
+            f"{part.name}:{number} byte {column}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
+        )
         fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
         raise DataError(Problem("DATA006", what, str(part.path), fix)) from error
 

@@ -28,7 +28,8 @@ SHARD_TOKENS = 2**27
 
 @dataclass(frozen=True)
 class Job:
-    """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while reading."""
+    """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while
+    reading."""
 
     tokenizer_directory: Path
     text_key: str
@@ -38,8 +39,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """What a unit adds to one split: ids, and for each document closed in it the (tokens, bytes of text) up to its end, from the
-    unit's start. ``text_bytes`` counts the text of documents left open too."""
+    """What a unit adds to one split: ids, and for each document closed in it the (tokens, bytes of text) up to its
+    end, from the unit's start. ``text_bytes`` counts the text of documents left open too."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.uint64]

@@ -1,7 +1,9 @@
-"""Where the text comes from: files, directories, globs, jsonl, and ``stdlib``, the Python standard library's own sources.
+"""Where the text comes from: files, directories, globs, jsonl, and ``stdlib``, the Python standard library's own
+sources.
 
-Sources are found here and read in ``read``. Names are relative to what the user named, so that the same files elsewhere are the
-same data. A text file is one document; a jsonl file has a document a line. Hidden files and directories are passed over.
+Sources are found here and read in ``read``. Names are relative to what the user named, so that the same files
+elsewhere are the same data. A text file is one document; a jsonl file has a document a line. Hidden files and
+directories are passed over.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ def find(paths: str | Sequence[str]) -> list[Source]:
         for source in _stdlib() if name == STDLIB else _find_one(name):
             found.setdefault(source.path, source)
     if not found:
-        raise MissingInputError(Problem("DATA001", "no data is named", _WHERE, "data.path=stdlib, or a file or directory"))
+        raise MissingInputError(
+            Problem("DATA001", "no data is named", _WHERE, "data.path=stdlib, or a file or directory")
+        )
     return list(found.values())
 
 
 def divide(sources: Sequence[Source], share: float) -> Sources:
-    """Hold out ``share`` of ``sources`` for validation: text files by the hash of their name (the file of the lowest hash if chance
-    takes none), a text file that stands alone by its last bytes, jsonl document by document when read."""
+    """Hold out ``share`` of ``sources`` for validation: text files by the hash of their name (the file of the lowest
+    hash if chance takes none), a text file that stands alone by its last bytes, jsonl document by document when
+    read."""
     texts = [source for source in sources if source.kind == "text"]
     lines = [source for source in sources if source.kind == "jsonl"]
     if share == 0:
@@ -100,7 +105,9 @@ def _find_one(name: str) -> Iterator[Source]:
     elif path.is_dir():
         files = list(_walk(path, set()))
         if not files:
-            raise MissingInputError(Problem("DATA001", f"`{name}` is a directory without files", _WHERE, "name another"))
+            raise MissingInputError(
+                Problem("DATA001", f"`{name}` is a directory without files", _WHERE, "name another")
+            )
         for file in files:
             yield _source(file, file.relative_to(path).as_posix())
     elif has_magic(name):
@@ -116,7 +123,7 @@ def _find_one(name: str) -> Iterator[Source]:
 
 def _fixed_part(pattern: Path) -> Path:
     """The directories in front of the first wildcard."""
-    fixed = [part for part in pattern.parts]
+    fixed = list(pattern.parts)
     magic = next(index for index, part in enumerate(fixed) if has_magic(part))
     return Path(*fixed[:magic])
 
@@ -133,7 +140,9 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 def _source(path: Path, name: str) -> Source:
     if path.suffix in _COMPRESSED:
         fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
-        raise DataError(Problem("DATA008", f"{path.name} is compressed; text and jsonl are read as they are", str(path), fix))
+        raise DataError(
+            Problem("DATA008", f"{path.name} is compressed; text and jsonl are read as they are", str(path), fix)
+        )
     try:
         size = path.stat().st_size
         path.open("rb").close()
@@ -153,7 +162,9 @@ def _nothing(name: str, what: str) -> MissingInputError:
     nearest = [f"{path.name}{tail}" for tail in (".gz", ".zst", ".txt", "l") if glob(f"{directory / path.name}{tail}")]
     nearest += difflib.get_close_matches(path.name, entries, n=1)
     if not nearest and has_magic(path.name):
-        nearest = [f"*{suffix}" for suffix in sorted({Path(entry).suffix for entry in entries} & {".txt", ".md", *_JSONL})]
+        nearest = [
+            f"*{suffix}" for suffix in sorted({Path(entry).suffix for entry in entries} & {".txt", ".md", *_JSONL})
+        ]
     if nearest:
         better = str(directory / nearest[0])
         return MissingInputError(Problem("DATA001", f"{what} (did you mean {better}?)", _WHERE, f"data.path={better}"))

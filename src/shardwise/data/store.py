@@ -1,10 +1,10 @@
 """Prepared text on disk: token shards behind memory maps, document boundaries, and a manifest that vouches for both.
 
-    <directory>/manifest.json            written last; carries its own checksum
-                tokenizer/               tokenizer.json, tokenizer_config.json
-                train/tokens-00000.bin   token ids, little-endian uint16 or uint32; every shard but the last of one length
-                train/documents.bin      [documents, 2] little-endian uint64: tokens and bytes of text up to the document's end
-                validation/...
+<directory>/manifest.json            written last; carries its own checksum
+            tokenizer/               tokenizer.json, tokenizer_config.json
+            train/tokens-00000.bin   token ids, little-endian uint16 or uint32; all but the last of one length
+            train/documents.bin      [documents, 2] little-endian uint64: tokens, bytes of text up to its end
+            validation/...
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _READ_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class FileSum:
-    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes (and the largest id, for tokens)."""
+    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes (and the largest id,
+    for tokens)."""
 
     name: str
     size_bytes: int
@@ -52,14 +53,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and contents,
-    the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are for people to read."""
+    """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and
+    contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are
+    for people to read."""
 
     fingerprint: str
     tokenizer_hash: str
     vocab_size: int
     eot_id: int
     splits: dict[str, Split]
+    tokenizer_files: tuple[FileSum, ...]
     files: tuple[dict[str, Any], ...]
     settings: dict[str, Any]
     empty_documents: int = 0
@@ -73,6 +76,11 @@ def checksum(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sum_file(directory: Path, name: str) -> FileSum:
+    """The sum of a file that stands."""
+    return FileSum(name, (directory / name).stat().st_size, checksum(directory / name))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -100,6 +108,7 @@ def _read_manifest(path: Path) -> Manifest:
     if body["format"] != FORMAT:
         raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")
     body["splits"] = {name: _split(facts) for name, facts in body["splits"].items()}
+    body["tokenizer_files"] = tuple(FileSum(**file) for file in body["tokenizer_files"])
     body["files"] = tuple(body["files"])
     return Manifest(**body)
 
@@ -126,7 +135,8 @@ class TokenStore:
         return self.split.tokens
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, min(stop, tokens)), across shards. Raises DATA009 for an id that the tokenizer does not have."""
+        """Tokens [start, min(stop, tokens)), across shards. Raises DATA009 for an id that the tokenizer does not
+        have."""
         length = self.split.shard_tokens
         stop = min(stop, self.split.tokens)
         parts = []
@@ -158,8 +168,8 @@ class TokenStore:
         return ends[first:last].astype(np.int64)
 
     def text_bytes(self, start: int, stop: int, skip_first: bool) -> float:
-        """Bytes of text behind the tokens [start, stop): a document's bytes shared out evenly over its tokens but the end-of-text;
-        its first token is left out with ``skip_first``."""
+        """Bytes of text behind the tokens [start, stop): a document's bytes shared out evenly over its tokens but the
+        end-of-text; its first token is left out with ``skip_first``."""
         table = self._documents
         first = int(np.searchsorted(table[:, 0], np.uint64(start), side="right"))
         last = int(np.searchsorted(table[:, 0], np.uint64(min(stop, self.tokens)), side="left")) + 1
@@ -198,7 +208,8 @@ class Prepared:
         return TokenStore(self.directory, manifest.splits[name], manifest.vocab_size, manifest.eot_id)
 
     def files(self) -> Iterator[FileSum]:
-        """Every file that holds tokens or boundaries."""
+        """Every file but the manifest."""
+        yield from self.manifest.tokenizer_files
         for split in self.manifest.splits.values():
             yield from (*split.shards, split.document_file)
 
@@ -216,15 +227,20 @@ def is_prepared(directory: Path) -> bool:
 
 
 def load(directory: Path, verify: bool = True) -> Prepared:
-    """Open a prepared directory. Sizes are always checked (DATA010), contents too unless ``verify`` is False (DATA013)."""
+    """Open a prepared directory. Sizes are always checked (DATA010), contents too unless ``verify`` is False
+    (DATA013)."""
     path = directory / MANIFEST
     if not path.is_file():
         what = f"{directory} is not prepared data: it has no {MANIFEST}"
         raise MissingInputError(Problem("DATA001", what, str(directory), "shardwise data prepare makes it"))
     prepared = Prepared(directory, _read_manifest(path))
-    for split in prepared.manifest.splits.values():
-        for file, width in [*((f, np.dtype(split.dtype).itemsize) for f in split.shards), (split.document_file, 16)]:
-            _check_size(directory / file.name, file, width)
+    widths = {
+        file.name: np.dtype(split.dtype).itemsize
+        for split in prepared.manifest.splits.values()
+        for file in split.shards
+    }
+    for file in prepared.files():
+        _check_size(directory / file.name, file, widths.get(file.name, 16 if file.name.endswith(".bin") else 1))
     if verify:
         prepared.verify()
     return prepared

@@ -1,10 +1,12 @@
 """The stream of a run: the samples of each optimizer step, dealt out to the data-parallel ranks.
 
-The cursor is one integer: samples read so far. The step that begins at cursor c reads the samples k in [c, c + B), B being the global
-batch; sample k is window ``order(k)`` (``order.py``). The B samples lie in a row; data-parallel rank r takes the r-th of ``dp`` equal parts, its
-micro-batches in turn. So a global batch is made of the same samples for every split of it.
+The cursor is one integer: samples read so far. The step that begins at cursor c reads the samples k in [c, c + B), B
+being the global batch; sample k is window ``order(k)`` (``order.py``). The B samples lie in a row; data-parallel rank
+r takes the r-th of ``dp`` equal parts, its micro-batches in turn. So a global batch is made of the same samples for
+every split of it.
 
-A text with fewer tokens than one global batch is refused (DATA003), unless ``repeat`` allows a sample to be twice in one step.
+A text with fewer tokens than one global batch is refused (DATA003), unless ``repeat`` allows a sample to be twice in
+one step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from shardwise.errors import DataError, Problem
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a global batch a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on each of ``dp`` ranks."""
+    """Which part of a global batch a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on
+    each of ``dp`` ranks."""
 
     dp_rank: int
     dp: int
@@ -35,8 +38,8 @@ class Share:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, how many of their labels are learnt (on this
-    rank), and the cursor after the step."""
+    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, how many of their
+    labels are learnt (on this rank), and the cursor after the step."""
 
     micro_batches: list[MicroBatch]
     sample_ids: list[int]
@@ -54,11 +57,14 @@ class EvaluationBatch:
 
 
 def check_size(windows: Windows, global_batch_size: int, repeat: bool = False) -> None:
-    """Raises DATA003 when the text does not fill one global batch; with ``repeat``, when it has no pair of tokens to learn from."""
+    """Raises DATA003 when the text does not fill one global batch; with ``repeat``, when it has no pair of tokens to
+    learn from."""
     tokens, needed = windows.store.tokens, global_batch_size * windows.seq_len
     if tokens > needed or (repeat and len(windows)):
         return
-    what = f"{tokens:,} tokens, one global batch needs {global_batch_size} x {windows.seq_len} = {needed:,} (and one more)"
+    what = (
+        f"{tokens:,} tokens, one global batch needs {global_batch_size} x {windows.seq_len} = {needed:,} (and one more)"
+    )
     least = max(tokens - 1, 0)
     choices = []
     if least >= windows.seq_len:
@@ -71,13 +77,14 @@ def check_size(windows: Windows, global_batch_size: int, repeat: bool = False) -
 
 
 def steps_per_epochs(windows: Windows, global_batch_size: int, epochs: float) -> int:
-    """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next epoch."""
+    """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next
+    epoch."""
     return max(1, -(-int(len(windows) * epochs) // global_batch_size))
 
 
 def stream(windows: Windows, order: Order, share: Share, cursor: int = 0) -> Iterator[StepBatch]:
-    """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing of that is
-    state: a new stream at ``StepBatch.cursor`` goes on exactly there."""
+    """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing
+    of that is state: a new stream at ``StepBatch.cursor`` goes on exactly there."""
     with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
         ahead = reader.submit(read_step, windows, order, share, cursor)
         while True:
@@ -99,8 +106,9 @@ def read_step(windows: Windows, order: Order, share: Share, cursor: int) -> Step
 
 
 def evaluation(windows: Windows, share: Share, limit: int | None = None) -> Iterator[EvaluationBatch]:
-    """The first ``limit`` windows (all, if None) in order, in equally many batches on every rank: missing rows are padding in which
-    nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is not used."""
+    """The first ``limit`` windows (all, if None) in order, in equally many batches on every rank: missing rows are
+    padding in which nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is
+    not used."""
     count = len(windows) if limit is None else min(limit, len(windows))
     for first in range(share.dp_rank * share.micro_batch_size, *_strides(share, count)):
         rows = range(first, first + share.micro_batch_size)

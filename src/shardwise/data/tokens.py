@@ -1,4 +1,5 @@
-"""Tokenizers: one that exists (a directory or a Hub id) or a byte-level BPE trained on the data, always as a directory in Hugging Face form.
+"""Tokenizers: one that exists (a directory or a Hub id) or a byte-level BPE trained on the data, always as a
+directory in Hugging Face form.
 
 Text is content: strings in it that look like special tokens are encoded as ordinary text.
 """
@@ -32,8 +33,8 @@ _NO_MEANING = ("truncation", "padding", "version")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of ``vocab_size`` ids (the largest id + 1). ``hash`` changes exactly when a text may be encoded otherwise.
-    ``prefix`` is what it puts in front of a text by itself (a begin-of-text token, or nothing)."""
+    """A tokenizer of ``vocab_size`` ids (the largest id + 1). ``hash`` changes exactly when a text may be encoded
+    otherwise. ``prefix`` is what it puts in front of a text by itself (a begin-of-text token, or nothing)."""
 
     directory: Path
     hash: str
@@ -79,7 +80,8 @@ def load(path: str, cache: Path, revision: str | None = None) -> Tokenizer:
 
 
 def open_directory(directory: Path) -> Tokenizer:
-    """A directory that holds ``tokenizer.json`` and ``tokenizer_config.json``. Raises TOK003 without an end-of-text token."""
+    """A directory that holds ``tokenizer.json`` and ``tokenizer_config.json``. Raises TOK003 without an end-of-text
+    token."""
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -122,20 +124,29 @@ def _candidate(backend: Backend) -> str:
 
 def _download(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = [*FILES, "special_tokens_map.json", "chat_template.jinja", "tokenizer.model", "vocab.*", "merges.txt", "config.json"]
+    wanted = [
+        *FILES,
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "vocab.*",
+        "merges.txt",
+        "config.json",
+    ]
     try:
         directory = Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         what = f"no tokenizer at `{path}`: no such directory, and the Hub gives none ({type(error).__name__})"
-        fix = "data.tokenizer.path=<directory with tokenizer.json>, or a Hub id that can be reached (gated ones need `hf auth login`)"
+        fix = "data.tokenizer.path=<directory with tokenizer.json>, or a Hub id (gated ones need `hf auth login`)"
         raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", fix)) from error
     return directory
 
 
 def _convert(directory: Path, path: str, cache: Path) -> Path:
-    """Let transformers turn another form (sentencepiece, vocab and merges) into tokenizer.json. Foreign code is never run."""
+    """Let transformers turn another form (sentencepiece, vocab and merges) into tokenizer.json. Foreign code is never
+    run."""
     from transformers import AutoTokenizer
 
     target = cache / "tokenizers" / xxhash.xxh3_128_hexdigest(bytes(directory.resolve()))
@@ -145,12 +156,15 @@ def _convert(directory: Path, path: str, cache: Path) -> Path:
     except Exception as error:  # transformers raises many kinds for one cause
         there = ", ".join(sorted(entry.name for entry in directory.iterdir())[:6]) or "nothing"
         what = f"`{path}` holds no tokenizer that can be read; it holds {there}"
-        raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", "name a directory with tokenizer.json")) from error
+        raise MissingInputError(
+            Problem("TOK004", what, "data.tokenizer.path", "name a directory with tokenizer.json")
+        ) from error
     return target
 
 
 def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
-    """Train a byte-level BPE of ``vocab_size`` entries, ``<|endoftext|>`` the last of them, and save it in Hugging Face form."""
+    """Train a byte-level BPE of ``vocab_size`` entries, ``<|endoftext|>`` the last of them, and save it in Hugging
+    Face form."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend
 
