@@ -1,0 +1,82 @@
+"""The three batch sizes: what was given, and what follows from it."""
+
+from __future__ import annotations
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.spec.recipe import Train
+
+DEFAULT_GLOBAL = 32
+"""Sequences a step when the recipe names no batch size; the same for any number of processes that divides it."""
+TOKENS_PER_MICRO_BATCH = 8192
+"""Without a pin, a micro-batch holds at most this many tokens: enough to keep matrix products large."""
+
+
+def batch(train: Train, dp: int) -> tuple[int, int, int]:
+    """(micro-batch, accumulation, global batch), in sequences, for ``dp`` data-parallel ranks.
+
+    Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is the largest
+    that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens. Micro alone: accumulation is 1.
+    """
+    micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
+    if whole is None and (micro is not None or accumulation is not None):
+        micro = micro or _largest(0, train.seq_len)
+        accumulation = accumulation or 1
+        return micro, accumulation, micro * accumulation * dp
+    given = whole is not None
+    whole = whole if whole is not None else -(-DEFAULT_GLOBAL // dp) * dp
+    if whole % dp:
+        raise _contradiction(train, dp)
+    share = whole // dp
+    if micro is None:
+        micro = share // accumulation if accumulation else _largest(share, train.seq_len)
+    accumulation = accumulation if accumulation is not None else share // micro if micro else 0
+    if given and micro * accumulation * dp != whole:
+        raise _contradiction(train, dp)
+    return micro, accumulation, whole
+
+
+def batch_reasons(train: Train) -> dict[str, str]:
+    """Why each size of the plan is what it is, under the plan's keys."""
+    names = {
+        "batch.micro_batch_size": train.micro_batch_size,
+        "batch.accumulation": train.gradient_accumulation_steps,
+        "batch.global_batch_size": train.global_batch_size,
+    }
+    given = [name.rpartition(".")[2] for name, value in names.items() if value is not None]
+    reasons: dict[str, str] = {}
+    for name, value in names.items():
+        if value is not None:
+            reasons[name] = "pinned"
+        elif name == "batch.global_batch_size":
+            follows = f"derived from {' and '.join(given)}"
+            reasons[name] = follows if given else f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
+        elif name == "batch.micro_batch_size" and len(given) < 2:
+            reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens a micro-batch"
+        elif given == ["micro_batch_size"]:
+            reasons[name] = "default: none"
+        else:
+            reasons[name] = f"derived from {' and '.join(given) or 'the default batch'}"
+    return reasons
+
+
+def _largest(share: int, seq_len: int) -> int:
+    most = max(1, TOKENS_PER_MICRO_BATCH // seq_len)
+    return max((size for size in range(1, min(most, share) + 1) if share % size == 0), default=most)
+
+
+def _contradiction(train: Train, dp: int) -> ConfigError:
+    micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size or 0
+    product = (micro or 1) * (accumulation or 1) * dp
+    terms = [f"micro {micro}" if micro else "", f"accumulation {accumulation}" if accumulation else "", f"dp {dp}"]
+    what = f"global_batch_size {whole} ≠ " + " × ".join(term for term in terms if term)
+    if micro and accumulation:
+        what += f" = {product}"
+    else:
+        what = what.replace("≠", "is not a multiple of")
+        what += f" = {product}" if product != dp else ""
+    fixes = []
+    if micro and accumulation and whole % (micro * dp) == 0:
+        fixes.append(f"`train.gradient_accumulation_steps: {whole // (micro * dp)}`")
+    fixes.append(f"`train.global_batch_size: {product if micro and accumulation else -(-whole // product) * product}`")
+    tail = ", or drop one of the three" if micro and accumulation else ""
+    return ConfigError(Problem("CFG008", what, "train", ", or ".join(fixes) + tail))

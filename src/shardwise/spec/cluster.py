@@ -1,0 +1,210 @@
+"""The machines: devices, their memory and speed, and the links between them; from a table, from a string, or found here."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from shardwise.errors import ConfigError, Problem, UsageError
+from shardwise.spec.host import available_memory_bytes, cores, gpus
+from shardwise.spec.units import show_bytes
+
+Kind = Literal["cpu", "cuda"]
+DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
+DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
+CPU_LINK_BYTES_PER_S = 1.2e9
+"""What gloo's all-reduce moves between processes of one machine, measured on two cores."""
+
+_PATTERN = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?)(?P<network>\+.*)?")
+_NETWORK = re.compile(r"\+(?:(?P<nics>\d+)x)?(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>Gb|GB)(?:/node|/s|ps)?")
+_SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the peak
+    that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted."""
+
+    name: str
+    memory_bytes: int
+    bf16_flops: float = 0.0
+    hbm_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
+    host_link_bytes_per_s: float = 0.0
+    matmul_share: float | None = None
+    verified: str = "no"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its node,
+    ``network_bytes_per_s`` what a whole node sends to another; both one way."""
+
+    device: Device
+    nodes: int = 1
+    devices_per_node: int = 1
+    link_bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
+    kind: Kind = "cuda"
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        """The string that :func:`parse_cluster` reads back."""
+        name = self.device.name.replace(" ", "-")
+        network = f"+{self.network_bytes_per_s * 8 / 1e9:g}Gb/node" if self.nodes > 1 else ""
+        return f"{self.nodes}x{self.devices_per_node}x{name}{network}"
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else the vendor's
+    figure read as powers of ten, which is the smaller reading."""
+    found: dict[str, Device] = {}
+    for row in _rows():
+        memory = float(row["usable_gib"]) * 2**30 if row["usable_gib"] else float(row["memory_gb"]) * 1e9
+        found[row["name"]] = Device(
+            name=row["name"],
+            memory_bytes=int(memory),
+            bf16_flops=float(row["bf16_tflops"]) * 1e12,
+            hbm_bytes_per_s=float(row["hbm_tb_s"]) * 1e12,
+            peer_bytes_per_s=float(row["peer_gb_s"]) * 1e9,
+            host_link_bytes_per_s=float(row["pcie_gb_s"]) * 1e9,
+            matmul_share=float(row["matmul_share"]) if row["matmul_share"] else None,
+            verified=row["verified"],
+        )
+    return found
+
+
+def find_device(name: str) -> Device:
+    """The device meant by ``name``, whatever its case, spaces and hyphens. Raises ConfigError (CLU002)."""
+    names = _names()
+    wanted = _plain(name)
+    for prefix in ("", "nvidia", "amdinstinct", "amd", "geforce", "nvidiageforce", "tesla"):
+        bare = wanted.removeprefix(prefix)
+        if bare in names:
+            return devices()[names[bare]]
+    starts = {names[known] for known in names if known.startswith(wanted)} if wanted else set()
+    if len(starts) == 1:
+        return devices()[starts.pop()]
+    near = starts or {names[match] for match in get_close_matches(wanted, names, 3, 0.6)}
+    fix = f"did you mean {' or '.join(sorted(near))}?" if near else f"known: {', '.join(devices())}, CPU"
+    raise ConfigError(Problem("CLU002", f"unknown device `{name.strip()}`", "--cluster", fix))
+
+
+def parse_cluster(text: str) -> Cluster:
+    """``2x8xRTX-PRO-6000+200Gb/node``, ``8xH100``, ``2xCPU``. Raises ConfigError (CLU001, CLU002)."""
+    match = _PATTERN.fullmatch(text.strip())
+    network = _NETWORK.fullmatch(match["network"].strip()) if match and match["network"] else None
+    if match is None or (match["network"] and network is None):
+        raise ConfigError(Problem("CLU001", f"cannot read the cluster `{text}`", "--cluster", f"write {_SYNTAX}"))
+    first, second = int(match["nodes"] or 1), match["count"]
+    nodes, count = (first, int(second)) if second else (1, first)
+    if not (1 <= nodes <= 2**20 and 1 <= count <= 2**20):
+        raise ConfigError(Problem("CLU001", f"`{text}` has no machines, or too many", "--cluster", f"write {_SYNTAX}"))
+    rate = None
+    if network:
+        bits = 8.0 if network["unit"] == "GB" else 1.0
+        rate = int(network["nics"] or 1) * float(network["rate"]) * 1e9 * bits / 8
+    if _plain(match["name"]) in ("cpu", "cpus"):
+        return _cpu_cluster(nodes, count, rate)
+    return _gpu_cluster(find_device(match["name"]), nodes, count, rate)
+
+
+def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: float | None) -> Cluster:
+    peer = device.peer_bytes_per_s
+    assumed = []
+    if nodes > 1:
+        rate = network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S
+        given = "" if network_bytes_per_s else " (say +<N>Gb/node)"
+        assumed.append(f"{rate * 8 / 1e9:g} Gb/s between nodes, shared by the GPUs of a node{given}")
+    if count > 1:
+        link = f"NVLink or xGMI, {peer / 1e9:g} GB/s a GPU" if peer else "PCIe, peer to peer"
+        assumed.append(f"GPUs of a node talk over {link}")
+    assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory a node")
+    if device.verified != "yes":
+        assumed.append(f"figures of the {device.name} are {'partly' if device.verified == 'partial' else 'not'} verified")
+    return Cluster(
+        device=device,
+        nodes=nodes,
+        devices_per_node=count,
+        link_bytes_per_s=peer or device.host_link_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S,
+        host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES,
+        kind="cuda",
+        assumptions=tuple(assumed),
+    )
+
+
+def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> Cluster:
+    memory = available_memory_bytes()
+    assumed = [f"each node has the memory that is free here, {show_bytes(memory)}, shared by {count} processes"]
+    if nodes > 1 and not network_bytes_per_s:
+        assumed.append(f"{DEFAULT_NETWORK_BYTES_PER_S * 8 / 1e9:g} Gb/s between nodes (say +<N>Gb/node)")
+    return Cluster(
+        device=Device("CPU", memory // count, verified="yes"),
+        nodes=nodes,
+        devices_per_node=count,
+        link_bytes_per_s=CPU_LINK_BYTES_PER_S,
+        network_bytes_per_s=network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S,
+        host_memory_bytes=memory,
+        kind="cpu",
+        assumptions=tuple(assumed),
+    )
+
+
+def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda"] = "auto", nodes: int = 1) -> Cluster:
+    """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. Raises UsageError (DEV001)."""
+    found = [] if device == "cpu" else _local_gpus()
+    if found:
+        if (nproc or 1) > len(found):
+            raise _too_many(f"{nproc} processes asked, {len(found)} GPUs found", f"`--nproc {len(found)}`")
+        return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None)
+    if device == "cuda":
+        raise _too_many(f"{nproc or 1} GPU processes asked, 0 GPUs found", f"`--device cpu --nproc {min(2, cores())}`")
+    if (nproc or 1) > cores():
+        raise _too_many(f"{nproc} processes asked, {cores()} cores found", f"`--nproc {cores()}`")
+    return _cpu_cluster(nodes, nproc or min(2, cores()), None)
+
+
+def _too_many(what: str, fix: str) -> UsageError:
+    return UsageError(Problem("DEV001", what, "run.nproc", fix))
+
+
+def _local_gpus() -> list[Device]:
+    found = []
+    for name, memory_bytes in gpus():
+        try:
+            known = find_device(name)
+        except ConfigError:
+            known = Device(name, 0)
+        found.append(replace(known, memory_bytes=memory_bytes))
+    return found
+
+
+@cache
+def _rows() -> list[dict[str, str]]:
+    with files("shardwise.spec").joinpath("hardware.csv").open(encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+@cache
+def _names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for row in _rows():
+        for name in (row["name"], *filter(None, row["aliases"].split("|"))):
+            names[_plain(name)] = row["name"]
+    return names
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,154 @@
+"""What is wrong with a value, in the words of the recipe: pydantic's findings and our cross-checks as Problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from shardwise.errors import Problem
+from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
+from shardwise.spec.recipe import Recipe
+
+_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
+Place = Callable[[tuple[str | int, ...]], str]
+"""From the path of a value to ``file:line``, or to the argument that set it."""
+
+
+def show_value(value: Any) -> str:
+    """A value as it is named in a message; text is quoted, long text cut, control characters escaped."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        cut = value if len(value) <= 60 else value[:57] + "..."
+        return 'text "' + cut.encode("unicode_escape").decode() + '"'
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, Sequence):
+        items = [show_value(item) for item in value[:4]]
+        return f"a list ({', '.join(items)}{', ...' if len(value) > 4 else ''})" if items else "an empty list"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def unknown_key(dotted: str, where: str, keys: Keys) -> Problem:
+    """CFG001."""
+    near = keys.nearest(dotted)
+    fix = f"did you mean `{near}`?" if near else "remove it; `shardwise schema` lists every key"
+    return Problem("CFG001", f"unknown key `{dotted}`", where, fix)
+
+
+def numbers_out_of_bounds(key: str, value: Any, where: str, nullable: bool) -> list[Problem]:
+    """NaN and infinity (CFG006), and whole numbers beyond 64 bits (CFG005), anywhere inside ``value``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        name = "NaN" if math.isnan(value) else "infinite"
+        fix = "use a finite number" + (", or null to turn it off" if nullable else "")
+        return [Problem("CFG006", f"`{key}` is {name}", where, fix)]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return [Problem("CFG005", f"`{key}` does not fit 64 bits", where, "use a smaller number")]
+    if isinstance(value, Mapping):
+        return [p for k, v in value.items() for p in numbers_out_of_bounds(f"{key}.{k}", v, where, False)]
+    if isinstance(value, list):
+        return [p for i, v in enumerate(value) for p in numbers_out_of_bounds(f"{key}[{i}]", v, where, False)]
+    return []
+
+
+def describe_findings(errors: Sequence[Mapping[str, Any]], keys: Keys, root: Schema, place: Place) -> list[Problem]:
+    """One Problem for each value that pydantic found wrong, however many findings a union gave for it."""
+    grouped: dict[tuple[str | int, ...], tuple[Schema, list[Mapping[str, Any]]]] = {}
+    for error in errors:
+        path, schema = _locate(tuple(error["loc"]), keys, root)
+        grouped.setdefault(path, (schema, []))[1].append(error)
+    return [_complain(path, schema, found, root, place(path)) for path, (schema, found) in grouped.items()]
+
+
+def _locate(loc: tuple[str | int, ...], keys: Keys, root: Schema) -> tuple[tuple[str | int, ...], Schema]:
+    """The path of the value and its schema; what follows in ``loc`` are names of a union's members."""
+    schema: Schema = root
+    path: list[str | int] = []
+    for part in loc:
+        step = resolve_reference(schema, root)
+        if isinstance(part, int) and "items" in step:
+            schema = step["items"]
+        elif isinstance(part, str) and part in step.get("properties", {}):
+            schema = step["properties"][part]
+        elif isinstance(part, str) and isinstance(step.get("additionalProperties"), dict):
+            schema = step["additionalProperties"]
+        elif isinstance(part, str) and "properties" in step:
+            path.append(part)
+            return tuple(path), step
+        else:
+            break
+        path.append(part)
+    return tuple(path), resolve_reference(schema, root)
+
+
+def dotted_name(path: tuple[str | int, ...]) -> str:
+    """``optim.groups[0].pattern``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def _complain(path: tuple[str | int, ...], schema: Schema, found: list[Mapping[str, Any]], root: Schema, where: str) -> Problem:
+    name, value = dotted_name(path), found[0]["input"]
+    types = {error["type"] for error in found}
+    if types & {"extra_forbidden", "unexpected_keyword_argument"}:
+        near = get_close_matches(alias_leaf(str(path[-1])), schema.get("properties", {}), 1)
+        fix = f"did you mean `{near[0]}`?" if near else f"remove it; there are {', '.join(schema.get('properties', {}))}"
+        return Problem("CFG001", f"unknown key `{name}`", where, fix)
+    words = describe(schema, root)
+    if types & {"missing", "missing_argument"}:
+        return Problem("CFG004", f"`{name}` is missing; it must be {words}", where, f"add `{path[-1]}`")
+    fix = f"give {words}"
+    choices = [str(option) for option in _choices(schema)]
+    if isinstance(value, str) and choices:
+        near = get_close_matches(value, choices, 1)
+        fix = f"did you mean `{near[0]}`?" if near else fix
+    return Problem(_code(types, schema, value), f"`{name}` must be {words}, got {show_value(value)}", where, fix)
+
+
+def _code(types: set[str], schema: Schema, value: Any) -> str:
+    options = schema.get("anyOf", [schema])
+    numeric = any(option.get("type") in ("integer", "number") for option in options)
+    if isinstance(value, str) and numeric and not _choices(schema):
+        return "CFG002"
+    in_kind = types & _RANGE and (isinstance(value, str) or not types <= {"literal_error"})
+    return "CFG005" if in_kind else "CFG004"
+
+
+def _choices(schema: Schema) -> list[Any]:
+    found: list[Any] = []
+    for option in schema.get("anyOf", [schema]):
+        found += option.get("enum", []) + ([option["const"]] if "const" in option else [])
+    return found
+
+
+def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
+    """What no single value shows: settings that contradict each other. ``place`` takes a dotted key."""
+    train, optim, model = recipe.train, recipe.optim, recipe.model
+    problems: list[Problem] = []
+
+    def exceeds(key: str, value: float | None, other: str, limit: float | None) -> None:
+        if value is not None and limit is not None and value > limit:
+            name, other_name = key.rpartition(".")[2], other.rpartition(".")[2]
+            what = f"`{name}` {value:g} exceeds `{other_name}` {limit:g}"
+            problems.append(Problem("CFG005", what, place(key), f"`{key}: {limit:g}` or less, or a larger `{other}`"))
+
+    exceeds("optim.warmup_steps", optim.warmup_steps, "train.max_steps", train.max_steps)
+    exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
+    exceeds("optim.min_learning_rate", optim.min_learning_rate, "optim.learning_rate", optim.learning_rate)
+    sizes = (train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps)
+    if sizes[0] is not None:
+        unit = (sizes[1] or 1) * (sizes[2] or 1)
+        if sizes[0] % unit:
+            what = f"global_batch_size {sizes[0]} is not a multiple of micro {sizes[1] or 1} × accumulation {sizes[2] or 1} = {unit}"
+            fix = f"`train.global_batch_size: {-(-sizes[0] // unit) * unit}`, or drop one of the three"
+            problems.append(Problem("CFG008", what, place("train.global_batch_size"), fix))
+    if model.path is not None and model.config is not None:
+        what = "`model.path` and `model.config` both say what the model is"
+        problems.append(Problem("CFG008", what, place("model.config"), "drop one of the two"))
+    if model.init == "pretrained" and model.config is not None:
+        what = "`model.init: pretrained` needs weights, and `model.config` has none"
+        problems.append(Problem("CFG008", what, place("model.init"), "`model.init: random`, or `model.path`"))
+    return problems

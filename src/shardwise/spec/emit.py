@@ -1,0 +1,54 @@
+"""Plain data written as YAML for people: block style, keys in the order given, a comment beside a value where one is known."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardwise.spec.document import KeyPath, resolve
+
+Comment = Callable[[KeyPath, Any], str]
+_PLAIN = re.compile(r"[A-Za-z0-9_./*+][A-Za-z0-9_./*+ -]*")
+
+
+def emit(data: Mapping[str, Any], comment: Comment) -> str:
+    """``data`` as a YAML 1.2 document that reads back equal (tuples as lists)."""
+    return "\n".join(_lines(data, (), 0, comment)) + "\n"
+
+
+def _lines(data: Any, path: KeyPath, indent: int, comment: Comment) -> list[str]:
+    lines: list[str] = []
+    pairs = data.items() if isinstance(data, Mapping) else enumerate(data)
+    for name, value in pairs:
+        here = (*path, name)
+        lead = " " * indent + (f"{_scalar(str(name))}:" if isinstance(data, Mapping) else "-")
+        remark = comment(here, value)
+        tail = "  # " + " ".join(remark.split()) if remark else ""
+        if isinstance(value, (Mapping, Sequence)) and not isinstance(value, str) and value:
+            nested = _lines(value, here, indent + 2, comment)
+            if isinstance(data, Mapping):
+                lines += [lead + tail, *nested]
+            else:
+                lines += [f"{lead} {nested[0].lstrip()}", *nested[1:]]
+        else:
+            lines.append(f"{lead} {_scalar(value)}{tail}")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        plain = _PLAIN.fullmatch(value) and not value.startswith("*") and value == value.strip()
+        return value if plain and resolve(value) == value and isinstance(resolve(value), str) else _quoted(value)
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, Sequence):
+        return "[]"
+    return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """JSON's quoting is valid YAML, but for DEL and C1 controls and characters beyond 16 bits, which JSON splits in two."""
+    escaped = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() and c != "\ufeff" else f"\\U{ord(c):08x}" for c in escaped)

@@ -1,0 +1,65 @@
+"""What this machine has: cores, free memory, GPUs. Read from the kernel, without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> list[tuple[str, int]]:
+    """(name, memory in bytes) of every GPU that the driver shows and this torch can use. Asks the driver's library: importing
+    torch would cost a second."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return []
+    except PackageNotFoundError:
+        return []
+    return _driver_gpus("libcuda.so.1", "cu", "cuDeviceGetCount") or _driver_gpus("libamdhip64.so", "hip", "hipGetDeviceCount")
+
+
+def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[str, int]]:
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return []
+    count, device, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    if driver[prefix + "Init"](0) or driver[count_function](ctypes.byref(count)):
+        return []
+    total = "cuDeviceTotalMem_v2" if prefix == "cu" else "hipDeviceTotalMem"
+    found = []
+    for index in range(count.value):
+        driver[prefix + "DeviceGet"](ctypes.byref(device), index)
+        driver[prefix + "DeviceGetName"](name, len(name), device)
+        driver[total](ctypes.byref(memory), device)
+        found.append((name.value.decode(errors="replace"), memory.value))
+    return found
+
+
+def available_memory_bytes() -> int:
+    """Memory that new allocations can have: what the kernel calls available, or what a control group leaves of it."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for limit, usage in _LIMITS:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(left, 0)) if left > 0 else available
+    return available

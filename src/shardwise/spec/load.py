@@ -1,0 +1,280 @@
+"""Recipes and plans from files and arguments, strictly: every problem at once, each with its place and its remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.spec.complaints import cross_check, describe_findings, dotted_name, numbers_out_of_bounds, show_value, unknown_key
+from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
+from shardwise.spec.emit import emit
+from shardwise.spec.keys import DROP, SHORT, Keys, Schema, keys_of, translate
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import read_size, show_bytes
+
+FORMAT = 1
+COMMAND_LINE = "the command line"
+SIZES = {
+    "train.seq_len": "tokens",
+    "train.max_steps": "steps",
+    "optim.warmup_steps": "steps",
+    "optim.decay_steps": "steps",
+    "checkpoint.save_steps": "steps",
+    "checkpoint.keep_every": "steps",
+    "evaluate.eval_steps": "steps",
+}
+"""Keys that take ``8k`` and ``1M``."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe, what is worth telling about how it was read, and the place of every key that was given."""
+
+    recipe: Recipe
+    notices: tuple[str, ...]
+    given: dict[str, str]
+
+
+@dataclass
+class _Reading:
+    """Settings found so far: canonical key to (value, place)."""
+
+    keys: Keys
+    settings: dict[str, tuple[Any, str]]
+    problems: list[Problem]
+    notices: list[str]
+    root: Schema
+
+    def unknown(self, dotted: str, where: str) -> None:
+        self.problems.append(unknown_key(dotted, where, self.keys))
+
+    def nullable(self, key: str) -> bool:
+        return {"type": "null"} in self.keys.leaves[key].get("anyOf", [])
+
+    def takes(self, key: str, kind: str) -> bool:
+        schema = self.keys.leaves[key]
+        return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
+
+
+@cache
+def recipe_schema() -> Schema:
+    """The JSON schema of a recipe."""
+    return Recipe.model_json_schema()
+
+
+@cache
+def _plan_adapter() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+def recipe_keys() -> list[str]:
+    """Every key of a recipe, dotted and sorted."""
+    return sorted(keys_of(recipe_schema()).leaves)
+
+
+def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file with ``key=value`` overrides. Raises ConfigError, MissingInputError or PolicyError."""
+    return read_recipe(path, overrides).recipe
+
+
+def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
+    """As :func:`load_recipe`, with notices and the place of each given key."""
+    root = recipe_schema()
+    reading = _Reading(keys_of(root), {}, [], [], root)
+    if path is not None:
+        document = read(Path(path))
+        mapping = _mapping(document, "recipe")
+        reading.problems += document.problems
+        for dotted, value, where in _flatten(mapping, (), document, reading):
+            _take(reading, dotted, value, where, replace=False)
+    for override in overrides:
+        _override(reading, override)
+    recipe = _validate(reading)
+    return Loaded(recipe, tuple(reading.notices), {key: where for key, (_, where) in reading.settings.items()})
+
+
+def _mapping(document: Document, noun: str) -> dict[str, Any]:
+    if document.data is None:
+        raise ConfigError(Problem("CFG007", f"{document.name} is empty", document.name, f"write a {noun}"))
+    if not isinstance(document.data, dict):
+        what = f"{document.name} must hold `key: value` lines, got {show_value(document.data)}"
+        raise ConfigError(Problem("CFG007", what, document.name, "start with `train:`"))
+    written = document.data.get("format", FORMAT)
+    if isinstance(written, bool):
+        what = f"`format` must be {FORMAT}, got {show_value(written)}"
+        raise ConfigError(Problem("CFG004", what, document.place(("format",)), f"`format: {FORMAT}`"))
+    if isinstance(written, int) and written > FORMAT:
+        what = f"written for format {written}, this program reads up to {FORMAT}"
+        raise ConfigError(Problem("CFG009", what, document.place(("format",)), "upgrade: pip install -U shardwise"))
+    return document.data
+
+
+def _flatten(mapping: dict[str, Any], path: KeyPath, document: Document, reading: _Reading) -> Iterator[tuple[str, Any, str]]:
+    """Leaves as (dotted key as written, value, place). Reports sections that hold no keys."""
+    for name, value in mapping.items():
+        here = (*path, name)
+        dotted, where = ".".join(str(part) for part in here), document.place(here)
+        if dotted in reading.keys.sections and not isinstance(value, dict):
+            if dotted in SHORT and value is not None:
+                yield f"{dotted}.{SHORT[dotted]}", value, where
+            elif value is not None:
+                what = f"`{dotted}` is a section, got {show_value(value)}"
+                reading.problems.append(Problem("CFG004", what, where, f"indent its keys under `{dotted}:`"))
+        elif isinstance(value, dict) and value and reading.keys.canonical(dotted) is None:
+            yield from _flatten(value, here, document, reading)
+        elif not (dotted in reading.keys.sections):
+            yield dotted, value, where
+
+
+def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bool) -> None:
+    """Record one setting under its canonical key."""
+    key = reading.keys.canonical(dotted)
+    if key is None:
+        return reading.unknown(dotted, where)
+    if key != dotted:
+        alias = dotted.rpartition(".")[2]
+        value = translate(key, alias, value)
+        if value is DROP:
+            return None
+        if alias != key.rpartition(".")[2] or not replace:
+            reading.notices.append(f"{where}: `{dotted}` is read as `{key}`")
+    if key in reading.settings and not replace:
+        first = reading.settings[key][1]
+        reading.problems.append(Problem("CFG003", f"`{key}` is set twice", f"{first} and {where}", "remove one"))
+        return None
+    if key in SIZES and isinstance(value, str):
+        size = read_size(value, SIZES[key])
+        if size is not None:
+            reading.notices.append(f"{where}: `{key}` {value} is {size:,} {SIZES[key]}")
+            value = size
+    reading.settings[key] = (value, where)
+    return None
+
+
+def _override(reading: _Reading, argument: str) -> None:
+    """One ``key=value`` of the command line; the value is YAML where that reads, else text."""
+    dotted, equals, text = argument.partition("=")
+    where = f"`{argument}` on {COMMAND_LINE}"
+    if not equals:
+        reading.problems.append(Problem("CFG007", f"`{argument}` is not key=value", COMMAND_LINE, f"`{argument}=...`"))
+        return
+    refuse_interpolation(text, where)
+    dotted = dotted.strip()
+    value = parse(text, where).data if text[:1] in ("[", "{", '"', "'") else resolve(text)
+    if dotted in reading.keys.sections and dotted in SHORT:
+        dotted = f"{dotted}.{SHORT[dotted]}"
+    whole = next((key for key in reading.keys.leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None)
+    if whole is not None:
+        before = reading.settings.get(whole, ({}, ""))[0]
+        value = {**(before if isinstance(before, dict) else {}), dotted[len(whole) + 1 :]: value}
+        dotted = whole
+    key = reading.keys.canonical(dotted)
+    if key == dotted and value is not None and not isinstance(value, (str, list, dict)):
+        only_text = reading.takes(key, "string") and not (reading.takes(key, "integer") or reading.takes(key, "number"))
+        value = text if only_text and "enum" not in reading.keys.leaves[key] else value
+    _take(reading, dotted, value, where, replace=True)
+
+
+def _validate(reading: _Reading) -> Recipe:
+    problems = reading.problems
+    nested: dict[str, Any] = {}
+    for key, (value, where) in reading.settings.items():
+        bad = numbers_out_of_bounds(key, value, where, reading.nullable(key))
+        problems += bad
+        if bad:
+            continue
+        *sections, leaf = key.split(".")
+        target = nested
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = value
+
+    def place(path: tuple[str | int, ...]) -> str:
+        name = dotted_name(path)
+        return next((where for key, (_, where) in reading.settings.items() if name == key or name.startswith((key + ".", key + "["))), name)
+
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(nested)
+    except ValidationError as error:
+        problems += describe_findings(error.errors(), reading.keys, reading.root, place)
+    if recipe is not None:
+        problems += cross_check(recipe, lambda key: place((key,)))
+    if problems or recipe is None:
+        raise ConfigError(*problems)
+    return recipe
+
+
+def load_plan(path: str | Path) -> Plan:
+    """A plan from the file that :func:`dump_plan` wrote, or that a person edited. As strict as a recipe."""
+    document = read(Path(path))
+    mapping = _mapping(document, "plan")
+    problems = list(document.problems)
+    adapter = _plan_adapter()
+    root = adapter.json_schema()
+    keys = keys_of(root)
+    problems += [
+        unknown_key(dotted, document.place(path_), keys)
+        for path_, dotted in _paths(mapping, (), keys)
+        if dotted not in keys.leaves and dotted not in keys.sections
+    ]
+    for path_, dotted in _paths(mapping, (), keys):
+        problems += numbers_out_of_bounds(dotted, _get(mapping, path_), document.place(path_), False)
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        plan = adapter.validate_json(json.dumps(mapping), strict=True)
+    except ValidationError as error:
+        raise ConfigError(*describe_findings(error.errors(), keys, root, document.place)) from None
+    problems = [
+        Problem("CFG005", f"`{section}.{name}` must be a whole number ≥ 1, got {value}", document.place((section, name)), "give 1 or more")
+        for section in ("layout", "batch", "remat")
+        for name, value in asdict(plan)[section].items()
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return plan
+
+
+def _paths(mapping: dict[str, Any], path: KeyPath, keys: Keys) -> Iterator[tuple[KeyPath, str]]:
+    for name, value in mapping.items():
+        here = (*path, name)
+        dotted = ".".join(str(part) for part in here)
+        if dotted in keys.sections and isinstance(value, dict):
+            yield from _paths(value, here, keys)
+        else:
+            yield here, dotted
+
+
+def _get(mapping: Any, path: KeyPath) -> Any:
+    for part in path:
+        mapping = mapping[part]
+    return mapping
+
+
+def dump_plan(plan: Plan) -> str:
+    """YAML that :func:`load_plan` reads back equal; reasons and sizes stand beside the values as comments."""
+
+    def comment(path: KeyPath, value: Any) -> str:
+        dotted = ".".join(str(part) for part in path)
+        if dotted in plan.why:
+            return plan.why[dotted]
+        sized = path[:2] == ("estimate", "memory") or str(path[-1]).endswith("_bytes")
+        return show_bytes(value) if sized and isinstance(value, int) and value >= 1024 else ""
+
+    head = "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader.\n"
+    return head + emit(asdict(plan), comment)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Every key with its value, as YAML that :func:`load_recipe` reads back equal."""
+    return emit(recipe.model_dump(mode="python"), lambda path, value: "")

@@ -1,0 +1,41 @@
+"""Numbers for people: sizes such as ``8k`` read, bytes and counts written."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
+_SCALES = {"tokens": {"k": 2**10, "m": 2**20}, "steps": {"k": 1_000, "m": 1_000_000}}
+
+
+def read_size(text: str, unit: str) -> int | None:
+    """``8k`` is 8,192 tokens but 8,000 steps, as the field says it. None when ``text`` is no size or not whole."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    size = float(match.group(1)) * _SCALES[unit][match.group(2).lower()]
+    return int(size) if size.is_integer() else None
+
+
+def show_bytes(count: float) -> str:
+    """``14.2 GiB``; three significant digits at most."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def show_payload(count: float) -> str:
+    """Traffic, in powers of ten as network vendors count: ``22.4 MB``."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def show_count(count: float) -> str:
+    """``70.6 B`` parameters, ``3.3 M`` tokens."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if abs(count) >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:,.0f}"
