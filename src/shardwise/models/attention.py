@@ -47,7 +47,7 @@ _MASK = "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? 
 def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(e)) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
 
-    q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] fp32 (fp64).
+    q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] in fp32.
     """
     rule = Rule(*mask)
     out, lse = (kernels if kernels.serves(q, rule) else blockwise).forward(q, k, v, rule)

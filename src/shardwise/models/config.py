@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem, UnavailableError
+from shardwise.models import known
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 
@@ -49,13 +51,26 @@ class ModelSpec:
     eos_token_id: int | tuple[int, ...] | None = None
 
 
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``."""
+    d, f = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    linears = {f"attention.{name}": (size, d) for name, size in (("q", q), ("k", kv), ("v", kv))}
+    linears |= {"attention.o": (d, q), "mlp.gate": (f, d), "mlp.up": (f, d), "mlp.down": (d, f)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
+    for layer in range(spec.num_hidden_layers):
+        shapes |= {f"layers.{layer}.{norm}.weight": (d,) for norm in ("attention_norm", "mlp_norm")}
+        for name, shape in linears.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+            if spec.attention_bias if name.startswith("attention") else spec.mlp_bias:
+                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+    shapes["norm.weight"] = (d,)
+    return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
+
+
 def parameter_count(spec: ModelSpec) -> int:
     """Trainable elements; tied embeddings count once."""
-    d, f, e = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q, kv = spec.num_attention_heads * e, spec.num_key_value_heads * e
-    block = 2 * d + 2 * d * q + 2 * d * kv + 3 * d * f
-    block += (q + 2 * kv + d) * spec.attention_bias + (2 * f + d) * spec.mlp_bias
-    return spec.num_hidden_layers * block + d + spec.vocab_size * d * (1 if spec.tie_word_embeddings else 2)
+    return sum(prod(shape) for shape in parameter_shapes(spec).values())
 
 
 def problems(spec: ModelSpec) -> list[Problem]:
@@ -86,14 +101,14 @@ def problems(spec: ModelSpec) -> list[Problem]:
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         refuse(
-            f"rope scaling: high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
+            f"rope: high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
             "high_freq_factor: 4.0, low_freq_factor: 1.0",
         )
     return found
 
 
 def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
-    """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5). Raises ConfigError, PolicyError."""
+    """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
     _check_architecture(config, name)
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     wrong = [
@@ -152,10 +167,10 @@ def _check_architecture(config: dict[str, Any], name: str) -> None:
         raise PolicyError(Problem("SEC008", what, where, f"supported architectures: {known}"))
     kinds = config.get("architectures") or [f"model_type {config.get('model_type', 'missing')!r}"]
     if config.get("model_type") not in ARCHITECTURES.values() and kinds[0] not in ARCHITECTURES:
-        raise ConfigError(Problem("CFG010", f"{kinds[0]} is not supported", where, f"a model of one of these: {known}"))
+        raise ConfigError(Problem("MOD001", f"{kinds[0]} is not supported", where, f"a model of one of these: {known}"))
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(
-            Problem("CFG010", f"hidden_act {config['hidden_act']!r} is not supported", where, "hidden_act: silu")
+            Problem("MOD001", f"hidden_act {config['hidden_act']!r} is not supported", where, "hidden_act: silu")
         )
 
 
@@ -169,17 +184,18 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
     where = f"config of {name}"
     if kind not in ("linear", "llama3"):
         raise ConfigError(
-            Problem("CFG010", f"rope scaling {kind!r} is not supported", where, "one of: default, linear, llama3")
+            Problem("MOD001", f"rope scaling {kind!r} is not supported", where, "one of: default, linear, llama3")
         )
     required = ["factor"]
     if kind == "llama3":
         required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     if missing := [key for key in required if key not in values]:
         what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
-        raise ConfigError(Problem("CFG010", what, where, "take the values from the model's own config.json"))
-    scaling = RopeScaling(kind, *(float(values[key]) for key in required[:3]))
+        raise ConfigError(Problem("MOD001", what, where, "take the values from the model's own config.json"))
+    scaling = RopeScaling(kind, float(values["factor"]))
     if kind == "llama3":
-        scaling = replace(scaling, original_max_position_embeddings=int(values["original_max_position_embeddings"]))
+        low, high, original = (values[key] for key in required[1:])
+        scaling = RopeScaling(kind, scaling.factor, float(low), float(high), int(original))
     return theta, scaling
 
 
@@ -219,3 +235,70 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
         "use_cache": True,
     }
+
+
+def load_spec(source: str, revision: str | None = None) -> ModelSpec:
+    """The spec of a directory with a ``config.json``, of a built-in model, or of a Hub id, tried in that order."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return from_hf(_read_json(path / "config.json" if path.is_dir() else path), path.name)
+    if (match := known.find(source)) is not None:
+        return from_hf(match[1], match[0])
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return from_hf(_read_json(_fetch(source, revision)), source.rpartition("/")[2])
+    raise MissingInputError(Problem("MOD002", f"no model {source!r}", "model.path", _nearest(source)))
+
+
+def _nearest(source: str) -> str:
+    names = {name.lower(): name for name in known.CONFIGS}
+    close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
+    hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
+    return (
+        f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
+        if close
+        else f"{hint}: {', '.join(known.CONFIGS)}"
+    )
+
+
+def _fetch(source: str, revision: str | None) -> Path:
+    """The path of the config of a Hub id, from the cache or the network."""
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    at = source if revision is None else f"{source} at revision {revision}"
+    try:
+        return Path(huggingface_hub.hf_hub_download(source, "config.json", revision=revision))
+    except LocalEntryNotFoundError as error:
+        fix = f"check the network, or download it elsewhere and give its directory; {_nearest(source)}"
+        raise UnavailableError(
+            Problem("MOD003", f"the Hub could not be reached for {at}", "model.path", fix)
+        ) from error
+    except RepositoryNotFoundError as error:
+        fix = f"`hf auth login` if it is gated; {_nearest(source)}"
+        raise MissingInputError(
+            Problem("MOD002", f"no model {at} on the Hub, or no access to it", "model.path", fix)
+        ) from error
+    except (EntryNotFoundError, HfHubHTTPError) as error:
+        raise MissingInputError(
+            Problem("MOD002", f"no config.json in {at}: {error}", "model.path", _nearest(source))
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        fix = "a directory that holds config.json as transformers' save_pretrained writes it"
+        raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(Problem("MOD004", f"{path} is not JSON: {error}", str(path), "fetch the file again")) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            Problem("MOD004", f"{path} holds {type(value).__name__}, not an object", str(path), "fetch the file again")
+        )
+    return value

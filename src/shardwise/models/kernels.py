@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
 def _segments(q: Tensor, documents: Tensor) -> Iterator[tuple[slice, slice]]:
     """(row, tokens) of each document."""
     length, bounds = q.shape[2], documents.tolist()
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         row = start // length
         yield slice(row, row + 1), slice(start - row * length, stop - row * length)
 

@@ -1,0 +1,230 @@
+"""Hugging Face weights: the names, the files of a model's directory, and reading no more than the slices asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import DataError, MissingInputError, PolicyError, Problem, ShardwiseError, UnavailableError
+from shardwise.models import known, tensorfile
+from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
+from shardwise.models.tensorfile import Entry
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+LLAMA = {
+    "embed": "model.embed_tokens",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
+    **{f"layers.{{}}.attention.{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
+    **{f"layers.{{}}.mlp.{x}": f"model.layers.{{}}.mlp.{x}_proj" for x in ("gate", "up", "down")},
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+"""Canonical module name -> Hugging Face's; {} is the layer. Parameters keep their last word (weight, bias)."""
+
+_INVERSE = {theirs: ours for ours, theirs in LLAMA.items()}
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+"""Tables that old exports stored; they follow from the config."""
+
+
+def _translate(name: str, table: Mapping[str, str]) -> str:
+    module, _, last = name.rpartition(".")
+    number = re.search(r"(?<=\.)\d+(?=\.)", module)
+    pattern = module if number is None else module[: number.start()] + "{}" + module[number.end() :]
+    if pattern not in table or last not in ("weight", "bias"):
+        raise KeyError(f"no counterpart for parameter {name!r}")
+    return f"{table[pattern].format(number.group() if number else '')}.{last}"
+
+
+def to_hf_name(name: str) -> str:
+    """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``. Raises KeyError."""
+    return _translate(name, LLAMA)
+
+
+def from_hf_name(name: str) -> str:
+    """The inverse of :func:`to_hf_name`. Raises KeyError."""
+    return _translate(name, _INVERSE)
+
+
+def weights_directory(source: str, revision: str | None = None) -> Path:
+    """The directory (or single file) that holds the weights of a local path or a Hub id, fetched if need be."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        what, fix = f"no directory {source}", "model.path: a directory or Hub id; or model.init: random"
+        if known.find(source) is not None:
+            what = f"{source} is built in, but only its dimensions: it names no weights"
+        raise MissingInputError(Problem("CKPT001", what, "model.path", fix))
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"])
+        )
+    except LocalEntryNotFoundError as error:
+        fix = "check the network, or download it elsewhere and give its directory"
+        raise UnavailableError(
+            Problem("MOD003", f"the Hub could not be reached for {source}", "model.path", fix)
+        ) from error
+    except HfHubHTTPError as error:
+        fix = "check the name and the revision; `hf auth login` if the model is gated"
+        raise MissingInputError(Problem("MOD002", f"{source} is not to be had: {error}", "model.path", fix)) from error
+
+
+def find_weights(source: Path) -> dict[str, Entry]:
+    """Every tensor of a model's directory (or single file), by its Hugging Face name. Headers are read, no weights."""
+    if not source.is_dir():
+        return tensorfile.entries(_checked(source.parent, source.name))
+    if (source / INDEX).exists():
+        return _indexed(source)
+    files = sorted(path.name for path in source.glob("*.safetensors"))
+    if SINGLE in files:
+        files = [SINGLE]
+    if len(files) == 1:
+        return tensorfile.entries(_checked(source, files[0]))
+    if files:
+        what = f"{len(files)} safetensors files in {source} and no {INDEX} that says which holds what"
+        raise MissingInputError(Problem("CKPT014", what, str(source), f"add {INDEX}, or leave one file"))
+    if pickles := sorted(path.name for path in source.iterdir() if path.suffix in PICKLES):
+        raise _pickle(source / pickles[0])
+    what = f"no weights in {source} (looked for {INDEX}, {SINGLE}, *.safetensors)"
+    raise MissingInputError(Problem("CKPT001", what, str(source), "give a directory as save_pretrained writes it"))
+
+
+def _pickle(path: Path) -> ShardwiseError:
+    fix = "convert it to safetensors where it came from: model.save_pretrained(directory)"
+    return PolicyError(Problem("SEC004", f"{path.name} is a pickle and can run code", str(path), fix))
+
+
+def _checked(directory: Path, name: str) -> Path:
+    """The path of file ``name``, refused when it leaves ``directory`` or is no plain safetensors file."""
+    path = directory / name
+    real, root = path.resolve(), directory.resolve()
+    blobs = root.parent.parent / "blobs"
+    cached = root.parent.name == "snapshots" and real.is_relative_to(blobs)
+    if Path(name).is_absolute() or ".." in Path(name).parts or not (real.is_relative_to(root) or cached):
+        what = f"file name {name!r} leaves the model's directory"
+        raise PolicyError(Problem("SEC006", what, str(directory), "fetch the model again from where it was made"))
+    if path.suffix in PICKLES:
+        raise _pickle(path)
+    if path.exists() and not real.is_file():
+        raise PolicyError(Problem("SEC006", f"{name!r} is no plain file", str(directory), "fetch the model again"))
+    if not path.exists():
+        raise MissingInputError(Problem("CKPT001", f"no file {path}", str(directory), "check the path"))
+    return path
+
+
+def _indexed(directory: Path) -> dict[str, Entry]:
+    path = directory / INDEX
+    places = tensorfile.parse_json(path, path.read_bytes()).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
+    files = sorted(set(places.values()))
+    if missing := [name for name in files if not (directory / name).exists()]:
+        what = f"index names {len(files)} shards, {len(missing)} missing: {_some(missing)}"
+        raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {_some(missing)} into {directory}"))
+    found: dict[str, Entry] = {}
+    for name in files:
+        held = tensorfile.entries(_checked(directory, name))
+        listed = {tensor for tensor, file in places.items() if file == name}
+        if wrong := sorted(listed ^ held.keys()):
+            what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {_some(wrong)}"
+            raise DataError(Problem("CKPT009", what, str(path), "fetch index and shards of one revision"))
+        found |= held
+    return found
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:
+    """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
+    shapes = parameter_shapes(spec)
+    theirs = {to_hf_name(name): name for name in shapes}
+    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    extra = [name for name in found if name not in theirs and name not in ignored and not _IGNORED.search(name)]
+    missing = [ours for name, ours in theirs.items() if name not in found]
+    problems = []
+    if missing or extra:
+        what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
+        fix = f"take the config.json that belongs to these weights (the model: {spec.num_hidden_layers} layers)"
+        problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
+    both = {ours: found[name] for name, ours in theirs.items() if name in found}
+    if differ := [name for name, entry in both.items() if entry.shape != shapes[name]]:
+        one = [f"`{name}` file {list(both[name].shape)}, model {list(shapes[name])}" for name in differ]
+        fix = (
+            f"model.config: vocab_size: {both['embed.weight'].shape[0]}"
+            if "embed.weight" in differ
+            else "fix the config"
+        )
+        problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
+    if odd := [name for name, entry in both.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
+        what = f"{len(odd)} tensors are quantised ({both[odd[0]].dtype}): {_some(odd)}"
+        problems.append(Problem("CKPT004", what, where, "take the unquantised weights (fp32, bf16 or fp16)"))
+    if problems:
+        raise DataError(*problems)
+    return both
+
+
+def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, its slice as stored) for each of ``parts``, one at a time. All headers are checked first."""
+    entries = match(find_weights(source), spec, str(source))
+    for name, part in parts.items():
+        yield name, entries[name].read(part)
+
+
+def write_weights(
+    directory: Path,
+    spec: ModelSpec,
+    fetch: Callable[[str], Tensor],
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
+
+    ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in the order of
+    ``parameter_shapes(spec)``, and no more than one value is held.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    shapes = parameter_shapes(spec)
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, shape in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for file, names in zip(files, shards, strict=True):
+        tensorfile.write(
+            directory / file,
+            {to_hf_name(name): shapes[name] for name in names},
+            dtype,
+            (fetch(name) for name in names),
+        )
+    if count > 1:
+        places = {to_hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
+    _write_json(directory / "config.json", config)
+    return [directory / file for file in files]
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,71 @@
+"""Initial weights that do not depend on the layout: a rank draws only the blocks that meet its slice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwise.models.config import ModelSpec
+from shardwise.models.roles import role
+
+ALGORITHM = "shardwise-init-1"
+"""Part of every key: another way to draw is another name here, and other golden vectors in the tests."""
+
+BLOCK = 2**20
+
+
+def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
+    """The slice ``part`` (start and stop for each dim, no step) of the initial value of a parameter, in fp32.
+
+    ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one, biases zero.
+    """
+    local = [p.stop - p.start for p in part]
+    kind = role(name)
+    if kind in ("norm", "bias"):
+        return torch.full(local, 1.0 if kind == "norm" else 0.0)
+    return _normal(name, shape, part, seed).mul_(spec.initializer_range).view(local)
+
+
+def _normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -> Tensor:
+    """The values of ``part`` in row-major order, standard normal."""
+    local = [p.stop - p.start for p in part]
+    out = torch.empty(prod(local))
+    if not out.numel():
+        return out
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(p.start * stride for p, stride in zip(part, strides, strict=True))
+    last = sum((p.stop - 1) * stride for p, stride in zip(part, strides, strict=True))
+    for block in range(first // BLOCK, last // BLOCK + 1):
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, prod(shape))
+        if last - first + 1 == out.numel():
+            low, high = max(start, first), min(stop, last + 1)
+            out[low - first : high - first] = _draw(name, block, stop - start, seed)[low - start : high - start]
+            continue
+        inside, place = _places(start, stop, shape, part)
+        if place.numel():
+            out[place] = _draw(name, block, stop - start, seed)[inside]
+    return out
+
+
+def _places(start: int, stop: int, shape: Sequence[int], part: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    """Which of the global elements start..stop lie in ``part``, as a mask, and where in it those belong."""
+    rest = torch.arange(start, stop)
+    inside = torch.ones(stop - start, dtype=torch.bool)
+    place = torch.zeros(stop - start, dtype=torch.int64)
+    for dim, p in enumerate(part):
+        stride = prod(shape[dim + 1 :])
+        index = rest // stride
+        rest = rest % stride
+        inside &= (index >= p.start) & (index < p.stop)
+        place = place * (p.stop - p.start) + (index - p.start)
+    return inside, place[inside]
+
+
+def _draw(name: str, block: int, length: int, seed: int) -> Tensor:
+    key = hashlib.blake2b(f"{ALGORITHM}/{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
+    return torch.empty(length).normal_(generator=generator)

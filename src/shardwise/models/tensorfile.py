@@ -1,0 +1,181 @@
+"""Safetensors files, read with suspicion: the header is checked whole before a byte of a tensor is used.
+
+A file is an eight-byte length, a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes without gap.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import DataError, Problem
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 50 * 2**20
+_FOREIGN = {
+    b"version https://git-lfs": ("a Git LFS pointer", "fetch the real file: git lfs pull"),
+    b"<": ("an HTML or XML page", "download the file itself, not its page"),
+    b"\x1f\x8b": ("a gzip archive", "unpack it first"),
+    b"PK\x03\x04": ("a zip archive, as torch.save writes", "convert it to safetensors where it came from"),
+    b"\x80": ("a pickle, which can run code", "convert it to safetensors where it came from"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: bytes ``start`` to ``stop`` of the file, ``shape`` elements of ``dtype``."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self, part: Sequence[slice] | None = None) -> Tensor:
+        """A copy of the slice ``part``. The file is mapped: no more than the slice is allocated."""
+        if not prod(self.shape):
+            whole = torch.empty(self.shape, dtype=self.dtype)
+        else:
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            source: mmap.mmap | bytearray = mapped
+            offset = self.start
+            if offset % self.dtype.itemsize:
+                source, offset = bytearray(mapped[self.start : self.stop]), 0
+            whole = torch.frombuffer(source, dtype=self.dtype, count=prod(self.shape), offset=offset).view(self.shape)
+        return whole[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file. Raises DataError: CKPT005 truncated, CKPT006 something else, CKPT009 a header
+    that contradicts itself, CKPT010 a header too large."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(32)
+        length = int.from_bytes(head[:8], "little")
+        if head[8:9] != b"{":
+            _refuse_foreign(path, head, size)
+        if length > MAX_HEADER_BYTES:
+            what = f"{path.name}: header of {length:,} bytes, over the limit of {MAX_HEADER_BYTES:,}"
+            raise DataError(Problem("CKPT010", what, str(path), "split the weights over more files"))
+        if 8 + length > size:
+            raise _truncated(path, size, 8 + length)
+        file.seek(8)
+        header = parse_json(path, file.read(length))
+    found = {name: _entry(path, name, facts, 8 + length) for name, facts in header.items() if name != "__metadata__"}
+    _check_tiling(path, found, 8 + length, size)
+    return found
+
+
+def _refuse_foreign(path: Path, head: bytes, size: int) -> None:
+    for magic, (kind, fix) in _FOREIGN.items():
+        if head.lstrip().startswith(magic) or head[8:].startswith(magic):
+            raise DataError(Problem("CKPT006", f"{path.name} is {kind} ({size:,} bytes)", str(path), fix))
+    what = f"{path.name} is no safetensors file ({size:,} bytes)"
+    raise DataError(Problem("CKPT006", what, str(path), "fetch the file again, or convert the weights to safetensors"))
+
+
+def _truncated(path: Path, size: int, wanted: int) -> DataError:
+    what = f"{path.name} has {size:,} bytes, its header says {wanted:,}: the copy is incomplete"
+    return DataError(Problem("CKPT005", what, str(path), "copy or download the file again"))
+
+
+def _contradiction(path: Path, what: str) -> DataError:
+    return DataError(
+        Problem("CKPT009", f"{path.name}: {what}", str(path), "fetch the file again from where it was made")
+    )
+
+
+def parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    """A JSON object without duplicate keys, which parsers would pass over in silence."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise _contradiction(path, f"`{key}` is listed twice")
+            result[key] = value
+        return result
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _contradiction(path, f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _contradiction(path, "not a JSON object")
+    return value
+
+
+def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
+    if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _contradiction(path, f"tensor `{name}` lacks dtype, shape or data_offsets")
+    shape, offsets = facts["shape"], facts["data_offsets"]
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or len(offsets) != 2:
+        raise _contradiction(path, f"tensor `{name}` has shape {shape} and offsets {offsets}")
+    if facts["dtype"] not in DTYPES:
+        raise _contradiction(path, f"tensor `{name}` has the unknown type {facts['dtype']!r}")
+    dtype, (start, stop) = DTYPES[facts["dtype"]], offsets
+    if stop - start != prod(shape) * dtype.itemsize:
+        raise _contradiction(path, f"tensor `{name}`: {stop - start} bytes for {facts['dtype']} {shape}")
+    return Entry(path, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _check_tiling(path: Path, found: Mapping[str, Entry], data_start: int, size: int) -> None:
+    """The tensors follow each other without gap or overlap, to the end of the file."""
+    position = data_start
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != position:
+            fault = "overlaps" if entry.start < position else "leaves a gap after"
+            raise _contradiction(path, f"tensor `{name}` {fault} another")
+        position = entry.stop
+    if position > size:
+        raise _truncated(path, size, position)
+    if position < size:
+        raise _contradiction(path, f"{size - position:,} bytes at the end belong to no tensor")
+
+
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]) -> None:
+    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        stop = position + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, to be written as {shape}")
+            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

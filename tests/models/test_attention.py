@@ -1,0 +1,142 @@
+"""Kernels and blockwise attention against a dense softmax in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.models import attention as module
+from shardwise.models import blockwise, kernels
+from shardwise.models.attention import MaskSpec
+
+B, H, HK, S, E = 2, 6, 2, 40, 8
+BOUNDS = [0, 10, 11, 40, 47, 80]
+DOCUMENTS = torch.tensor(BOUNDS, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a row, the last one short."""
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+
+
+def inputs(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(B, S, heads, E, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (H, HK, HK)]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+    """The definition, with all S x S scores."""
+    k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
+    positions = torch.arange(S).expand(B, S) if mask.positions is None else mask.positions
+    distance = (positions[:, :, None] - positions[:, None, :])[:, None]
+    seen = torch.ones(B, 1, S, S, dtype=torch.bool)
+    if mask.causal:
+        seen &= distance >= 0
+    if mask.window is not None:
+        seen &= distance.abs() < mask.window
+    if mask.documents is not None:
+        number = torch.repeat_interleave(torch.arange(len(BOUNDS) - 1), mask.documents.diff()).view(B, S)
+        seen &= (number[:, :, None] == number[:, None, :])[:, None]
+    scores = q @ k.mT / E**0.5
+    if mask.soft_cap is not None:
+        scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if mask.sinks is None:
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    whole = torch.cat([scores, mask.sinks.view(1, H, 1, 1).expand(B, H, S, 1)], -1)
+    return whole.softmax(-1)[..., :S] @ v, whole.logsumexp(-1)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+    return module.Attention.inner(None, q, k, v, mask)  # type: ignore[arg-type]
+
+
+SHUFFLED = torch.stack([torch.randperm(S, generator=torch.Generator().manual_seed(1)) for _ in range(B)])
+MASKS = {
+    "causal": MaskSpec(),
+    "full": MaskSpec(causal=False),
+    "documents": MaskSpec(documents=DOCUMENTS, longest=33),
+    "full documents": MaskSpec(causal=False, documents=DOCUMENTS, longest=33),
+    "window": MaskSpec(window=7),
+    "full window": MaskSpec(causal=False, window=7),
+    "soft cap": MaskSpec(soft_cap=1.5),
+    "sinks": MaskSpec(sinks=torch.randn(H, dtype=torch.float64)),
+    "positions": MaskSpec(positions=SHUFFLED),
+    "all": MaskSpec(
+        window=9, documents=DOCUMENTS, longest=33, soft_cap=2.0, sinks=torch.randn(H, dtype=torch.float64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_is_the_dense_softmax(name: str) -> None:
+    """Output, lse and gradients in fp64: only rounding may differ."""
+    mask = MASKS[name]
+    if mask.sinks is not None:
+        mask = replace(mask, sinks=mask.sinks.clone().requires_grad_())
+    wanted = [x for x in (*inputs(), mask.sinks) if x is not None]
+    q, k, v = wanted[:3]
+    out, lse = run(q, k, v, mask)
+    expected, expected_lse = dense(q, k, v, mask)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-11)
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, wanted, grad)
+    for ours, reference in zip(grads, torch.autograd.grad(expected, wanted, grad), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_the_fallback_is_the_kernel(dtype: torch.dtype, documents: Tensor | None) -> None:
+    """To rounding: the kernel rounds bf16 probabilities before the second product, the fallback keeps fp32."""
+    rule = blockwise.Rule(documents, None, None, True, None, 33, None)
+    q, k, v = (x.detach() for x in inputs(dtype))
+    assert kernels.serves(q, rule)
+    results = []
+    for path in (kernels, blockwise):
+        out, lse = path.forward(q, k, v, rule)
+        grads = path.backward(torch.ones_like(out), blockwise.Saved(q, k, v, out, lse), rule)
+        results.append([x.double() for x in (out, lse, *grads)])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for kernel, fallback in zip(*results, strict=True):
+        assert (kernel - fallback).norm() < tolerance * (1 + fallback.norm())
+
+
+def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient() -> None:
+    """Query 0 stands before every key: positions of a sequence shard can do that."""
+    rule = blockwise.Rule(None, None, torch.zeros(1, 4, dtype=torch.int64), True, 0, 4, None)
+    q, k, v = (torch.randn(1, heads, 4, E) for heads in (H, HK, HK))
+    out, lse = blockwise.forward(q, k, v, rule)
+    grads = blockwise.backward(torch.ones_like(out), blockwise.Saved(q, k, v, out, lse), rule)
+    assert not out.any() and bool((lse == -torch.inf).all()) and not any(bool(g.any()) for g in grads)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "all"])
+def test_gradcheck(name: str) -> None:
+    q, k, v = (x.detach()[:1, :, :6].clone().requires_grad_() for x in inputs())
+    mask = MASKS[name]
+    if mask.documents is not None:
+        mask = replace(mask, documents=torch.tensor([0, 2, 6], dtype=torch.int32), longest=4)
+    if mask.sinks is None:
+        assert torch.autograd.gradcheck(lambda q, k, v: run(q, k, v, mask)[0], (q, k, v))
+        return
+    sinks = mask.sinks.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, k, v, s: run(q, k, v, replace(mask, sinks=s))[0], (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "all"])
+def test_the_operation_is_declared_truly(name: str) -> None:
+    """Schema, fake shapes and strides, and autograd registration: torch's own check."""
+    mask = MASKS[name]
+    q, k, v = inputs()
+    settings = (mask.causal, mask.window, mask.longest, mask.soft_cap)
+    torch.library.opcheck(module.attention, (q, k, v, mask.documents, mask.sinks, mask.positions, *settings))
+
+
+def test_lse_takes_no_gradient() -> None:
+    assert not run(*inputs(), MaskSpec())[1].requires_grad
