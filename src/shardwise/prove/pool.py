@@ -29,6 +29,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+from shardwise.interop.torch_private import forget_sharding
+
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "shardwise.prove.pool")
 AFTER_FIRST_FAILURE_S = 2.0
@@ -222,8 +224,6 @@ def listen(pipe: Any, jobs: SimpleQueue[bytes]) -> None:
 def perform(rank: int, job: Job, store: Any) -> Any:
     """Do one job inside a default gloo group of ``job.world`` ranks, and take the group down."""
     import torch.distributed as dist
-
-    from shardwise.interop.torch_private import forget_sharding
 
     timeout = timedelta(seconds=2 * job.timeout_s + 10)  # past the job's own: a hang is shown by every rank's stacks
     fresh = dist.PrefixStore(job.prefix, store)

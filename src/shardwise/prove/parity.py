@@ -1,0 +1,288 @@
+"""Does a plan compute the right thing? The same training on N ranks and, written plainly, on one process, compared.
+
+The plain loop shares with the run only the model's modules and its initial weights: no technique, no runtime, full
+logits, torch's own AdamW and clipping, the whole batch at once. In float64 correct code agrees to 1e-9 after five AdamW
+steps; in fp32 it does not (a gradient near zero may change its sign, which Adam makes a full step of), so there the loss
+and the first gradients are what counts, and in bf16 the direction of each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from shardwise.data.batch import MicroBatch
+from shardwise.data.pack import IGNORE
+from shardwise.methods import pretrain
+from shardwise.models import init
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from shardwise.runtime.build import build
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import Rules, step
+from shardwise.runtime.world import mesh
+from shardwise.spec.plan import Number, Plan
+from shardwise.spec.recipe import Optim, Recipe, Run
+from shardwise.techniques.numbers import torch_type
+
+STEPS = 5
+MAX_STEPS = 10
+OPTIM = Optim(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+"""Every part of the update is at work: warm-up, decay of the rate, weight decay on matrices only, clipping (the first
+gradients of the tiny models have norms above 0.5)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, whatever the layout: ``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute``
+    from master weights in ``weights``."""
+
+    spec: ModelSpec
+    rows: int
+    seq_len: int
+    compute: Number
+    weights: Number
+    steps: int = STEPS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a training leaves: per step the mean loss and the gradient's norm before clipping; every full gradient of
+    step 1, before clipping; every full weight after the last step."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error and the tensor (or step) that has it."""
+
+    error: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.error:.2e} ({self.where})"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far a run is from the plain loop, at worst over its ranks. Errors are relative: the largest difference within
+    a tensor over its largest element. ``turn`` is 1 - cosine of a gradient with the right one."""
+
+    loss: Worst
+    norm: Worst
+    gradient: Worst
+    turn: Worst
+    weight: Worst
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss}, norm {self.norm}, first gradients {self.gradient}, 1 - cosine {self.turn}, "
+            f"weights {self.weight}"
+        )
+
+
+def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = STEPS) -> list[Parity]:
+    """Train under each plan on as many ranks of ``pool`` as it asks for and compare: plans of one size in one run."""
+    found: dict[int, Parity] = {}
+    for world in sorted({plan.layout.world for plan in plans}):
+        chosen = [index for index, plan in enumerate(plans) if plan.layout.world == world]
+        answers = pool.run(train_on_rank, spec, [plans[i] for i in chosen], steps, world=world, timeout_s=300)
+        for place, index in enumerate(chosen):
+            right = plain(job_of(spec, plans[index], steps))
+            found[index] = compare(right, [traces[place] for traces in answers])
+    return [found[index] for index in range(len(plans))]
+
+
+def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
+    """What ``plan`` trains, with everything about its layout left out."""
+    rows = plan.batch.global_batch_size(plan.layout.dp)
+    return Job(spec, rows, plan.batch.seq_len, plan.precision.compute, plan.precision.weights, steps)
+
+
+def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
+    """The worst of every rank's errors."""
+
+    def worst(errors: dict[str, float]) -> Worst:
+        where = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        return Worst(errors[where], where)
+
+    def numbers(of: str, expected: Sequence[float], found: Sequence[Sequence[float]]) -> Worst:
+        return worst(
+            {
+                f"{of} of step {index + 1}, rank {rank}": abs(value - known) / abs(known)
+                for rank, values in enumerate(found)
+                for index, (known, value) in enumerate(zip(expected, values, strict=True))
+            }
+        )
+
+    gradients, weights, turns = {}, {}, {}
+    for rank, trace in enumerate(traces):
+        gradients |= {f"{name}, rank {rank}": e for name, e in differences(right.gradients, trace.gradients).items()}
+        weights |= {f"{name}, rank {rank}": e for name, e in differences(right.weights, trace.weights).items()}
+        turns |= {f"{name}, rank {rank}": turned(right.gradients[name], g) for name, g in trace.gradients.items()}
+    return Parity(
+        numbers("loss", right.losses, [trace.losses for trace in traces]),
+        numbers("norm", right.norms, [trace.norms for trace in traces]),
+        worst(gradients),
+        worst(turns),
+        worst(weights),
+    )
+
+
+def differences(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative error of each tensor; the two must have the same names and shapes."""
+    if {n: t.shape for n, t in right.items()} != {n: t.shape for n, t in found.items()}:
+        raise ValueError(f"tensors differ in name or shape: {sorted(right)} and {sorted(found)}")
+    return {
+        name: float((found[name].double() - known.double()).abs().max() / known.double().abs().max().clamp_min(1e-30))
+        for name, known in right.items()
+    }
+
+
+def turned(right: Tensor, found: Tensor) -> float:
+    """1 - the cosine of the angle between two gradients."""
+    return 1.0 - float(functional.cosine_similarity(right.double().flatten(), found.double().flatten(), dim=0))
+
+
+def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan], steps: int) -> list[Trace]:
+    """What a rank of the pool does: one training after another, through the techniques and the runtime's step."""
+    traces = []
+    for plan in plans:
+        try:
+            traces.append(train(rank, spec, plan, steps))
+        except Exception as error:
+            error.add_note(f"while training under {plan}")
+            raise
+    return traces
+
+
+def train(rank: int, spec: ModelSpec, plan: Plan, steps: int) -> Trace:
+    """One training under ``plan`` in the default process group."""
+    job = job_of(spec, plan, steps)
+    recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
+    state = build(recipe, spec, plan, mesh(plan.layout, "cpu"), torch.device("cpu"))
+    gradients: dict[str, Tensor] = {}
+
+    def enter(phase: str) -> None:
+        if phase == "clip" and state.step == 0:
+            gradients.update(full_gradients(state))
+
+    def loss(model: nn.Module, batch: MicroBatch, denominator: float) -> Tensor:
+        assert isinstance(model, Decoder)
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    rules = Rules(plan, OPTIM, MAX_STEPS, loss, enter)
+    losses, norms = [], []
+    for number in range(steps):
+        batches = share_of_rank(batch_rows(job, number), rank, plan)
+        supervised = reduce.count_supervised(sum(b.supervised_tokens() for b in batches), torch.device("cpu"))
+        stats = step(state, batches, supervised, rules)
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    weights = {name: full(parameter.detach()) for name, parameter in state.parameters().items()}
+    return Trace(tuple(losses), tuple(norms), gradients, weights)
+
+
+def full_gradients(state: TrainState) -> dict[str, Tensor]:
+    """Every gradient, whole, before anything is done with it. Collective."""
+    return {name: full(p.grad) for name, p in state.parameters().items() if p.grad is not None}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, whatever part this rank holds."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+def share_of_rank(rows: Sequence[MicroBatch], rank: int, plan: Plan) -> list[MicroBatch]:
+    """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
+    size, count = plan.batch.micro_batch_size, plan.batch.accumulation
+    first = plan.layout.dp_rank(rank) * size * count
+    return [stack(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
+
+
+def stack(rows: Sequence[MicroBatch]) -> MicroBatch:
+    """Rows [1,s] under each other."""
+    lengths = [row.ids.shape[1] for row in rows]
+    starts = [sum(lengths[:index]) for index in range(len(rows))]
+    documents = [row.documents[:-1] + start for row, start in zip(rows, starts, strict=True) if row.documents is not None]
+    return MicroBatch(
+        torch.cat([row.ids for row in rows]),
+        torch.cat([row.labels for row in rows]),
+        torch.cat([row.positions for row in rows]),
+        torch.cat([*documents, torch.tensor([sum(lengths)])]).int(),
+        max(row.longest for row in rows),
+    )
+
+
+def batch_rows(job: Job, number: int) -> list[MicroBatch]:
+    """The rows of step ``number``. Each holds two documents, cut at another place, and another number of supervised
+    tokens: row 0 has one, the last row all."""
+    draw = torch.Generator().manual_seed(1_000 * job.seed + number)
+    rows = []
+    for index in range(job.rows):
+        tokens = torch.randint(job.spec.vocab_size, (1, job.seq_len + 1), generator=draw)
+        border = int(torch.randint(1, job.seq_len, (), generator=draw))
+        labels = tokens[:, 1:].clone()
+        learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
+        labels[0, torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
+        positions = torch.cat([torch.arange(border), torch.arange(job.seq_len - border)])[None]
+        documents = torch.tensor([0, border, job.seq_len], dtype=torch.int32)
+        longest = max(border, job.seq_len - border)
+        rows.append(MicroBatch(tokens[:, :-1].contiguous(), labels, positions, documents, longest))
+    return rows
+
+
+@cache
+def plain(job: Job) -> Trace:
+    """The same training in one process, by a loop that anyone can check."""
+    model = Decoder(job.spec).to(torch_type(job.weights))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = tuple(slice(0, size) for size in parameter.shape)
+            parameter.copy_(init.fill(name, tuple(parameter.shape), whole, job.seed, job.spec))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+    )
+    losses, norms, first = [], [], {}
+    for number in range(job.steps):
+        loss = plain_loss(model, stack(batch_rows(job, number)), torch_type(job.compute))
+        optimizer.zero_grad()
+        loss.backward()
+        if number == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        assert OPTIM.max_grad_norm is not None
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)))
+        warm, fallen = (number + 1) / OPTIM.warmup_steps, (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trace(tuple(losses), tuple(norms), first, weights)
+
+
+def plain_loss(model: Decoder, batch: MicroBatch, compute: torch.dtype) -> Tensor:
+    """Mean loss over the supervised tokens, from full logits, with every weight cast to ``compute``."""
+    cast = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, pretrain.mask(batch)))
+    wide = torch.promote_types(compute, torch.float32)
+    total = functional.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.flatten(), reduction="sum")
+    return total / batch.supervised_tokens()

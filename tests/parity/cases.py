@@ -1,0 +1,70 @@
+"""The models and plans whose parity is proved."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from shardwise.models.config import ModelSpec, RopeScaling
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+
+UNTIED = ModelSpec(
+    name="tiny",
+    vocab_size=67,  # a prime, and sizes that 2 and 4 do not divide: every shard is padded somewhere
+    hidden_size=20,
+    intermediate_size=27,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    initializer_range=0.3,  # large, so that no gradient is lost in rounding
+)
+TIED = ModelSpec(
+    name="tiny-tied",
+    vocab_size=66,
+    hidden_size=16,
+    intermediate_size=30,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=4,
+    tie_word_embeddings=True,
+    attention_bias=True,
+    mlp_bias=True,
+    initializer_range=0.3,
+    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16),
+)
+
+FP64 = Precision(compute="fp64", weights="fp64", reduce="fp64")
+FP32 = Precision()
+BF16 = Precision(compute="bf16")
+
+ROWS, SEQ_LEN = 16, 12
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def layout(strategy: str, world: int) -> Layout:
+    """``hsdp`` has two replicas."""
+    if strategy == "ddp":
+        return Layout(dp_replicate=world)
+    return Layout(dp_replicate=2, dp_shard=world // 2) if strategy == "hsdp" else Layout(dp_shard=world)
+
+
+def plan(strategy: str, world: int, precision: Precision, remat: Remat = Remat(), accumulation: int = 1) -> Plan:
+    """Sixteen rows a step however they are split; the loss takes its tokens in several chunks, the last one smaller."""
+    micro_batch_size = ROWS // accumulation // layout(strategy, world).dp
+    return Plan(
+        layout=layout(strategy, world),
+        batch=Batch(micro_batch_size, accumulation, SEQ_LEN, loss_chunk_tokens=7),
+        shard=Shard("zero3" if strategy == "hsdp" else strategy, bucket_bytes=4096),  # type: ignore[arg-type]
+        precision=precision,
+        remat=remat,
+    )
+
+
+def grid(strategy: str, world: int, precision: Precision) -> list[Plan]:
+    """Every way of recomputing with and without accumulation."""
+    modes = (Remat("none"), Remat("selective"), Remat("full"))
+    return [plan(strategy, world, precision, remat, m) for remat, m in product(modes, (1, 4))]
+
+

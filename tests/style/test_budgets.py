@@ -1,0 +1,125 @@
+"""The budgets that keep the package small enough to be read."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.style.source import Source, functions, report, sources
+
+PACKAGE_LINES, FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 15_000, 400, 60, 6, 15
+LINES_PER_ATTRIBUTE_QUESTION = 1_000
+
+
+def test_lines_of_the_package() -> None:
+    total = sum(source.lines for source in sources())
+    largest = sorted(((source.lines, source.path) for source in sources()), reverse=True)[:10]
+    assert total <= PACKAGE_LINES, f"the package has {total} lines, at most {PACKAGE_LINES}; largest: {largest}"
+
+
+def test_lines_of_a_file() -> None:
+    long = [source.at(1, f"{source.lines} lines") for source in sources() if source.lines > FILE_LINES]
+    report(long, f"a file has at most {FILE_LINES} lines")
+
+
+def test_lines_of_a_function() -> None:
+    long = [
+        source.at(function, f"{function.name} has {length} lines")
+        for source in sources()
+        for function in functions(source)
+        if (length := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES
+    ]
+    report(long, f"a function has at most {FUNCTION_LINES} lines")
+
+
+def test_parameters_of_a_function() -> None:
+    many = [
+        source.at(function, f"{function.name} has {count} parameters")
+        for source in sources()
+        for function in functions(source)
+        if (count := parameters(function)) > PARAMETERS and not torch_interface(source, function)
+    ]
+    report(many, f"a function has at most {PARAMETERS} parameters")
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many, ``self``, ``cls`` and the ``ctx`` of an autograd function not counted."""
+    given = function.args
+    names = [argument.arg for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
+    names += [argument.arg for argument in (given.vararg, given.kwarg) if argument is not None]
+    return len([name for name in names if name not in ("self", "cls", "ctx")])
+
+
+def torch_interface(source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether torch dictates the parameters: a custom operator and its fake and backward take tensors, not objects."""
+    marks = ("custom_op", "register_fake", "register_autograd", "impl")
+    return any(mark in ast.unparse(decorator) for decorator in function.decorator_list for mark in marks)
+
+
+def test_methods_of_a_class() -> None:
+    many = []
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                count = sum(isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) for child in node.body)
+                if count > METHODS:
+                    many.append(source.at(node, f"{node.name} has {count} methods"))
+    report(many, f"a class has at most {METHODS} methods")
+
+
+def test_no_global() -> None:
+    found = [
+        source.at(node, f"global {', '.join(node.names)}")
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Global)
+    ]
+    report(found, "no `global`: state is passed")
+
+
+def test_attributes_are_known_not_asked_for() -> None:
+    asked = [
+        source.at(node, ast.unparse(node))
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+    ]
+    allowed = sum(source.lines for source in sources()) // LINES_PER_ATTRIBUTE_QUESTION
+    if len(asked) > allowed:
+        report(asked, f"{len(asked)} getattr/hasattr, at most {allowed} (1 in {LINES_PER_ATTRIBUTE_QUESTION} lines)")
+
+
+def test_public_functions_have_a_docstring() -> None:
+    bare = [
+        source.at(node, node.name)
+        for source in sources()
+        for node in source.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and ast.get_docstring(node) is None
+    ]
+    report(bare, "a public function says in a docstring what it does")
+
+
+def test_environment_is_read_in_two_places() -> None:
+    """The runtime's one reader is runtime/world.py; the launchers hand variables on. Setting one is not reading."""
+    readers = ("shardwise.runtime.world", "shardwise.launch")
+    found = [
+        source.at(node, ast.unparse(node))
+        for source in sources()
+        if not source.name.startswith(readers)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute | ast.Name) and reads_environment(node, source.tree)
+    ]
+    report(found, "environment variables are read in runtime/world.py and launch/ only")
+
+
+def reads_environment(node: ast.Attribute | ast.Name, tree: ast.Module) -> bool:
+    name = ast.unparse(node)
+    if name not in ("os.environ", "os.getenv", "os.environb", "environ", "getenv"):
+        return False
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.Subscript) and parent.value is node:
+            return not isinstance(parent.ctx, ast.Store)
+        if isinstance(parent, ast.Attribute) and parent.value is node:
+            return parent.attr != "update"
+    return True

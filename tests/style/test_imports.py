@@ -1,0 +1,202 @@
+"""What may import what, beyond the layers that import-linter holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+
+from tests.style.source import ROOT, Import, Source, imports, report, sources, target
+
+SLOW_OR_OPTIONAL = {
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "pyarrow",
+    "datasets",
+    "fsspec",
+    "rich",
+    "psutil",
+    "ruamel",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "peft",
+    "torchao",
+    "bitsandbytes",
+    "liger_kernel",
+}
+"""Libraries that cost time or may be absent, so that a function may import them when it needs them."""
+
+WITHOUT_TORCH = ("shardwise.errors", "shardwise.spec", "shardwise.cli", "shardwise.techniques", "shardwise.planner")
+WITH_TORCH = {"shardwise.planner.trace", "shardwise.planner.record"}
+ALSO_WITHOUT_TORCH = {"shardwise", "shardwise.models.config", "shardwise.models.known", "shardwise.models.roles"}
+DISTRIBUTION = {"huggingface_hub": "huggingface-hub", "ruamel": "ruamel.yaml"}
+
+
+def names() -> set[str]:
+    return {source.name for source in sources()}
+
+
+def ours(source: Source, keep: object = lambda imported: True) -> set[str]:
+    """Modules of the package that ``source`` imports, by the imports that ``keep`` accepts."""
+    assert callable(keep)
+    return {found for imported in imports(source) if keep(imported) and (found := target(imported, names()))}
+
+
+def test_no_cycle() -> None:
+    """Imports inside functions count too: two modules that need each other are one module."""
+    graph = {s.name: ours(s, lambda imported: not imported.typing_only) - {s.name} for s in sources()}
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for following in sorted(graph[name]):
+                visit(following, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+    report(found, "no import cycle")
+
+
+@cache
+def is_slow(name: str) -> bool:
+    """Whether importing this module of ours imports a slow or optional library."""
+    source = next(source for source in sources() if source.name == name)
+    at_import = [imported for imported in imports(source) if not imported.inside and not imported.typing_only]
+    if any(imported.module.partition(".")[0] in SLOW_OR_OPTIONAL for imported in at_import):
+        return True
+    return any(is_slow(found) for found in ours(source, at_import.__contains__) if found != name)
+
+
+def belongs_inside(imported: Import) -> bool:
+    found = target(imported, names())
+    return imported.module.partition(".")[0] in SLOW_OR_OPTIONAL or (found is not None and is_slow(found))
+
+
+def test_imports_inside_functions_are_of_slow_libraries() -> None:
+    wrong = [
+        source.at(imported.line, imported.module)
+        for source in sources()
+        for imported in imports(source)
+        if imported.inside and not imported.typing_only and not belongs_inside(imported)
+    ]
+    report(wrong, "imports stand at the top, unless they load a library that is slow or may be absent")
+
+
+def test_torch_is_not_loaded_by_what_must_start_fast() -> None:
+    """One process imports each of them in turn and says which one brought torch, transformers or numpy in."""
+    light = [
+        source.name
+        for source in sources()
+        if (source.name.startswith(WITHOUT_TORCH) and source.name not in WITH_TORCH)
+        or source.name in ALSO_WITHOUT_TORCH
+    ]
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "    if heavy: sys.exit(f'{name} imports {sorted(heavy)}')\n"
+    )
+    command = [sys.executable, "-c", program, *light]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src")}, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    found = [
+        offence
+        for source in sources()
+        if source.name != "shardwise.interop.torch_private"
+        for offence in [*private_imports(source), *private_attributes(source)]
+    ]
+    report(found, "private names of torch are used in interop/torch_private.py only")
+
+
+def private_imports(source: Source) -> list[str]:
+    return [
+        source.at(imported.line, f"{imported.module} {imported.name or ''}")
+        for imported in imports(source)
+        if imported.module.partition(".")[0] == "torch"
+        and any(part.startswith("_") for part in [*imported.module.split("."), imported.name or ""])
+    ]
+
+
+def private_attributes(source: Source) -> list[str]:
+    """Chains such as ``torch.distributed._x``. Allowed: ``torch._foreach_*``, documented though underscored, and
+    operators under ``torch.ops``, whose names are torch's stable identifiers of kernels."""
+    modules = {"torch"} | {
+        (imported.name or imported.module).partition(".")[0]
+        for imported in imports(source)
+        if imported.module.startswith("torch") and (imported.name or "torch").islower()
+    }
+    modules |= {alias for alias in aliases(source)}
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            chain = ast.unparse(node.value)
+            first = re.split(r"[.(\[]", chain)[0]
+            if first in modules and not node.attr.startswith("_foreach_") and "ops." not in f"{chain}.":
+                found.append(source.at(node, f"{chain}.{node.attr}"))
+    return found
+
+
+def aliases(source: Source) -> set[str]:
+    """Names given by ``import torch.x as y``."""
+    return {
+        alias.asname
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname and alias.name.startswith("torch")
+    }
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_library_is_declared_and_pinned() -> None:
+    """A library that is imported is a dependency of the package, and constraints.txt pins every dependency."""
+    declared = project()["project"]
+    assert isinstance(declared, dict)
+    required = [*declared["dependencies"], *sum(declared["optional-dependencies"].values(), [])]
+    known = {re.split(r"[<>=~!\[ ]", line)[0].lower() for line in required}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
+    normal = {name.replace("_", "-") for name in known}
+    foreign = [
+        source.at(imported.line, f"{library} is not in pyproject.toml")
+        for source in sources()
+        for imported in imports(source)
+        if (library := imported.module.partition(".")[0]) not in sys.stdlib_module_names | {"shardwise"}
+        and DISTRIBUTION.get(library, library).lower() not in normal
+    ]
+    report(foreign, "what is imported is declared")
+    unpinned = sorted(normal - {name.replace("_", "-") for name in pinned})
+    report(unpinned, "constraints.txt pins every direct dependency")
+
+
+def test_the_contract_of_independence_names_every_technique() -> None:
+    techniques = sorted(
+        source.name
+        for source in sources()
+        if source.name.startswith("shardwise.techniques.")
+        and {"check", "cost", "apply"} <= {n.name for n in source.tree.body if isinstance(n, ast.FunctionDef)}
+    )
+    tool = project()["tool"]
+    assert isinstance(tool, dict)
+    contract = next(c for c in tool["importlinter"]["contracts"] if c["name"].startswith("Techniques"))
+    assert sorted(contract["modules"]) == techniques
