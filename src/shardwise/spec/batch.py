@@ -14,7 +14,8 @@ TOKENS_PER_MICRO_BATCH = 8192
 def batch(train: Train, dp: int) -> tuple[int, int, int]:
     """(micro-batch, accumulation, global batch), in sequences, for ``dp`` data-parallel ranks.
 
-    Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is the largest
+    Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is
+    the largest
     that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens. Micro alone: accumulation is 1.
     """
     micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
@@ -49,7 +50,9 @@ def batch_reasons(train: Train) -> dict[str, str]:
             reasons[name] = "pinned"
         elif name == "batch.global_batch_size":
             follows = f"derived from {' and '.join(given)}"
-            reasons[name] = follows if given else f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
+            reasons[name] = (
+                follows if given else f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
+            )
         elif name == "batch.micro_batch_size" and len(given) < 2:
             reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens a micro-batch"
         elif given == ["micro_batch_size"]:

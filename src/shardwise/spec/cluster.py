@@ -1,4 +1,5 @@
-"""The machines: devices, their memory and speed, and the links between them; from a table, from a string, or found here."""
+"""The machines: devices, their memory and speed, and the links between them; from a table, from a string, or found
+here."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the peak
+    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of
+    the peak
     that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted."""
 
     name: str
@@ -42,7 +44,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its node,
+    """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in
+    its node,
     ``network_bytes_per_s`` what a whole node sends to another; both one way."""
 
     device: Device
@@ -67,7 +70,8 @@ class Cluster:
 
 @cache
 def devices() -> dict[str, Device]:
-    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else the vendor's
+    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else
+    the vendor's
     figure read as powers of ten, which is the smaller reading."""
     found: dict[str, Device] = {}
     for row in _rows():
@@ -132,7 +136,9 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
         assumed.append(f"GPUs of a node talk over {link}")
     assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory a node")
     if device.verified != "yes":
-        assumed.append(f"figures of the {device.name} are {'partly' if device.verified == 'partial' else 'not'} verified")
+        assumed.append(
+            f"figures of the {device.name} are {'partly' if device.verified == 'partial' else 'not'} verified"
+        )
     return Cluster(
         device=device,
         nodes=nodes,
@@ -163,7 +169,8 @@ def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> C
 
 
 def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda"] = "auto", nodes: int = 1) -> Cluster:
-    """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. Raises UsageError (DEV001)."""
+    """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. Raises UsageError
+    (DEV001)."""
     found = [] if device == "cpu" else _local_gpus()
     if found:
         if (nproc or 1) > len(found):

@@ -90,12 +90,16 @@ def dotted_name(path: tuple[str | int, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def _complain(path: tuple[str | int, ...], schema: Schema, found: list[Mapping[str, Any]], root: Schema, where: str) -> Problem:
+def _complain(
+    path: tuple[str | int, ...], schema: Schema, found: list[Mapping[str, Any]], root: Schema, where: str
+) -> Problem:
     name, value = dotted_name(path), found[0]["input"]
     types = {error["type"] for error in found}
     if types & {"extra_forbidden", "unexpected_keyword_argument"}:
         near = get_close_matches(alias_leaf(str(path[-1])), schema.get("properties", {}), 1)
-        fix = f"did you mean `{near[0]}`?" if near else f"remove it; there are {', '.join(schema.get('properties', {}))}"
+        fix = (
+            f"did you mean `{near[0]}`?" if near else f"remove it; there are {', '.join(schema.get('properties', {}))}"
+        )
         return Problem("CFG001", f"unknown key `{name}`", where, fix)
     words = describe(schema, root)
     if types & {"missing", "missing_argument"}:
@@ -142,7 +146,8 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     if sizes[0] is not None:
         unit = (sizes[1] or 1) * (sizes[2] or 1)
         if sizes[0] % unit:
-            what = f"global_batch_size {sizes[0]} is not a multiple of micro {sizes[1] or 1} × accumulation {sizes[2] or 1} = {unit}"
+            product = f"micro {sizes[1] or 1} × accumulation {sizes[2] or 1} = {unit}"
+            what = f"global_batch_size {sizes[0]} is not a multiple of {product}"
             fix = f"`train.global_batch_size: {-(-sizes[0] // unit) * unit}`, or drop one of the three"
             problems.append(Problem("CFG008", what, place("train.global_batch_size"), fix))
     if model.path is not None and model.config is not None:

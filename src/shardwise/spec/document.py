@@ -1,8 +1,11 @@
 """A YAML 1.2 document read into plain data, with the line of every entry, and nothing executed.
 
-Stock loaders are too generous for a file that decides what a cluster does: YAML 1.1 reads ``1e-3`` as text and ``no`` as false,
-the last of two equal keys wins, tags build objects, and aliases can expand without bound. Here scalars follow the YAML 1.2 core
-schema, duplicate keys are reported, tags and interpolation are refused, and size, depth and expansion have limits. Only the
+Stock loaders are too generous for a file that decides what a cluster does: YAML 1.1 reads ``1e-3`` as text and
+``no`` as false,
+the last of two equal keys wins, tags build objects, and aliases can expand without bound. Here scalars follow the
+YAML 1.2 core
+schema, duplicate keys are reported, tags and interpolation are refused, and size, depth and expansion have limits.
+Only the
 event parser is taken from ruamel.yaml.
 """
 
@@ -16,8 +19,14 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, DocumentStartEvent, MappingStartEvent, ScalarEvent
-from ruamel.yaml.events import SequenceStartEvent
+from ruamel.yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    DocumentStartEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceStartEvent,
+)
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem
 
@@ -68,7 +77,8 @@ class _Open:
 
 
 def resolve(text: str) -> Any:
-    """A plain scalar by the YAML 1.2 core schema: ``1e-3`` is a number, ``no`` and ``1:30`` are text, ``010`` is ten."""
+    """A plain scalar by the YAML 1.2 core schema: ``1e-3`` is a number, ``no`` and ``1:30`` are text, ``010`` is
+    ten."""
     for pattern, convert in _CORE:
         if pattern.fullmatch(text):
             return convert(text)
@@ -76,17 +86,19 @@ def resolve(text: str) -> Any:
 
 
 def read(path: Path) -> Document:
-    """Read a file. Raises MissingInputError (CFG010), ConfigError (CFG007) or PolicyError (SEC001 to SEC003)."""
+    """Read a file. Raises MissingInputError (CFG011), ConfigError (CFG007) or PolicyError (SEC001 to SEC003)."""
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except IsADirectoryError:
-        raise MissingInputError(Problem("CFG010", f"{path} is a directory, not a file", fix="name the YAML file")) from None
+        raise MissingInputError(
+            Problem("CFG011", f"{path} is a directory, not a file", fix="name the YAML file")
+        ) from None
     except OSError as error:
         near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if path.parent.is_dir() else ""
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         fix = f"there are: {near}" if near else "check the path"
-        raise MissingInputError(Problem("CFG010", f"cannot read {path}: {reason}", fix=fix)) from None
+        raise MissingInputError(Problem("CFG011", f"cannot read {path}: {reason}", fix=fix)) from None
     if len(content) > MAX_BYTES:
         _too_large(str(path), f"is larger than {MAX_BYTES:,} bytes (limit)")
     try:
@@ -94,7 +106,9 @@ def read(path: Path) -> Document:
     except UnicodeDecodeError as error:
         raise ConfigError(
             Problem(
-                "CFG007", f"{path} is not UTF-8: byte {content[error.start]:#04x} at {error.start}", fix="save it as UTF-8"
+                "CFG007",
+                f"{path} is not UTF-8: byte {content[error.start]:#04x} at {error.start}",
+                fix="save it as UTF-8",
             )
         ) from None
     return parse(text, str(path))

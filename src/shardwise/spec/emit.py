@@ -1,4 +1,5 @@
-"""Plain data written as YAML for people: block style, keys in the order given, a comment beside a value where one is known."""
+"""Plain data written as YAML for people: block style, keys in the order given, a comment beside a value where one
+is known."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ def _scalar(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """JSON's quoting is valid YAML, but for DEL and C1 controls and characters beyond 16 bits, which JSON splits in two."""
+    """JSON's quoting is valid YAML, but for DEL and C1 controls and characters beyond 16 bits, which JSON splits in
+    two."""
     escaped = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() and c != "\ufeff" else f"\\U{ord(c):08x}" for c in escaped)

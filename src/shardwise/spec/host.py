@@ -19,14 +19,17 @@ def cores() -> int:
 
 
 def gpus() -> list[tuple[str, int]]:
-    """(name, memory in bytes) of every GPU that the driver shows and this torch can use. Asks the driver's library: importing
+    """(name, memory in bytes) of every GPU that the driver shows and this torch can use. Asks the driver's library:
+    importing
     torch would cost a second."""
     try:
         if version("torch").endswith("+cpu"):
             return []
     except PackageNotFoundError:
         return []
-    return _driver_gpus("libcuda.so.1", "cu", "cuDeviceGetCount") or _driver_gpus("libamdhip64.so", "hip", "hipGetDeviceCount")
+    return _driver_gpus("libcuda.so.1", "cu", "cuDeviceGetCount") or _driver_gpus(
+        "libamdhip64.so", "hip", "hipGetDeviceCount"
+    )
 
 
 def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[str, int]]:

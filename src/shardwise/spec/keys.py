@@ -66,7 +66,8 @@ DROP = object()
 
 
 def translate(key: str, alias: str, value: Any) -> Any:
-    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing (``bf16: false``)."""
+    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing
+    (``bf16: false``)."""
     if alias in ("bf16", "fp16"):
         return {"true": alias, "false": DROP, "auto": "auto"}.get(str(value).lower(), value)
     return _VALUES.get(key, {}).get(str(value).lower(), value)
@@ -157,11 +158,13 @@ def describe(schema: Schema, root: Schema) -> str:
         return " ".join(["a whole number" if kind == "integer" else "a number", *_bounds(schema)])
     if kind == "array":
         return f"a list of {describe(schema['items'], root)}" if "items" in schema else "a list"
-    words = {"string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
-    return words.get(str(kind), "a value")
+    simple = {"string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
+    return simple.get(str(kind), "a value")
 
 
 def _bounds(schema: Schema) -> list[str]:
     low = [f"{sign} {schema[name]:g}" for name, sign in (("minimum", "≥"), ("exclusiveMinimum", ">")) if name in schema]
-    high = [f"{sign} {schema[name]:g}" for name, sign in (("maximum", "≤"), ("exclusiveMaximum", "<")) if name in schema]
+    high = [
+        f"{sign} {schema[name]:g}" for name, sign in (("maximum", "≤"), ("exclusiveMaximum", "<")) if name in schema
+    ]
     return [" and ".join(low + high)] if low or high else []

@@ -12,7 +12,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.spec.complaints import cross_check, describe_findings, dotted_name, numbers_out_of_bounds, show_value, unknown_key
+from shardwise.spec.complaints import (
+    cross_check,
+    describe_findings,
+    dotted_name,
+    numbers_out_of_bounds,
+    show_value,
+    unknown_key,
+)
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
 from shardwise.spec.keys import DROP, SHORT, Keys, Schema, keys_of, translate
@@ -117,7 +124,9 @@ def _mapping(document: Document, noun: str) -> dict[str, Any]:
     return document.data
 
 
-def _flatten(mapping: dict[str, Any], path: KeyPath, document: Document, reading: _Reading) -> Iterator[tuple[str, Any, str]]:
+def _flatten(
+    mapping: dict[str, Any], path: KeyPath, document: Document, reading: _Reading
+) -> Iterator[tuple[str, Any, str]]:
     """Leaves as (dotted key as written, value, place). Reports sections that hold no keys."""
     for name, value in mapping.items():
         here = (*path, name)
@@ -130,7 +139,7 @@ def _flatten(mapping: dict[str, Any], path: KeyPath, document: Document, reading
                 reading.problems.append(Problem("CFG004", what, where, f"indent its keys under `{dotted}:`"))
         elif isinstance(value, dict) and value and reading.keys.canonical(dotted) is None:
             yield from _flatten(value, here, document, reading)
-        elif not (dotted in reading.keys.sections):
+        elif dotted not in reading.keys.sections:
             yield dotted, value, where
 
 
@@ -153,7 +162,8 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     if key in SIZES and isinstance(value, str):
         size = read_size(value, SIZES[key])
         if size is not None:
-            reading.notices.append(f"{where}: `{key}` {value} is {size:,} {SIZES[key]}")
+            if SIZES[key] == "tokens":
+                reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
             value = size
     reading.settings[key] = (value, where)
     return None
@@ -171,7 +181,9 @@ def _override(reading: _Reading, argument: str) -> None:
     value = parse(text, where).data if text[:1] in ("[", "{", '"', "'") else resolve(text)
     if dotted in reading.keys.sections and dotted in SHORT:
         dotted = f"{dotted}.{SHORT[dotted]}"
-    whole = next((key for key in reading.keys.leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None)
+    whole = next(
+        (key for key in reading.keys.leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None
+    )
     if whole is not None:
         before = reading.settings.get(whole, ({}, ""))[0]
         value = {**(before if isinstance(before, dict) else {}), dotted[len(whole) + 1 :]: value}
@@ -199,7 +211,14 @@ def _validate(reading: _Reading) -> Recipe:
 
     def place(path: tuple[str | int, ...]) -> str:
         name = dotted_name(path)
-        return next((where for key, (_, where) in reading.settings.items() if name == key or name.startswith((key + ".", key + "["))), name)
+        return next(
+            (
+                where
+                for key, (_, where) in reading.settings.items()
+                if name == key or name.startswith((key + ".", key + "["))
+            ),
+            name,
+        )
 
     recipe = None
     try:
@@ -235,7 +254,12 @@ def load_plan(path: str | Path) -> Plan:
     except ValidationError as error:
         raise ConfigError(*describe_findings(error.errors(), keys, root, document.place)) from None
     problems = [
-        Problem("CFG005", f"`{section}.{name}` must be a whole number ≥ 1, got {value}", document.place((section, name)), "give 1 or more")
+        Problem(
+            "CFG005",
+            f"`{section}.{name}` must be a whole number ≥ 1, got {value}",
+            document.place((section, name)),
+            "give 1 or more",
+        )
         for section in ("layout", "batch", "remat")
         for name, value in asdict(plan)[section].items()
         if isinstance(value, int) and not isinstance(value, bool) and value < 1
@@ -271,7 +295,9 @@ def dump_plan(plan: Plan) -> str:
         sized = path[:2] == ("estimate", "memory") or str(path[-1]).endswith("_bytes")
         return show_bytes(value) if sized and isinstance(value, int) and value >= 1024 else ""
 
-    head = "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader.\n"
+    head = (
+        "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader.\n"
+    )
     return head + emit(asdict(plan), comment)
 
 

@@ -1,0 +1,93 @@
+"""The command line: one small file a command. Every error is shown once, with its exit code, and no traceback
+unless asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from shardwise import __version__
+from shardwise.cli import data, export, generate, plan, schema, train
+from shardwise.cli.options import add_command
+from shardwise.cli.show import print_error
+from shardwise.errors import Problem, ShardwiseError, UsageError
+
+app = typer.Typer(
+    name="shardwise",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Say what to train and on which machines; Shardwise splits the work, shows that it fits, trains, and reports.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+add_command(app, train.Options, train.run, "train")
+add_command(app, plan.Options, plan.run, "plan")
+add_command(app, generate.Options, generate.run, "generate", loose=False)
+add_command(app, export.Options, export.run, "export", loose=False)
+add_command(app, schema.Options, schema.run, "schema", loose=False)
+app.add_typer(data.app, name="data")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json, debug = "--json" in words, "--debug" in words
+    try:
+        result = app(args=words, prog_name="shardwise", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except ShardwiseError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(error, as_json=as_json)
+        return error.exit_code
+    except typer.BadParameter.__mro__[2] as error:
+        print_error(UsageError(_usage_problem(error)), as_json=as_json)
+        return UsageError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print_error(ShardwiseError(_defect(error)), as_json=as_json)
+        return ShardwiseError.exit_code
+
+
+def _usage_problem(error: Exception) -> Problem:
+    return Problem("CLI001", str(error), "the command line", "`shardwise --help`, or `shardwise <command> --help`")
+
+
+def _defect(error: Exception) -> Problem:
+    """Keep the traceback in a file: on the screen it would hide the line that matters."""
+    descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write("".join(traceback.format_exception(error)))
+    first = str(error).splitlines()[0] if str(error) else ""
+    what = f"a defect of shardwise: {type(error).__name__}: {first}"
+    return Problem(
+        "BUG001", what, f"the full traceback is in {Path(name)}", "report it with that file, or see it with --debug"
+    )

@@ -1,0 +1,41 @@
+"""From a recipe to what will run: the machines and the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.config import ModelSpec
+from shardwise.planner.search import choose
+from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.load import load_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import show_bytes
+
+
+def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
+    """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``)."""
+    if text is not None:
+        return parse_cluster(text)
+    return local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+
+
+def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None) -> Plan:
+    """The plan of ``file`` as it stands (RUN001 if it is for other machines), else the planner's choice. PLAN010 if it
+    cannot fit."""
+    plan = load_plan(file) if file else choose(recipe, spec, cluster)
+    if plan.layout.world != cluster.world:
+        what = f"{file or 'the plan'} is for {plan.layout.world} processes, {cluster.world} will be started"
+        nproc = plan.layout.world // cluster.nodes
+        fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
+        raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
+    estimate = plan.estimate
+    if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
+        parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
+        what = (
+            f"needs {show_bytes(estimate.peak_bytes)} a rank, {show_bytes(estimate.capacity_bytes)} available: {parts}"
+        )
+        fix = "`shardwise plan` shows every setting; more devices, `recompute=full`, or a shorter `train.seq_len`"
+        raise ConfigError(Problem("PLAN010", what, "the plan", fix))
+    return plan

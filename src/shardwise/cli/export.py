@@ -1,0 +1,44 @@
+"""``shardwise export``: a checkpoint as a directory that transformers can load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from shardwise.cli.options import recipe_file
+from shardwise.cli.show import print_json, say
+from shardwise.models.resolve import resolve
+from shardwise.spec.load import load_recipe
+
+
+@dataclass
+class Options:
+    """Write a checkpoint of a run as a Hugging Face model directory."""
+
+    run: Annotated[Path, Argument(help="The run's directory.")]
+    step: Annotated[
+        int | None, Option("--step", min=0, help="Which checkpoint; the newest that verifies if left out.")
+    ] = None
+    out: Annotated[Path | None, Option("-o", "--output", help="Where to write; RUN/hf if left out.")] = None
+    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+
+
+def run(options: Options) -> None:
+    """Write the directory."""
+    from shardwise.data.prepare import prepare
+    from shardwise.data.tokens import open_directory
+    from shardwise.runtime.export import export_run
+
+    recipe = load_recipe(recipe_file(options.run))
+    source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
+    tokenizer = open_directory(prepare(recipe.data).tokenizer_directory)
+    target = options.out or options.run / "hf"
+    written = export_run(source, resolve(recipe), recipe.precision.weights, tokenizer, target)
+    if options.json:
+        print_json({"directory": str(written)})
+    else:
+        say(f"written: {written}")

@@ -1,0 +1,114 @@
+"""Commands declared as one dataclass of options each, and the free order of flags and ``key=value``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from shardwise.errors import MissingInputError, Problem, UsageError
+from shardwise.spec.keys import SHORT, Keys, keys_of
+from shardwise.spec.load import recipe_schema
+
+LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
+"""Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
+
+
+def add_command(
+    app: typer.Typer, options: type, run: Callable[[Any], int | None], name: str, *, loose: bool = True
+) -> None:
+    """Register ``run`` as a command whose parameters are the fields of the dataclass ``options``."""
+    hints = get_type_hints(options, include_extras=True)
+
+    def command(**values: Any) -> int | None:
+        return run(options(**values))
+
+    parameters = []
+    for item in fields(options):
+        default = [] if item.default_factory is not MISSING else item.default
+        parameters.append(
+            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    command.__doc__ = options.__doc__
+    app.command(name, context_settings=LOOSE if loose else None)(command)
+
+
+@dataclass
+class Words:
+    """The free words of a command line: the file or directory it names, and settings of the recipe."""
+
+    path: Path | None = None
+    overrides: list[str] = field(default_factory=list)
+
+
+def sort_words(words: list[str]) -> Words:
+    """Tell the recipe from ``key=value`` and from ``--key value``. Raises UsageError (CLI001) or MissingInputError
+    (CFG011)."""
+    keys = keys_of(recipe_schema())
+    found = Words()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and len(word) > 2:
+            found.overrides.append(_flag(word[2:], rest, keys))
+        elif word.startswith("-") and len(word) > 1 and not Path(word).exists():
+            raise UsageError(
+                Problem("CLI001", f"unknown option `{word}`", "the command line", "`shardwise --help` lists them")
+            )
+        elif "=" in word and not Path(word).exists():
+            found.overrides.append(word)
+        elif found.path is None:
+            found.path = Path(word)
+        else:
+            what = f"two recipes: `{found.path}` and `{word}`"
+            raise UsageError(Problem("CLI001", what, "the command line", "name one; settings are written key=value"))
+    return found
+
+
+def _flag(text: str, rest: list[str], keys: Keys) -> str:
+    """``--seq-len 8k``, ``--seq-len=8k``, ``--compile`` as ``key=value``; the value of a yes-or-no key may be left
+    out."""
+    name, equals, value = text.partition("=")
+    name = name.replace("-", "_")
+    if equals:
+        return f"{name}={value}"
+    key = keys.canonical(name) or keys.canonical(f"{name}.{SHORT.get(name, '')}")
+    schema = keys.leaves.get(key or "", {})
+    yes_no = {"type": "boolean"} in [{"type": option.get("type")} for option in schema.get("anyOf", [schema])]
+    if yes_no and not (rest and rest[0] in ("true", "false", "auto")):
+        return f"{name}=true"
+    if not rest or rest[0].startswith("--"):
+        if key is None:
+            near = keys.nearest(name)
+            fix = f"did you mean `--{near.replace('_', '-')}`?" if near else "`shardwise --help` lists them"
+            raise UsageError(Problem("CLI001", f"unknown option `--{text}`", "the command line", fix))
+        raise UsageError(Problem("CLI001", f"`--{text}` needs a value", "the command line", f"`--{text} <value>`"))
+    return f"{name}={rest.pop(0)}"
+
+
+def recipe_file(path: Path | None) -> Path | None:
+    """The recipe that ``path`` names: a file, a run directory, or one that ships with the package (``quickstart``)."""
+    if path is None:
+        return None
+    if path.is_dir():
+        if not (path / "recipe.yaml").is_file():
+            fix = "name a recipe, or a run directory with a recipe.yaml"
+            raise MissingInputError(Problem("CFG011", f"{path} holds no recipe.yaml", str(path), fix))
+        return path / "recipe.yaml"
+    shipped = recipes_directory() / f"{path.name.removesuffix('.yaml')}.yaml"
+    if not path.exists() and path.parent == Path(".") and shipped.is_file():
+        return shipped
+    return path
+
+
+def recipes_directory() -> Path:
+    """Recipes that ship with the package; in a source tree, those of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"

@@ -1,0 +1,128 @@
+"""``shardwise plan``: what would run, what it needs, and why, before anything is spent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from shardwise.cli import render
+from shardwise.cli.decide import cluster_of
+from shardwise.cli.options import recipe_file, sort_words
+from shardwise.cli.show import note, print_json, say
+from shardwise.errors import Problem, UsageError
+from shardwise.models.config import parameter_count
+from shardwise.models.resolve import resolve
+from shardwise.planner.search import choose, settings
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.load import dump_plan, read_recipe
+from shardwise.spec.plan import Plan
+
+TOPICS = ("memory", "network", "why")
+
+
+@dataclass
+class Options:
+    """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
+    config.json."""
+
+    arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
+        default_factory=list
+    )
+    model: Annotated[str | None, Option("--model", help="Hub id, directory or well-known name.")] = None
+    cluster: Annotated[
+        str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU; this machine if left out.")
+    ] = None
+    seq_len: Annotated[str | None, Option("--seq-len", help="Tokens in a sequence: 4096, 8k.")] = None
+    global_batch: Annotated[str | None, Option("--global-batch", help="Sequences a step.")] = None
+    task: Annotated[str | None, Option("--task", help="The method: pretrain.")] = None
+    explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
+    out: Annotated[Path | None, Option("-o", "--output", help="Write the chosen plan there, as YAML.")] = None
+    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+
+
+def run(options: Options) -> None:
+    """Print the plan, or write it."""
+    if options.explain is not None and options.explain not in TOPICS:
+        fix = f"one of {', '.join(TOPICS)}"
+        raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
+    words = sort_words(options.arguments)
+    path = recipe_file(words.path)
+    flags = {
+        "model.path": options.model,
+        "train.seq_len": options.seq_len,
+        "train.global_batch_size": options.global_batch,
+        "method.name": options.task,
+    }
+    overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
+    if path is None and not any(word.startswith(("model", "base_model")) for word in overrides):
+        path = recipe_file(Path("quickstart"))
+    loaded = read_recipe(path, overrides)
+    for notice in loaded.notices:
+        note(notice, as_json=options.json)
+    spec = resolve(loaded.recipe)
+    cluster = cluster_of(loaded.recipe, options.cluster)
+    plans = settings(loaded.recipe, spec, cluster)
+    chosen = choose(loaded.recipe, spec, cluster)
+    if options.out:
+        options.out.write_text(dump_plan(chosen), encoding="utf-8")
+    if options.json:
+        print_json(
+            {
+                "model": {"name": spec.name, "parameters": parameter_count(spec)},
+                "cluster": {**asdict(cluster), "name": str(cluster)},
+                "plan": asdict(chosen),
+                "settings": [asdict(plan) for plan in plans],
+            }
+        )
+        return
+    say(render.title(spec, cluster))
+    if cluster.assumptions:
+        say("assumed: " + "; ".join(cluster.assumptions))
+    say()
+    _print_plan(plans, chosen, options.explain)
+    _print_next(path, overrides, options, cluster)
+
+
+def _print_plan(plans: list[Plan], chosen: Plan, explain: str | None) -> None:
+    for line in render.setting_lines(plans, chosen):
+        say(line)
+    say()
+    say(f"chosen: {render.label(chosen)} · {render.execution(chosen)}")
+    say(f"        {render.verdict(chosen.estimate)}")
+    say()
+    shown = plans if explain == "memory" else [chosen]
+    for plan in shown:
+        say(f"memory of the fullest rank at its peak, {render.label(plan)}")
+        for line in render.memory_lines(plan.estimate):
+            say(line)
+        say()
+    for plan in plans if explain == "network" else [chosen]:
+        lines = render.traffic_lines(plan.estimate)
+        say(f"sent by each rank in a step, {render.label(plan)}" + ("" if lines else ": nothing"))
+        for line in lines:
+            say(line)
+        say()
+    reasons = render.why_lines(chosen if explain == "why" else replace(chosen, why=_short(chosen.why)))
+    if reasons:
+        say("why")
+        for line in reasons:
+            say(line)
+        say()
+
+
+def _short(why: dict[str, str]) -> dict[str, str]:
+    """What was decided; what was pinned needs no reason."""
+    return {key: reason for key, reason in why.items() if reason != "pinned"}
+
+
+def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
+    if options.out:
+        say(f"written: {options.out}        next: shardwise train {path or ''} --plan {options.out}".rstrip())
+        return
+    words = " ".join(filter(None, [str(path) if path else "", *overrides]))
+    where = f" --cluster {options.cluster}" if options.cluster else ""
+    say(f"next: shardwise plan {words}{where} -o plan.yaml        more: --explain memory | network | why")

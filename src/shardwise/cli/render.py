@@ -1,0 +1,144 @@
+"""A plan as lines of text: what it is, where the memory goes, what travels, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import ceil
+
+from shardwise.cli.show import coloured, columns
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan
+from shardwise.spec.units import show_bytes, show_count, show_payload
+
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+MARGIN = 0.8
+"""Below this share of the memory a plan fits; an estimate under 80 % has not been seen to run out (Fujii et al.,
+2411.06465)."""
+
+
+def label(plan: Plan) -> str:
+    """``ZeRO-3 over 8, 2 replicas``."""
+    name, layout = NAMES[plan.shard.strategy], plan.layout
+    if plan.shard.strategy == "ddp":
+        return f"{name} over {layout.dp}"
+    replicas = f", {layout.dp_replicate} replicas (hybrid)" if layout.dp_replicate > 1 else ""
+    return f"{name} over {layout.dp_shard}{replicas}"
+
+
+def execution(plan: Plan) -> str:
+    """The batch and what each rank does with it, in one line."""
+    batch, dp = plan.batch, plan.layout.dp
+    whole = batch.global_batch_size(dp)
+    parts = [
+        f"micro-batch {batch.micro_batch_size} x {batch.seq_len:,}",
+        f"accumulation {batch.accumulation}",
+        f"{whole} sequences ({show_count(whole * batch.seq_len)} tokens) a step",
+        f"compute {plan.precision.compute}, weights {plan.precision.weights}",
+        f"recompute {plan.remat.mode}",
+    ]
+    if plan.compile:
+        parts.append("compiled")
+    return " · ".join(parts)
+
+
+def title(spec: ModelSpec, cluster: Cluster) -> str:
+    """What is planned, on what."""
+    device = cluster.device
+    nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
+    each = f"{show_bytes(device.memory_bytes)} each"
+    parameters = show_count(parameter_count(spec))
+    return f"{spec.name} ({parameters} parameters) on {nodes}{cluster.devices_per_node} x {device.name} ({each})"
+
+
+def memory_lines(estimate: Estimate) -> list[str]:
+    """Memory of the fullest rank at its peak, a category a line, with bars."""
+    total = estimate.peak_bytes or sum(estimate.memory.values()) or 1
+    order = [*MEMORY_CATEGORIES, *(name for name in estimate.memory if name not in MEMORY_CATEGORIES)]
+    rows = [
+        (n, show_bytes(estimate.memory[n]), "#" * ceil(40 * estimate.memory[n] / total))
+        for n in order
+        if estimate.memory.get(n)
+    ]
+    return ["  " + line for line in columns(rows, "<><")] if rows else []
+
+
+def traffic_lines(estimate: Estimate) -> list[str]:
+    """What one rank sends in one step: payload, by axis and link."""
+    rows = [
+        (t.axis, t.kind.replace("_", "-"), t.category, f"{t.count:,} x", show_payload(t.bytes * t.count), t.link)
+        for t in estimate.traffic
+    ]
+    return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
+
+
+def verdict(estimate: Estimate) -> str:
+    """``fits``, ``close`` or ``does not fit``, with the share of the memory."""
+    if not estimate.capacity_bytes:
+        return "memory of the device unknown"
+    share = estimate.peak_bytes / estimate.capacity_bytes
+    word, colour = (
+        ("fits", "green") if share <= MARGIN else ("close", "yellow") if share <= 1 else ("does not fit", "red")
+    )
+    return coloured(
+        f"{word}: {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} ({share:.0%})", colour
+    )
+
+
+def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
+    """The dial: one line for each setting, the chosen one marked."""
+    rows: list[tuple[str, ...]] = [("", "setting", "a rank", "of", "exact bytes", "sent a step", "")]
+    for plan in plans:
+        estimate = plan.estimate
+        share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
+        sent = sum(traffic.bytes * traffic.count for traffic in estimate.traffic)
+        word = "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit"
+        same = (plan.shard, plan.layout) == (chosen.shard, chosen.layout)
+        peak = f"{estimate.peak_bytes:,}"
+        rows.append(
+            (
+                ">" if same else "",
+                label(plan),
+                show_bytes(estimate.peak_bytes),
+                f"{share:.0%}",
+                peak,
+                show_payload(sent),
+                word,
+            )
+        )
+    lines = columns(rows, "<<>>>><")
+    colours = {"does not fit": "red", "close": "yellow", "fits": "green"}
+    return lines[:1] + [coloured(line, colours[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+
+
+def why_lines(plan: Plan) -> list[str]:
+    """A reason for every value."""
+    flat = {
+        f"{section}.{key}": value
+        for section, values in asdict(plan).items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+    rows = [(key, str(flat.get(key, "")), reason) for key, reason in plan.why.items()]
+    return ["  " + line for line in columns(rows, "<<<")] if rows else []
+
+
+def summary(plan: Plan) -> list[str]:
+    """The plan in a few lines, for the head of a run."""
+    lines = [f"plan    {label(plan)} · {execution(plan)}"]
+    if plan.estimate.memory:
+        shares = [
+            f"{n} {show_bytes(plan.estimate.memory[n])}" for n in MEMORY_CATEGORIES if plan.estimate.memory.get(n)
+        ]
+        lines.append(f"memory  a rank {verdict(plan.estimate)}")
+        lines.append(f"        {' · '.join(shares)}")
+    if plan.estimate.traffic:
+        sent = [
+            f"{t.kind.replace('_', '-')} of {t.category} {show_payload(t.bytes * t.count)} ({t.axis})"
+            for t in plan.estimate.traffic
+        ]
+        lines.append(f"traffic a step and rank: {' · '.join(sent)}")
+    if plan.why:
+        key, reason = next(((k, r) for k, r in plan.why.items() if k == "shard.strategy"), next(iter(plan.why.items())))
+        lines.append(f"why     {key}: {reason}        (shardwise plan explains the rest)")
+    return lines

@@ -1,0 +1,64 @@
+"""What is printed: errors, notices and tables; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from shardwise.errors import Problem, ShardwiseError
+
+
+def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
+    """To stderr for people, to stdout as one object for programs."""
+    if as_json:
+        print(json.dumps({"error": error.as_dict()}))
+        return
+    for number, problem in enumerate(error.problems):
+        if number:
+            print(file=sys.stderr)
+        _print_problem(problem, prefix)
+
+
+def _print_problem(problem: Problem, prefix: str) -> None:
+    text = prefix + visible(str(problem))
+    if sys.stderr.isatty():
+        head, _, rest = text.partition(":")
+        text = f"\x1b[1;31m{head}\x1b[0m:{rest}"
+    print(text, file=sys.stderr)
+
+
+def visible(text: str) -> str:
+    """Control characters that came from a file or an argument are shown, never sent to the terminal (B-79)."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def note(text: str, *, as_json: bool = False) -> None:
+    """A remark that is no result: to stderr, and not at all under ``--json``."""
+    if not as_json:
+        print(visible(text), file=sys.stderr)
+
+
+def say(text: str = "") -> None:
+    """A line of the result."""
+    print(text, flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+def coloured(text: str, colour: str) -> str:
+    """``text`` in red, yellow or green on a terminal."""
+    if not sys.stdout.isatty():
+        return text
+    return f"\x1b[{ {'red': 31, 'yellow': 33, 'green': 32}[colour] }m{text}\x1b[0m"
+
+
+def columns(rows: list[tuple[str, ...]], align: str) -> list[str]:
+    """Rows as lines with aligned columns; ``align`` has one of ``<`` and ``>`` for each column."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,176 @@
+"""``shardwise train``: plan, check, start the ranks, and end with their exit code; or, inside a rank, train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from shardwise.cli import render
+from shardwise.cli.decide import cluster_of, plan_of
+from shardwise.cli.options import Words, recipe_file, sort_words
+from shardwise.cli.show import note, print_error, print_json, say
+from shardwise.cli.work import work
+from shardwise.errors import PreemptedError, ShardwiseError, TrainingError
+from shardwise.launch import local, nodes, rundir
+from shardwise.launch.ports import check_port
+from shardwise.launch.worker import die_with_launcher, is_worker
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.resolve import resolve
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+
+@dataclass
+class Options:
+    """Train a model. Without a recipe: the quickstart, a small Llama on Python's own sources.
+
+    Any key of the recipe may follow as key=value or --key value; `shardwise schema --keys` lists them.
+    """
+
+    arguments: Annotated[
+        list[str], Argument(metavar="[RECIPE.yaml | RUN_DIRECTORY] [key=value ...]", show_default=False)
+    ] = field(default_factory=list)
+    plan: Annotated[Path | None, Option("--plan", help="Run this plan as it stands; nothing is searched.")] = None
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Plan and check everything, start nothing.")] = False
+    print_config: Annotated[bool, Option("--print-config", help="Print the whole recipe and stop.")] = False
+    max_steps: Annotated[str | None, Option("--max-steps", help="Stop after so many steps.")] = None
+    run: Annotated[str | None, Option("--run", help="The run's name: its directory under --out.")] = None
+    out: Annotated[str | None, Option("--out", help="Where runs are written (runs).")] = None
+    nproc: Annotated[str | None, Option("--nproc", help="Processes on this machine.")] = None
+    allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start anew if no checkpoint verifies.")] = (
+        False
+    )
+    json: Annotated[bool, Option("--json", help="Results and errors as JSON.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+    port: Annotated[int, Option("--port", help="Rendezvous port; 0 picks a free one.")] = 0
+
+
+def run(options: Options) -> int:
+    """Do what the options say; the exit code."""
+    die_with_launcher()
+    words = sort_words(options.arguments)
+    if options.resume and words.path is None and options.run:
+        words.path = Path(options.out or "runs") / options.run
+    loaded = _load(options, words)
+    if options.print_config:
+        print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
+        return 0
+    recipe = _named(options, words, loaded)
+    if is_worker():
+        return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
+    for notice in loaded.notices:
+        note(notice, as_json=options.json)
+    return _launch(options, recipe)
+
+
+def _load(options: Options, words: Words) -> Loaded:
+    flags = {
+        "train.max_steps": options.max_steps,
+        "run.name": options.run,
+        "run.out": options.out,
+        "run.nproc": options.nproc,
+    }
+    overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
+    if words.path is not None and words.path.is_dir():
+        overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
+    return read_recipe(recipe_file(words.path) or recipe_file(Path("quickstart")), overrides)
+
+
+def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:
+    """The recipe with its run's name settled: as given, else the recipe file's with the first free number. Ranks that
+    torchrun started must all find the same one, so they take it without a number."""
+    recipe = loaded.recipe
+    name = recipe.run.name
+    if "run.name" not in loaded.given:
+        stem = words.path.stem if words.path else "quickstart"
+        newest = rundir.newest_run(Path(recipe.run.out), stem) if options.resume else None
+        name = newest.name if newest else stem if is_worker() else rundir.free_name(Path(recipe.run.out), stem)
+    rundir.check_name(name)
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+
+
+def _launch(options: Options, recipe: Recipe) -> int:
+    directory = Path(recipe.run.out) / recipe.run.name
+    standing = rundir.check_standing(directory, recipe, resume=options.resume)
+    check_port(options.port)
+    spec, cluster = resolve(recipe), cluster_of(recipe)
+    plan = plan_of(recipe, spec, cluster, options.plan)
+    parameters = parameter_count(spec)
+    space = rundir.check_space(directory, parameters, recipe.checkpoint.save_total_limit, export_bytes=4 * parameters)
+    if not options.json:
+        _print_head(recipe, spec, cluster, plan)
+    if options.dry_run:
+        facts = {
+            "run": str(directory),
+            "plan": render.label(plan),
+            "disk_bytes": space,
+            "resume_step": standing.resume_step,
+        }
+        print_json(facts) if options.json else say(
+            f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
+        )
+        return 0
+    rundir.check_writable(directory)
+    recipe = recipe.model_copy(
+        update={"run": recipe.run.model_copy(update={"device": cluster.kind, "nproc": cluster.devices_per_node})}
+    )
+    (directory / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    (directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+    words = ["train", str(directory / "recipe.yaml"), "--plan", str(directory / "plan.yaml")]
+    words += [
+        flag for flag, on in (("--allow-fresh-start", options.allow_fresh_start), ("--debug", options.debug)) if on
+    ]
+    if cluster.nodes > 1:
+        return _print_nodes(recipe, words[1:], cluster, options.port)
+    if standing.resume_step is not None:
+        note(f"resuming {directory} from step {standing.resume_step}", as_json=options.json)
+    _prepare(recipe, spec)
+    return _wait(local.launch(words, cluster.devices_per_node, directory, options.port), directory, options)
+
+
+def _print_head(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:
+    say(f"run     {Path(recipe.run.out) / recipe.run.name}")
+    say(f"model   {render.title(spec, cluster)}")
+    for line in render.summary(plan):
+        say(line)
+
+
+def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) -> int:
+    say(f"\n{cluster.nodes} nodes: run one line on each, where this directory and the recipe's data are visible;")
+    say("FIRST_NODE is the name or address of the first:\n")
+    for line in nodes.lines(cluster.nodes, cluster.devices_per_node, words, port, recipe.run.name):
+        say(f"  {line}")
+    return 0
+
+
+def _prepare(recipe: Recipe, spec: ModelSpec) -> None:
+    """Tokenise before any process group exists: ranks that wait for one another would time out."""
+    from shardwise.data.prepare import prepare
+    from shardwise.data.tokens import check_vocabulary
+
+    check_vocabulary(prepare(recipe.data).manifest.vocab_size, spec.vocab_size)
+
+
+def _wait(ended: local.Ended, directory: Path, options: Options) -> int:
+    if ended.exit_code == PreemptedError.exit_code and ended.problem is not None and not options.json:
+        say(f"stopped: {ended.problem.what}\nnext     {ended.problem.fix}")
+    elif ended.problem is not None:
+        error: ShardwiseError = TrainingError(ended.problem)
+        if options.json:
+            print_json(
+                {
+                    "error": {"exit_code": ended.exit_code, "problems": error.as_dict()["problems"]},
+                    "run": str(directory),
+                }
+            )
+        else:
+            print_error(error, as_json=False)
+    elif options.json:
+        print_json({"run": str(directory), "exit_code": ended.exit_code})
+    return ended.exit_code

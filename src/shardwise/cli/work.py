@@ -1,0 +1,83 @@
+"""Inside one rank: train, and leave the cause of a failure where the launcher looks for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.cli.decide import cluster_of, plan_of
+from shardwise.cli.show import print_error
+from shardwise.errors import Problem, ShardwiseError
+from shardwise.launch import rundir
+from shardwise.launch.worker import by_our_launcher, rank, started
+from shardwise.models.resolve import resolve
+from shardwise.runtime.outcome import NAME, Exit, read_exit, write_exit
+from shardwise.spec.recipe import Recipe
+
+
+def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, debug: bool) -> int:
+    """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, the first cause first, and
+    printed once: by our launcher, or without it by the rank whose cause stands there."""
+    directory = Path(recipe.run.out) / recipe.run.name
+    try:
+        if not by_our_launcher():
+            _check_directory(directory, recipe, resume)
+        _train(recipe, plan_file, fresh)
+        return 0
+    except ShardwiseError as error:
+        if debug:
+            traceback.print_exc()
+        return _leave(directory, error, "error")
+    except Exception as error:
+        return _leave(directory, _defect(directory, error, debug), "crash")
+
+
+def _check_directory(directory: Path, recipe: Recipe, resume: bool) -> None:
+    """What our launcher checks before it starts ranks, for ranks that torchrun started."""
+    rundir.check_standing(directory, recipe, resume=resume)
+    if rank() == 0:
+        rundir.check_writable(directory)
+        (directory / NAME).unlink(missing_ok=True)
+
+
+def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
+    from shardwise.runtime.begin import Start
+    from shardwise.runtime.loop import train
+
+    world, local_world = started()
+    run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
+    recipe = recipe.model_copy(update={"run": run})
+    cluster = cluster_of(recipe)
+    plan = plan_of(recipe, resolve(recipe), cluster, plan_file)
+    recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
+    train(recipe, plan, start=Start(allow_fresh_start=fresh))
+
+
+def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
+    text = "".join(traceback.format_exception(error))
+    kept = directory / f"traceback-rank-{rank()}.txt"
+    if directory.is_dir():
+        kept.write_text(text, encoding="utf-8")
+    if debug or not directory.is_dir():
+        sys.stderr.write(text)
+    first = str(error).splitlines()[0] if str(error) else ""
+    what = f"a defect of shardwise: {type(error).__name__}: {first}"
+    return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", "report it with that file"))
+
+
+def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
+    """Write the cause unless one stands (the guard writes what happens while it watches), and print what nobody
+    else will."""
+    problems = [asdict(problem) for problem in error.problems]
+    if directory.is_dir() and read_exit(directory) is None:
+        place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
+        write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
+    standing = read_exit(directory)
+    mine = rank() == (standing.rank if standing else 0)
+    if mine and not by_our_launcher():
+        print_error(error, as_json=False, prefix=f"[rank {rank()}] " if rank() else "")
+    return error.exit_code

@@ -1,0 +1,146 @@
+"""The directory of a run: its name, whether it may be used, whether the disk can hold what will be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.runtime.outcome import read_exit
+from shardwise.spec.load import load_recipe
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import show_payload
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STEP = re.compile(r"step-(\d+)")
+BYTES_A_PARAMETER = 12
+"""fp32 weights and two fp32 moments; tokenizer, manifest and cursor are small."""
+
+
+def check_name(name: str) -> str:
+    """A run's name is a directory's name and part of commands. Raises OutputError (OUT006)."""
+    if not _NAME.fullmatch(name):
+        shown = name.encode("unicode_escape").decode()[:60]
+        rule = "run names are letters, digits, . _ -, at most 100, and start with a letter or digit"
+        what = f"`{shown}` cannot be a run's name: {rule}"
+        raise OutputError(Problem("OUT006", what, "run.name", "`--run my-run-1`"))
+    return name
+
+
+def free_name(out: Path, stem: str) -> str:
+    """``stem-1``, or the first number that is not taken."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:90] or "run"
+    number = 1
+    while (out / f"{stem}-{number}").exists():
+        number += 1
+    return f"{stem}-{number}"
+
+
+def newest_run(out: Path, stem: str) -> Path | None:
+    """The run ``stem-N`` with the highest number."""
+    runs = [path for path in out.glob(f"{stem}-*") if path.name.removeprefix(f"{stem}-").isdigit()]
+    return max(runs, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest committed checkpoint, by name."""
+    steps = [_STEP.fullmatch(path.name) for path in (directory / "checkpoints").glob("step-*")]
+    return max((int(match.group(1)) for match in steps if match), default=None)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run directory holds: the step to resume from, None for a fresh start."""
+
+    resume_step: int | None = None
+
+
+def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing:
+    """Whether this recipe may use ``directory``. Its own unfinished run is resumed; another's is never touched
+    (OUT001).
+    ``resume`` says that continuing is meant, and that there must be something to continue (CKPT001)."""
+    step = newest_step(directory)
+    if resume:
+        if step is None:
+            what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
+            raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
+        return Standing(step)
+    if not directory.is_dir() or step is None:
+        return Standing()
+    what = f'{directory} holds run "{directory.name}" at step {step}'
+    fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
+    if not _same(directory, recipe):
+        raise OutputError(Problem("OUT001", f"{what}, of another recipe", str(directory), fix))
+    outcome = read_exit(directory)
+    if outcome is not None and outcome.kind == "done":
+        fix = "another `--run`, or `--resume` with a larger train.max_steps; nothing is overwritten"
+        raise OutputError(Problem("OUT001", f"{what}, finished", str(directory), fix))
+    return Standing(step)
+
+
+def _same(directory: Path, recipe: Recipe) -> bool:
+    """Whether the run there was made from the same recipe; where and how it ran may differ."""
+    try:
+        before = load_recipe(directory / "recipe.yaml")
+    except ShardwiseError:
+        return False
+    elsewhere = {"run", "parallel", "recompute", "compile", "checkpoint", "evaluate"}
+    return (
+        before.model_dump(exclude=elsewhere) == recipe.model_dump(exclude=elsewhere)
+        and before.run.seed == recipe.run.seed
+    )
+
+
+def check_writable(directory: Path) -> None:
+    """Make ``directory`` and prove that files there can be written, synced and renamed. Raises OutputError (OUT002)."""
+    probe, renamed = directory / f".probe-{os.getpid()}", directory / f".probe-{os.getpid()}-renamed"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as stream:
+            stream.write(b"\0" * 4096)
+            stream.flush()
+            os.fsync(stream.fileno())
+        probe.rename(renamed)
+        renamed.unlink()
+    except OSError as error:
+        probe.unlink(missing_ok=True) if directory.is_dir() else None
+        raise OutputError(_unwritable(directory, error)) from None
+
+
+def _unwritable(directory: Path, error: OSError) -> Problem:
+    reasons = {
+        errno.EROFS: "read-only file system",
+        errno.ENOSPC: "no space left",
+        errno.EDQUOT: "over the disk quota",
+        errno.EACCES: "permission denied",
+        errno.EPERM: "permission denied",
+        errno.EEXIST: "it is a file",
+        errno.ENOTDIR: "part of the path is a file",
+        errno.ENAMETOOLONG: "the name is too long",
+    }
+    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    shown = str(directory) if len(str(directory)) < 200 else f"{str(directory)[:100]}..."
+    fix = "`--out` a directory that can be written (checked by a probe file, fsync and rename)"
+    return Problem("OUT002", f"cannot write {shown}: {reason}", shown, fix)
+
+
+def check_space(directory: Path, parameters: int, keep: int, export_bytes: int = 0) -> int:
+    """Bytes that checkpoints will take at once: ``keep`` of them and one in flight. Raises OutputError (OUT003)."""
+    checkpoint = parameters * BYTES_A_PARAMETER
+    needed = checkpoint * (keep + 1) + export_bytes
+    place = directory
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        what = (
+            f"a checkpoint is ~{show_payload(checkpoint)}, keep {keep} + 1 in flight needs {show_payload(needed)}, "
+            f"{show_payload(free)} free on {place}"
+        )
+        fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit: 2`" if keep > 2 else "")
+        raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))
+    return needed

@@ -1,0 +1,44 @@
+"""The worker's side of the launch: knowing that it is one, and not outliving its launcher. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+LAUNCHER = "SHARDWISE_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def is_worker() -> bool:
+    """Whether torchrun or our launcher started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    """This process among those of the run; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def started() -> tuple[int, int]:
+    """(processes in all, processes on this node), as torchrun or our launcher says it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+
+
+def by_our_launcher() -> bool:
+    """Whether our launcher, which shows the first failure itself, started this worker."""
+    return LAUNCHER in os.environ
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher dies, however it dies: a rank left alone holds its memory
+    and its
+    port for ever. To be called before anything slow; a launcher that died earlier is noticed by the changed parent."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):
+        os._exit(1)
