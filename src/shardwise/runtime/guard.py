@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import Problem, TrainingError
+from shardwise.errors import PreemptedError, Problem, ShardwiseError, TrainingError
 from shardwise.runtime import flight
-from shardwise.runtime.pages import Page, RankStatus, culprit, read_pages
+from shardwise.runtime.outcome import Exit, Kind, write_exit
+from shardwise.runtime.pages import Page, RankStatus, hang, read_pages
+from shardwise.runtime.world import Process
 
 PHASES = ("start", "data", "forward", "backward", "reduce", "clip", "optimizer", "logging", "save", "evaluate", "end")
 SLOW_PHASES = frozenset({"start", "save", "evaluate", "end"})
@@ -115,9 +118,6 @@ class Guard:
             faulthandler.dump_traceback(file, all_threads=True)
         return path
 
-    def late_rank(self) -> RankStatus | None:
-        """The rank that the others wait for, if one stands out."""
-        return culprit(read_pages(self.directory))
 
 
 class StopRequest:
@@ -155,12 +155,71 @@ def stop_requests() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def check_skips(skipped_in_row: int, allowed: int, step: int, samples: Callable[[], list[int]]) -> None:
+@contextmanager
+def watching(run_directory: Path, me: Process, timeout_s: float) -> Iterator[Guard]:
+    """Watch one rank's run and leave its outcome in ``exit.json``. What a lost or silent rank does to the others comes
+    out as a TrainingError: HANG001 naming the rank that they waited for, or LOST001."""
+    watch = Guard(run_directory, me.rank, timeout_s, me.fault)
+    try:
+        yield watch
+    except BaseException as error:
+        told = diagnose(error, run_directory, me, timeout_s)
+        status = watch.page.status
+        if not isinstance(told, PreemptedError) or me.rank == 0:
+            write_exit(run_directory, outcome(told, status))
+        if told is error:
+            raise
+        raise told from error
+    else:
+        if me.rank == 0:
+            write_exit(run_directory, Exit("done", 0, "done", step=watch.step, host=me.host, pid=os.getpid()))
+    finally:
+        watch.close()
+
+
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
+SILENT = ("Timed out waiting", "timed out", "Timeout")
+
+
+def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: float) -> BaseException:
+    """``error``, or what it means when a collective failed because of another rank."""
+    text = str(error)
+    if isinstance(error, ShardwiseError) or not isinstance(error, RuntimeError):
+        return error
+    statuses = [status for status in read_pages(run_directory) if status.rank < me.world_size]
+    if any(mark in text for mark in SILENT):
+        problem = hang(statuses, timeout_s, run_directory)
+        if problem:
+            return TrainingError(problem)
+    if any(mark in text for mark in (*GONE, *SILENT)):
+        own = next((status for status in statuses if status.rank == me.rank), None)
+        where = f"rank {me.rank} (host {me.host}) was in phase {own.phase} of step {own.step}" if own else f"rank {me.rank}"
+        fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
+        return TrainingError(Problem("LOST001", f"another rank went away: {text.splitlines()[0][:200]}", where, fix))
+    return error
+
+
+def outcome(error: BaseException, status: RankStatus) -> Exit:
+    """What ``exit.json`` says about ``error``."""
+    place = {"rank": status.rank, "host": status.host, "pid": status.pid, "step": status.step, "phase": status.phase}
+    if isinstance(error, ShardwiseError):
+        codes = [problem.code for problem in error.problems]
+        kinds: dict[str, Kind] = {"HANG001": "hang", "LOST001": "peer_lost", "MEM001": "memory", "STOP001": "preempted"}
+        kind = kinds.get(codes[0], "error")
+        problems = [asdict(problem) for problem in error.problems]
+        again = kind in ("hang", "peer_lost", "preempted")
+        return Exit(kind, error.exit_code, str(error), problems=problems, restartable=again, **place)
+    if isinstance(error, KeyboardInterrupt):
+        return Exit("error", 130, "stopped by a second Ctrl-C without saving", restartable=True, **place)
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Exit("crash", ShardwiseError.exit_code, last, **place)
+
+
+def check_skips(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -> None:
     """Stop a run whose numbers stay non-finite. Raises TrainingError NUM001; nothing of the poisoned steps was applied
-    or saved. ``samples`` gives the ids of this step's samples."""
+    or saved. ``ids`` are this rank's samples of the step."""
     if skipped_in_row <= allowed:
         return
-    ids = samples()
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
     raise TrainingError(
         Problem(

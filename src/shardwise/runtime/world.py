@@ -70,6 +70,7 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
     me = process()
     if layout.world != me.world_size:
         raise ConfigError(_wrong_world(layout, me.world_size))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes lines between ours
     torch.set_num_threads(me.threads)
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"

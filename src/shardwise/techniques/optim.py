@@ -8,18 +8,24 @@ sharding of the weights: 2 x 4 bytes a parameter in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
-from shardwise.spec.plan import Plan
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Optim
+from shardwise.spec.sheet import Collective, Sheet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -36,6 +42,37 @@ class Settings:
 
     learning_rate: float
     weight_decay: float
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    return []
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Adds the two small all-reduces of a step: the count of supervised tokens (int64), and the squared norm, the loss
+    and the wish to stop (three fp64; runtime/reduce.py)."""
+    if plan.layout.world == 1:
+        return sheet
+    count = Collective("all_reduce", "world", "control", 8)
+    verdict = Collective("all_reduce", "world", "control", 24)
+    return dataclasses.replace(sheet, step=(*sheet.step, count, verdict))
+
+
+def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+    """Nothing: the optimizer is built on the finished parts (:func:`build`)."""
+    return parts
+
+
+def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
+    """Weights and moments on ``rank``. FSDP2 keeps weights padded; moments are as large as what is really there. Each
+    weight has a step count of 4 bytes."""
+    number, weights, moments = BYTES[plan.precision.weights], 0, 0
+    kinds = [(sheet.stem, 1), (sheet.tail, 1)] + [(block, sheet.order.count(i)) for i, block in enumerate(sheet.blocks)]
+    for unit, times in kinds:
+        for weight in unit.weights:
+            weights += times * weight.local_numel(plan.layout, rank, padded=True) * number
+            moments += times * (2 * weight.local_numel(plan.layout, rank, padded=False) * number + 4)
+    return {"weights": weights, "moments": moments}
 
 
 def settings(name: str, optim: Optim) -> Settings:

@@ -1,0 +1,85 @@
+"""The beginning of a run: state, resume, fit check, header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ConfigError
+from shardwise.methods import pretrain
+from shardwise.runtime import fit
+from shardwise.runtime.build import build
+from shardwise.runtime.checkpoint import Checkpoints
+from shardwise.runtime.guard import Guard
+from shardwise.runtime.header import header
+from shardwise.runtime.job import Job
+from shardwise.runtime.metrics import Log, Speed, flops_per_token, measure_peak_flops
+from shardwise.runtime.sample import keep_first_sample
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import Rules, announce_reduce
+from shardwise.spec.cluster import find_device
+from shardwise.spec.load import dump_plan, dump_recipe
+from shardwise.techniques.numbers import torch_type
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run may begin: from another run's checkpoint (``resume_from``), or afresh although its own checkpoints are
+    all bad. A run with good checkpoints always goes on from the newest."""
+
+    resume_from: Path | None = None
+    allow_fresh_start: bool = False
+
+
+def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tuple[TrainState, Rules, Checkpoints]:
+    """The state to train on from, what is fixed for each step, and where checkpoints go."""
+    torch.manual_seed(job.recipe.run.seed)
+    plan = job.plan
+    chunk = plan.batch.loss_chunk_tokens
+    rules = Rules(plan, job.recipe.optim, job.max_steps, lambda m, b, n: pretrain.loss(m, b, chunk, n), watch.enter)  # type: ignore[arg-type]
+    if job.rank == 0:
+        print(header(job), flush=True)
+        (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
+        (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+    with fit.explain_memory(plan, job.device, "building the model"):
+        state = build(job.recipe, job.spec, plan, mesh, job.device)
+    checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
+    with fit.explain_memory(plan, job.device, "trying the longest batch"):
+        fit.check_fit(state, rules, job.spec.vocab_size, job.device)
+    checkpoints.prepare(state.tensors())
+    facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=start.allow_fresh_start)
+    if facts is not None:
+        state.load_facts(facts)
+    announce_reduce(state.parts, watch.enter)
+    keep_first_sample(job, state)
+    return state, rules, checkpoints
+
+
+def open_log(job: Job, state: TrainState) -> Log:
+    """The run's log, which goes on after the step that ``state`` is at."""
+    log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job))
+    log.event("start", step=state.step, ranks=job.plan.layout.world)
+    if state.step:
+        log.say(f"resumed at step {state.step}, {state.tokens:,} tokens in")
+    return log
+
+
+def speed(job: Job) -> Speed:
+    """Operations a token, and the peak of all devices: from the table of known GPUs, or measured on a CPU."""
+    operations = flops_per_token(job.spec, job.plan.batch.seq_len)
+    if job.device.type == "cpu":
+        return Speed(operations, measure_peak_flops(torch_type(job.plan.precision.compute)) * job.plan.layout.world)
+    return Speed(operations, gpu_peak_flops(torch.cuda.get_device_name(job.device), job) * job.plan.layout.world)
+
+
+def gpu_peak_flops(name: str, job: Job) -> float:
+    """The dense bf16 (or fp16) peak of a known GPU; 0, for unknown, for others and for wider numbers."""
+    if job.plan.precision.compute not in ("bf16", "fp16"):
+        return 0.0
+    try:
+        return find_device(name).bf16_flops
+    except ConfigError:
+        return 0.0

@@ -1,0 +1,86 @@
+"""The end of a run: the last checkpoint, validation, a sample, the exported model, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.data.stream import evaluation
+from shardwise.runtime.checkpoint import Checkpoints
+from shardwise.runtime.evaluate import Validation, evaluate
+from shardwise.runtime.export import export
+from shardwise.runtime.job import Job
+from shardwise.runtime.measure import Meter
+from shardwise.runtime.metrics import Log, clock
+from shardwise.runtime.report import Report
+from shardwise.runtime.sample import earlier_sample, sample, shown
+from shardwise.runtime.state import TrainState
+from shardwise.spec.units import show_count
+from shardwise.techniques.numbers import torch_type
+
+
+def close(checkpoints: Checkpoints, log: Log) -> None:
+    """Wait for the save in flight and note what became of it."""
+    log.follow(checkpoints.wait())
+
+
+def validate(job: Job, state: TrainState) -> Validation | None:
+    """The loss on the held-out text; None where nothing is held out."""
+    windows = job.held_out
+    if windows is None or not len(windows):
+        return None
+    share = replace(job.share, accumulation=1)
+    limit = job.recipe.evaluate.max_batches
+    rows = None if limit is None else limit * share.micro_batch_size * share.dp
+    return evaluate(state.parts, evaluation(windows, share, rows), job.plan.batch.loss_chunk_tokens, job.device)
+
+
+def evaluate_now(job: Job, state: TrainState, log: Log) -> Validation | None:
+    """Validate between two steps and say what came out."""
+    found = validate(job, state)
+    if found is not None:
+        log.event("validation", step=state.step, nats_per_token=found.nats_per_token, bits_per_byte=found.bits_per_byte)
+        log.say(f"step {state.step}: validation {found}")
+    log.start_clock()
+    return found
+
+
+def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, meter: Meter) -> Report:
+    """Everything that follows the last step; on every rank alike, and rank 0 writes and prints."""
+    validation = evaluate_now(job, state, log)
+    after = sample(job, state)
+    close(checkpoints, log)
+    parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
+    target = export(parameters, job.spec, job.tokenizer, job.directory / "hf", torch_type(job.plan.precision.weights))
+    report = Report(
+        directory=job.directory,
+        steps=state.step,
+        tokens=state.tokens,
+        seconds=log.run_s(),
+        step_s=log.step_s(),
+        estimate=job.plan.estimate,
+        validation=validation,
+        memory=meter.memory,
+        traffic=meter.traffic,
+        before=earlier_sample(job),
+        after=after,
+        skipped=log.skipped,
+    )
+    if job.rank == 0:
+        (job.directory / "report.md").write_text(report.markdown(), encoding="utf-8")
+        log.say("\n".join(closing_lines(report, f"{target.name}/")))
+        log.event("end", step=state.step, tokens=state.tokens)
+    log.close()
+    return report
+
+
+def closing_lines(report: Report, model: str) -> Sequence[str]:
+    """What is printed at the end."""
+    done = f"done    {report.steps:,} steps, {show_count(report.tokens)} tokens in {clock(report.seconds)}"
+    lines = [done + (f" · validation {report.validation}" if report.validation else "")]
+    if report.before:
+        lines += ["before  " + shown(report.before)]
+    lines += ["sample  " + shown(report.after), "", report.text(), ""]
+    lines += [f"{report.directory}/  checkpoints/ · {model} · metrics.jsonl · report.md"]
+    lines += [f"{'next' if index == 0 else '':<8}{line}" for index, line in enumerate(report.next_steps())]
+    return lines

@@ -1,0 +1,61 @@
+"""Validation: the mean loss in nats a token and in bits a byte, which does not depend on the tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.data.stream import EvaluationBatch
+from shardwise.methods import pretrain
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Sums over all ranks: nats of loss, supervised tokens, and the bytes of text that they stand for."""
+
+    nats: float
+    tokens: int
+    text_bytes: float
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.nats_per_token:.3f} nats a token, {self.bits_per_byte:.3f} bits a byte"
+
+
+@torch.no_grad()
+def evaluate(
+    parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch], chunk_tokens: int, device: torch.device
+) -> Validation:
+    """Every rank passes its own batches, equally many; the result is the same on all. Changes nothing."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        losses = pretrain.evaluate(parts[0], batch.micro_batch.to(device), chunk_tokens)  # type: ignore[arg-type]
+        sums[0] += losses.double().sum()
+        sums[1] += batch.supervised_tokens
+        sums[2] += batch.text_bytes
+    reshard(parts)
+    dist.all_reduce(sums)
+    nats, tokens, text_bytes = sums.tolist()
+    return Validation(nats, int(tokens), text_bytes)
+
+
+def reshard(parts: Sequence[nn.Module]) -> None:
+    """Free gathered weights after a forward pass that no backward follows: until then FSDP2 shows whole parameters in
+    place of the shards."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

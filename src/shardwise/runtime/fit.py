@@ -1,0 +1,72 @@
+"""The fit check: before the first step one forward and backward at the longest packed batch, so that a run that does not
+fit ends at once and not after hours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwise.data.batch import MicroBatch
+from shardwise.errors import Problem, TrainingError
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import Rules, accumulate
+from shardwise.spec.plan import Plan
+from shardwise.spec.units import show_bytes
+from shardwise.techniques import shard
+
+
+def check_fit(state: TrainState, rules: Rules, vocab_size: int, device: torch.device) -> None:
+    """Run forward and backward on rows of one document each, of the full length; two micro-batches where gradients are
+    accumulated. Gradients are dropped; weights, moments and counters stay as they are."""
+    batches = [longest_batch(rules.plan, vocab_size, device)] * min(2, rules.plan.batch.accumulation)
+    accumulate(state, batches, sum(batch.supervised_tokens() for batch in batches), rules)
+    shard.finish(state.parts)
+    state.optimizer.zero_grad(set_to_none=True)
+
+
+def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBatch:
+    """A micro-batch whose rows are one document each: attention at its dearest, every token supervised."""
+    rows, length = plan.batch.micro_batch_size, plan.batch.seq_len
+    ids = (torch.arange(rows * length) % vocab_size).view(rows, length)
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    documents = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    return MicroBatch(ids, ids.roll(-1, 1), positions, documents, length).to(device)
+
+
+@contextmanager
+def explain_memory(plan: Plan, device: torch.device, doing: str) -> Iterator[None]:
+    """Turn an allocation that failed into a TrainingError MEM001 that says what the memory was meant for."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(out_of_memory(plan, device, doing, str(error))) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed (torch on a CPU raises a plain RuntimeError)."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) -> Problem:
+    """What the plan meant the memory for, and what would need less of it."""
+    estimate = plan.estimate
+    told = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
+    held = f"; {show_bytes(torch.cuda.memory_allocated(device))} are allocated" if device.type == "cuda" else ""
+    fixes = []
+    if plan.batch.micro_batch_size > 1:
+        fixes.append(f"train.micro_batch_size={plan.batch.micro_batch_size // 2}")
+    if plan.remat.mode != "full":
+        fixes.append("recompute.mode=full")
+    if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
+        fixes.append("parallel.strategy=zero3")
+    fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")
+    return Problem(
+        "MEM001",
+        f"out of memory while {doing}: {message.splitlines()[0][:160]}{held}",
+        f"the plan counts {show_bytes(estimate.peak_bytes)}: {told}" if told else str(device),
+        " or ".join(fixes),
+    )

@@ -1,0 +1,47 @@
+"""The lines that a run begins with."""
+
+from __future__ import annotations
+
+import torch
+
+import shardwise
+from shardwise.models.config import parameter_count
+from shardwise.runtime.job import Job
+from shardwise.spec.units import show_bytes, show_count
+
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+
+
+def header(job: Job) -> str:
+    """What runs, on what, on which data and how it is split; every choice that changes numbers is in it."""
+    plan, recipe = job.plan, job.recipe
+    batch, precision, layout = plan.batch, plan.precision, plan.layout
+    devices = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
+    backend = "nccl" if job.device.type == "cuda" else "gloo"
+    tokens = batch.global_batch_size(layout.dp) * batch.seq_len
+    split = job.prepared.manifest.splits["train"]
+    rows = [
+        ("", f"shardwise {shardwise.__version__} · run {recipe.run.name} · seed {recipe.run.seed} · torch {torch.__version__}"
+             f" · {layout.world} x {devices} ({backend}, {torch.get_num_threads()} threads)"),
+        ("model", f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters · loss: mean over the supervised "
+                  f"ones of the {tokens:,} tokens of a step"),
+        ("numbers", f"weights and moments {precision.weights}, compute {precision.compute}, gradients summed in "
+                    f"{precision.reduce} · fp32 products: {precision.matmul} ({job.matmul_why})"),
+        ("data", f"{show_bytes(split.text_bytes)} of text, {show_count(split.tokens)} tokens (vocabulary "
+                 f"{job.prepared.manifest.vocab_size:,}), {split.documents:,} documents"),
+        ("plan", f"{strategy(job)}, micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation "
+                 f"{batch.accumulation}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
+        ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · a checkpoint every "
+                   f"{job.save_steps} steps into {job.directory}"),
+    ]  # fmt: skip
+    return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def strategy(job: Job) -> str:
+    """``ZeRO-3 over 8 ranks, 2 replicas``."""
+    layout, name = job.plan.layout, NAMES[job.plan.shard.strategy]
+    if layout.dp == 1:
+        return "one process"
+    if job.plan.shard.strategy == "ddp":
+        return f"{name} over {layout.dp} ranks"
+    return f"{name} over {layout.dp_shard} ranks" + (f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else "")

@@ -1,0 +1,185 @@
+"""What is fixed for one run on one rank: everything that the loop reads and nothing that it changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.data import tokens
+from shardwise.data.order import Order
+from shardwise.data.pack import Windows
+from shardwise.data.prepare import prepare
+from shardwise.data.store import Prepared
+from shardwise.data.stream import Share, check_size, steps_per_epochs
+from shardwise.errors import DataError, OutputError, Problem
+from shardwise.models.config import ModelSpec
+from shardwise.models.resolve import resolve
+from shardwise.runtime import matmul
+from shardwise.runtime.world import DeviceKind, device_of, process
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+DEFAULT_STEPS = 1000
+SAVES_A_RUN = 10
+"""How many checkpoints a run makes when ``checkpoint.save_steps`` is not given."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as one rank sees it. ``plan`` has its matmul precision settled; ``run_id`` binds checkpoints to the run."""
+
+    recipe: Recipe
+    plan: Plan
+    spec: ModelSpec
+    prepared: Prepared
+    device: torch.device
+    max_steps: int
+    run_id: str = ""
+    matmul_why: str = ""
+
+    @property
+    def directory(self) -> Path:
+        return run_directory(self.recipe)
+
+    @property
+    def rank(self) -> int:
+        return process().rank
+
+    @cached_property
+    def windows(self) -> Windows:
+        """The training text, cut into samples."""
+        return Windows(self.prepared.train, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+
+    @property
+    def held_out(self) -> Windows | None:
+        """The validation text, cut likewise."""
+        store = self.prepared.validation
+        return None if store is None else Windows(store, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+
+    @property
+    def order(self) -> Order:
+        return Order(len(self.windows), self.recipe.run.seed)
+
+    @property
+    def share(self) -> Share:
+        """The part of every batch that this rank reads."""
+        batch, layout = self.plan.batch, self.plan.layout
+        return Share(layout.dp_rank(self.rank), layout.dp, batch.micro_batch_size, batch.accumulation)
+
+    @property
+    def save_steps(self) -> int:
+        return self.recipe.checkpoint.save_steps or max(1, -(-self.max_steps // SAVES_A_RUN))
+
+    @cached_property
+    def tokenizer(self) -> tokens.Tokenizer:
+        return tokens.open_directory(self.prepared.tokenizer_directory)
+
+
+def run_directory(recipe: Recipe) -> Path:
+    """``runs/<name>``."""
+    return Path(recipe.run.out) / recipe.run.name
+
+
+def open_job(recipe: Recipe, plan: Plan) -> Job:
+    """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
+    prepared = prepare(recipe.data)
+    spec = resolve(recipe)
+    tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
+    job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0)
+    batch = plan.batch.global_batch_size(plan.layout.dp)
+    check_size(job.windows, batch, recipe.data.repeat)
+    return replace(job, max_steps=max_steps(recipe, job.windows, batch))
+
+
+def max_steps(recipe: Recipe, windows: Windows, global_batch_size: int) -> int:
+    """Optimizer steps of the whole run: ``max_steps``, or ``num_epochs`` in steps, the smaller of both; else 1,000."""
+    limits = [recipe.train.max_steps] if recipe.train.max_steps else []
+    if recipe.train.num_epochs:
+        limits.append(steps_per_epochs(windows, global_batch_size, recipe.train.num_epochs))
+    return min(limits, default=DEFAULT_STEPS)
+
+
+def device_kind(recipe: Recipe) -> DeviceKind:
+    """Where this run computes: as the recipe says, else on GPUs if there are any."""
+    if recipe.run.device != "auto":
+        return recipe.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def settle(job: Job) -> Job:
+    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the same run left them
+    in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
+    remembered: list[Any] = [None]
+    if job.rank == 0:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        remembered = [read_run(job.directory)]
+    dist.broadcast_object_list(remembered)
+    run = remembered[0]
+    if run and run["data"] != job.prepared.manifest.fingerprint:
+        raise DataError(
+            Problem(
+                "DATA013",
+                f"run {job.recipe.run.name} was started on other data (fingerprint {run['data'][:8]}, now "
+                f"{job.prepared.manifest.fingerprint[:8]})",
+                str(job.directory / "run.json"),
+                "bring the data back, or start another run: run.name=<another name>",
+            )
+        )
+    automatic = job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and job.plan.precision.compute == "fp32"
+    choice, why = matmul.settle(job.plan.precision.matmul, automatic, run["matmul"] if run else None)
+    job = replace(
+        job,
+        plan=replace(job.plan, precision=replace(job.plan.precision, matmul=choice)),
+        run_id=run["run_id"] if run else "",
+        matmul_why=why,
+    )
+    if not run:
+        chosen = [uuid.uuid4().hex[:12]]
+        dist.broadcast_object_list(chosen)
+        job = replace(job, run_id=chosen[0])
+        if job.rank == 0:
+            write_run(job)
+    return job
+
+
+def read_run(directory: Path) -> dict[str, Any] | None:
+    """``run.json`` of an earlier start, or None."""
+    path = directory / "run.json"
+    if not path.exists():
+        return None
+    try:
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {key: run[key] for key in ("run_id", "data", "matmul")}
+    except (json.JSONDecodeError, KeyError) as error:
+        fix = f"another run.name, or remove {directory}"
+        raise OutputError(Problem("OUT001", f"{path} is not a run of ours", str(path), fix)) from error
+
+
+def write_run(job: Job) -> None:
+    """Write ``run.json`` whole or not at all."""
+    record = {
+        "format": 1,
+        "run_id": job.run_id,
+        "name": job.recipe.run.name,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "shardwise": shardwise.__version__,
+        "torch": str(torch.__version__),
+        "seed": job.recipe.run.seed,
+        "model": job.spec.name,
+        "data": job.prepared.manifest.fingerprint,
+        "tokenizer": job.prepared.manifest.tokenizer_hash,
+        "matmul": job.plan.precision.matmul,
+    }
+    draft = job.directory / ".run.json.draft"
+    draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, job.directory / "run.json")

@@ -1,0 +1,81 @@
+"""The life of a run, from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardwise.data.stream import stream
+from shardwise.errors import PreemptedError, Problem
+from shardwise.runtime import guard
+from shardwise.runtime.agree import agree
+from shardwise.runtime.begin import Start, begin, open_log
+from shardwise.runtime.end import close, evaluate_now, finish
+from shardwise.runtime.job import Job, device_kind, open_job, settle
+from shardwise.runtime.measure import Meter
+from shardwise.runtime.reduce import count_supervised
+from shardwise.runtime.report import Report
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats, step
+from shardwise.runtime.world import process, world
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+AfterStep = Callable[[TrainState, StepStats], None]
+
+
+def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), start: Start = Start()) -> Report:  # noqa: B008
+    """Train as ``recipe`` says, split as ``plan`` says; every rank calls this alike. ``after_step`` functions are called
+    after each step. Raises ShardwiseError: PreemptedError when it was asked to stop, after saving."""
+    job = open_job(recipe, plan)
+    with (
+        guard.watching(job.directory, process(), recipe.run.timeout_s) as watch,
+        guard.stop_requests() as stop,
+        world(plan.layout, device_kind(recipe), recipe.run.timeout_s) as mesh,
+    ):
+        agree(recipe, plan)
+        job = settle(job)
+        state, rules, checkpoints = begin(job, mesh, watch, start)
+        log, meter = open_log(job, state), Meter(mesh, job.device)
+        for batch in stream(job.windows, job.order, job.share, state.cursor):
+            if state.step >= job.max_steps:
+                break
+            watch.begin_step(state.step + 1)
+            watch.enter("data")
+            micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
+            supervised = count_supervised(batch.supervised_tokens, job.device)
+            with meter.measuring(state):
+                stats = step(state, micro_batches, supervised, rules, bool(stop))
+            state.cursor = batch.cursor
+            watch.enter("logging")
+            log.step(state, stats, job.device, typical=not meter.measured)
+            guard.check_skips(state.skipped_in_row, recipe.run.max_skipped_steps, state.step, batch.sample_ids)
+            for call in after_step:
+                call(state, stats)
+            if evaluates(job, state.step):
+                watch.enter("evaluate")
+                evaluate_now(job, state, log)
+            last = stats.stop or state.step == job.max_steps
+            if last or state.step % job.save_steps == 0:
+                watch.enter("save")
+                checkpoints.save(state.tensors(), state.facts(), state.step, finite=not stats.skipped)
+            log.follow(checkpoints.poll())
+            if stats.stop and state.step < job.max_steps:
+                close(checkpoints, log)
+                raise PreemptedError(stopped(job, state, stop.name))
+        watch.enter("end")
+        return finish(job, state, checkpoints, log, meter)
+
+
+def evaluates(job: Job, number: int) -> bool:
+    """Whether validation follows step ``number``; the one after the last step is part of the end."""
+    every = job.recipe.evaluate.eval_steps
+    return every is not None and number % every == 0 and number < job.max_steps
+
+
+def stopped(job: Job, state: TrainState, signal: str) -> Problem:
+    return Problem(
+        "STOP001",
+        f"asked to stop{f' ({signal})' if signal else ''}: saved at step {state.step} of {job.max_steps}",
+        str(job.directory),
+        f"shardwise train --resume {job.directory}",
+    )

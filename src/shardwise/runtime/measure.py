@@ -1,0 +1,210 @@
+"""What one step really takes: the bytes torch allocates, by category, and the bytes it sends, by group and kind."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.runtime.slices import local
+from shardwise.runtime.state import TrainState
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+}
+CONTROL_BYTES = 64
+"""A collective of at most this many bytes carries no tensor of the model: counts, norms, votes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of this rank. ``bytes`` is the payload: the larger of what goes in and what comes out."""
+
+    group: str
+    kind: str
+    bytes: int
+
+
+@dataclass
+class Traffic:
+    """Collectives by (axis, kind): how often, and how many bytes in all."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def by_axis(self, axes: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int]]:
+        """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
+        total: Counter[tuple[str, str]] = Counter()
+        count: Counter[tuple[str, str]] = Counter()
+        for call in self.calls:
+            axis = axes.get(call.group, "world")
+            key = ("control" if call.bytes <= CONTROL_BYTES else axis, call.kind)
+            total[key] += call.bytes
+            count[key] += 1
+        return {key: (total[key], count[key]) for key in total}
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every collective as it is called, from Python or from autograd."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2]
+            if name in KINDS:
+                groups = [value for value in args if isinstance(value, torch.ScriptObject)]
+                self._traffic.calls.append(Call(group_name(groups), KINDS[name], payload_bytes(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def group_name(groups: list[Any]) -> str:
+    for value in groups:
+        if "ProcessGroup" in value._type().qualified_name():
+            return str(dist.ProcessGroup.unbox(value).group_name)
+    return ""
+
+
+def payload_bytes(args: tuple[Any, ...]) -> int:
+    """Tensors lie in the arguments bare (base variants), in lists, or in lists of lists; in and out are separate ones."""
+    sizes = [_bytes(value) for value in args if isinstance(value, (Tensor, list))]
+    return max(sizes, default=0)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(item) for item in value) if isinstance(value, list) else 0
+
+
+@contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Record this rank's collectives."""
+    traffic = Traffic()
+    with _Recorder(traffic):
+        yield traffic
+
+
+def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
+    """From the names of process groups to the axes that they run along."""
+    if mesh is None or mesh.mesh_dim_names is None:
+        return {}
+    return {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of torch's allocations on one rank. ``state`` by category at the step's start, ``peak_bytes`` at its worst;
+    ``resident_bytes``: the whole process (RSS)."""
+
+    state: dict[str, int]
+    peak_bytes: int
+    resident_bytes: int
+
+    def categories(self) -> dict[str, int]:
+        """What is alive at the peak. What is neither weights nor moments (activations, gradients, gathered weights,
+        logits) cannot be told apart by looking at allocations."""
+        return self.state | {"the rest": self.peak_bytes - sum(self.state.values())}
+
+
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """Bytes of the weights' and moments' local shards on this rank."""
+    parameters = state.parameters()
+    moments = [
+        value
+        for parameter in parameters.values()
+        for name, value in state.optimizer.state.get(parameter, {}).items()
+        if name != "step"
+    ]
+    return {"weights": _storage_bytes(parameters.values()), "moments": _storage_bytes(moments)}
+
+
+def _storage_bytes(tensors: Any) -> int:
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (local(t.detach()).untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident now (RSS)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak(profiler: Any) -> int:
+    """The highest running sum of the bytes allocated and freed since the profile began."""
+    records = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    running = peak = 0
+    for event in sorted(records, key=lambda event: event.start_ns()):
+        running += event.nbytes()
+        peak = max(peak, running)
+    return peak
+
+
+class Meter:
+    """Measures two early steps of a process: traffic at its second, memory at its third (what comes once, such as
+    compilation, is over by then). Neither changes any number; ``measured``: the last step was slowed by it."""
+
+    TRAFFIC_STEP = 2
+    MEMORY_STEP = 3
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.memory: Memory | None = None
+        self.traffic: dict[tuple[str, str], tuple[int, int]] = {}
+        self.measured = False
+        self._axes = axis_names(mesh)
+        self._device = device
+        self._steps = 0
+
+    @contextmanager
+    def measuring(self, state: TrainState) -> Iterator[None]:
+        """One optimizer step runs inside, measured if it is its turn."""
+        self._steps += 1
+        self.measured = self._steps <= self.MEMORY_STEP
+        if self._steps == self.TRAFFIC_STEP:
+            with record_traffic() as traffic:
+                yield
+            self.traffic = traffic.by_axis(self._axes)
+        elif self._steps == self.MEMORY_STEP:
+            base = state_bytes(state)
+            with _peak_bytes(self._device, sum(base.values())) as peak:
+                yield
+            self.memory = Memory(base, peak[0], resident_bytes())
+        else:
+            yield
+
+
+@contextmanager
+def _peak_bytes(device: torch.device, held_bytes: int) -> Iterator[list[int]]:
+    """Puts the peak of torch's allocations into the list it yields: on a GPU what the allocator counted, on a CPU
+    ``held_bytes`` and the highest sum of the profiler's memory records."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.append(int(torch.cuda.max_memory_allocated(device)))
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        yield found
+    found.append(held_bytes + _peak(profiler))

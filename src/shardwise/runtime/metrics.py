@@ -1,0 +1,237 @@
+"""What a run writes while it runs: metrics.jsonl (one line a step, each step exactly once whatever was killed),
+events.jsonl, and the line on the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.runtime.checkpoint import Event
+from shardwise.runtime.measure import resident_bytes
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats
+
+
+def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
+    """Floating-point operations to train on one token: 6 for each parameter of a matrix product (the output layer is
+    one, the embedding is a look-up, norms do not count), and for causal attention half of 12 * layers * seq * heads *
+    head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311). Recomputation is not counted."""
+    embedding = spec.vocab_size * spec.hidden_size
+    norms = (2 * spec.num_hidden_layers + 1) * spec.hidden_size
+    matmul = parameter_count(spec) - norms - (0 if spec.tie_word_embeddings else embedding)
+    attention = 6 * spec.num_hidden_layers * seq_len * spec.num_attention_heads * spec.head_dim
+    return 6.0 * matmul + attention
+
+
+def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
+    """What one CPU process reaches in a matrix product of ``dtype`` under its present settings, the best of 3."""
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The peak of torch's allocations on a GPU; on a CPU, where torch keeps no count, the process's resident memory."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident_bytes()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What turns seconds into rates: operations a token and peak operations a second of all devices (0: unknown)."""
+
+    flops_per_token: float
+    peak_flops: float
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model flops utilisation, 0 to 1; None where the peak is unknown."""
+        return self.flops_per_token * tokens_per_s / self.peak_flops if self.peak_flops else None
+
+
+class Lines:
+    """A jsonl file that only grows, a flushed line at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=True) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of steps after ``step`` and a torn last line: they will be written again. Atomic."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if line.endswith("\n") and record["step"] <= step:
+            kept.append(line)
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+class Log:
+    """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from."""
+
+    def __init__(self, run_directory: Path, rank: int, first_step: int, max_steps: int, speed: Speed) -> None:
+        self.rank = rank
+        self.max_steps = max_steps
+        self.speed = speed
+        self.seconds: deque[float] = deque(maxlen=20)
+        self.skipped = 0
+        self._start_s = self._begin_s = time.perf_counter()
+        if rank == 0:
+            keep_until(run_directory / "metrics.jsonl", first_step)
+            self._metrics = Lines(run_directory / "metrics.jsonl")
+            self._events = Lines(run_directory / "events.jsonl")
+            self._screen = Screen(max_steps)
+
+    def start_clock(self) -> None:
+        """The next step begins now: what came before (saving, evaluation) is not part of its time."""
+        self._begin_s = time.perf_counter()
+
+    def step(self, state: TrainState, stats: StepStats, device: torch.device, typical: bool = True) -> None:
+        """Write the line of the step that ``state`` has just done. One that is not ``typical`` (it was measured, or is
+        the first) does not count for the average time."""
+        elapsed_s = time.perf_counter() - self._begin_s
+        if typical:
+            self.seconds.append(elapsed_s)
+        self.skipped += stats.skipped
+        rate = stats.tokens / elapsed_s
+        record = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "learning_rate": stats.learning_rate,
+            "tokens_per_s": round(rate, 1),
+            "mfu": None if self.speed.mfu(rate) is None else round(self.speed.mfu(rate) or 0.0, 4),
+            "memory_bytes": memory_bytes(device),
+            "seconds": round(elapsed_s, 4),
+            "supervised_tokens": stats.supervised_tokens,
+            "skipped": stats.skipped,
+        }
+        if self.rank == 0:
+            self._metrics.write(record)
+            self._screen.show(record, self.left_s(state.step))
+        self.start_clock()
+
+    def left_s(self, step: int) -> float:
+        """Seconds left at the recent pace."""
+        return (self.max_steps - step) * self.step_s()
+
+    def step_s(self) -> float:
+        """The median of recent step times; 0 before the first."""
+        return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
+
+    def run_s(self) -> float:
+        """Seconds since the log was opened."""
+        return time.perf_counter() - self._start_s
+
+    def follow(self, saves: Iterable[Event]) -> None:
+        """Note what became of checkpoints; what went wrong is also said aloud."""
+        for save in saves:
+            self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
+            if save.kind not in ("committed", "removed"):
+                self.say(f"warning[CKPT018]: the checkpoint of step {save.step} is not there ({save.kind}): {save.what}")
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Write one line to events.jsonl."""
+        if self.rank == 0:
+            self._events.write({"time_s": round(time.time(), 3), "event": kind, **facts})
+
+    def say(self, text: str) -> None:
+        """A line for people, above the progress line."""
+        if self.rank == 0:
+            self._screen.say(text)
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self._metrics.close()
+            self._events.close()
+            self._screen.close()
+
+
+class Screen:
+    """The live line: redrawn in place on a terminal, else a plain line every few seconds."""
+
+    def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.max_steps = max_steps
+        self.live = self.stream.isatty()
+        self._drawn = False
+        self._last_s = 0.0
+
+    def show(self, record: Mapping[str, Any], left_s: float) -> None:
+        text = progress_line(record, self.max_steps, left_s)
+        now = time.monotonic()
+        if self.live:
+            width = os.get_terminal_size(self.stream.fileno()).columns
+            self.stream.write("\r\x1b[2K" + text[: width - 1])
+            self._drawn = True
+        elif now - self._last_s >= 5.0 or record["step"] in (1, self.max_steps) or record["skipped"]:
+            self.stream.write(text + "\n")
+            self._last_s = now
+        self.stream.flush()
+
+    def say(self, text: str) -> None:
+        self.close()
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        if self._drawn:
+            self.stream.write("\n")
+            self.stream.flush()
+            self._drawn = False
+
+
+def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float) -> str:
+    """``step  120/320 ======----  loss 5.31  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.61 GiB  1:41 left``."""
+    done = round(16 * record["step"] / max(1, max_steps))
+    mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.0f} %"
+    parts = [
+        f"step {record['step']:>{len(str(max_steps))}}/{max_steps} {'=' * done}{'-' * (16 - done)}",
+        f"loss {record['loss']:.3f}",
+        f"lr {record['learning_rate']:.1e}",
+        f"grad_norm {record['grad_norm']:.2f}",
+        f"{record['tokens_per_s']:,.0f} tok/s",
+        f"MFU {mfu}",
+        f"{record['memory_bytes'] / 2**30:.2f} GiB",
+        f"{clock(left_s)} left",
+    ]
+    if record["skipped"]:
+        parts.append("skipped: not finite")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """``1:41`` or ``2:03:09``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,122 @@
+"""After a run: what was measured beside what the plan predicted, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.runtime.evaluate import Validation
+from shardwise.runtime.measure import Memory
+from shardwise.spec.plan import Estimate
+from shardwise.spec.units import show_bytes, show_payload
+
+STATE = ("weights", "moments")
+"""Memory categories that can be told apart by looking at the tensors of the state."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did. ``traffic`` is (axis, kind) -> (bytes, count) of one step on rank 0; parts that were not measured,
+    because the run was too short, are None or empty."""
+
+    directory: Path
+    steps: int
+    tokens: int
+    seconds: float
+    step_s: float
+    estimate: Estimate
+    validation: Validation | None = None
+    memory: Memory | None = None
+    traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    before: str = ""
+    after: str = ""
+    skipped: int = 0
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(what, predicted, measured, difference) for the table."""
+        rows = _memory_rows(self.estimate, self.memory) if self.memory else []
+        rows += _traffic_rows(self.estimate, self.traffic)
+        if self.step_s:
+            rows.append(("step time", "-", f"{self.step_s:.3f} s", ""))
+        return rows
+
+    def text(self) -> str:
+        """The table as plain lines."""
+        lines = _table([("", "predicted", "measured", ""), *self.rows()])
+        if self.memory:
+            lines.append(f"(torch's allocations on rank 0; the whole process {show_bytes(self.memory.resident_bytes)})")
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """The content of report.md."""
+        minutes, seconds = divmod(round(self.seconds), 60)
+        lines = [f"# {self.directory.name}", "", f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}."]
+        if self.skipped:
+            lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")
+        if self.validation:
+            lines.append(f"Validation: {self.validation}.")
+        lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows()]
+        if self.memory:
+            lines += ["", f"Memory is torch's allocations on rank 0; the whole process takes {show_bytes(self.memory.resident_bytes)}."]
+        if self.after:
+            lines += ["", "Sample before training:", "", *_quote(self.before), "", "and after:", "", *_quote(self.after)]
+        lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
+        return "\n".join(lines) + "\n"
+
+    def next_steps(self) -> list[str]:
+        return [
+            f'shardwise generate {self.directory} --prompt "..."',
+            "shardwise train mine.yaml",
+            f"shardwise plan --plan {self.directory}/plan.yaml",
+        ]
+
+
+def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
+    predicted = estimate.memory
+    rows = []
+    for name in STATE:
+        rows.append(_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)))
+    rest = sum(value for name, value in predicted.items() if name not in (*STATE, "reserve")) if predicted else None
+    rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
+    whole = sum(value for name, value in predicted.items() if name != "reserve") if predicted else None
+    rows.append(_row("memory a rank", whole, memory.peak_bytes))
+    return rows
+
+
+def _traffic_rows(
+    estimate: Estimate, measured: dict[tuple[str, str], tuple[int, int]]
+) -> list[tuple[str, str, str, str]]:
+    if not measured:
+        return []
+    predicted: dict[tuple[str, str], int] = {}
+    for item in estimate.traffic:
+        key = ("control" if item.category == "control" else item.axis, item.kind)
+        predicted[key] = predicted.get(key, 0) + item.bytes
+    rows = []
+    for axis, kind in sorted({*predicted, *measured}):
+        sent = measured.get((axis, kind), (0, 0))[0]
+        expected = predicted.get((axis, kind), 0) if estimate.traffic else None
+        rows.append(_row(f"{kind.replace('_', '-')} over {axis}", expected, sent, show_payload))
+    return rows
+
+
+def _row(
+    what: str, predicted: int | None, measured: int, size: Callable[[float], str] = show_bytes
+) -> tuple[str, str, str, str]:
+    if predicted is None:
+        return what, "-", size(measured), ""
+    if predicted == measured:
+        return what, size(predicted), size(measured), "0"
+    share = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "unforeseen"
+    return what, size(predicted), size(measured), share
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3))]).rstrip() for row in rows]
+
+
+def _quote(text: str) -> list[str]:
+    return ["    " + line for line in text.splitlines()]
