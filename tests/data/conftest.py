@@ -13,7 +13,28 @@ from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.spec.recipe import Data, Tokenizer
 
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu é ü — 1234 def return\n  self.".split(" ")
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "é",
+    "ü",
+    "—",
+    "1234",
+    "def",
+    "return\n",
+    "",
+    "self.",
+]
 
 
 def prose(words: int, seed: int) -> str:

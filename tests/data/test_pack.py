@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_unmasked_windows_cover_every_step_once(
         learnt = sample.labels != IGNORE
         steps += list(zip(sample.ids[learnt].tolist(), sample.labels[learnt].tolist(), strict=True))
     tokens = [token for _, _, token in flat]
-    assert steps == list(zip(tokens, tokens[1:], strict=False))
+    assert steps == list(pairwise(tokens))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 100, 101, 102])

@@ -60,7 +60,7 @@ def test_a_new_stream_at_a_cursor_goes_on_there(windows: Windows, cursor: int) -
     steps = list(islice(stream(windows, order, Share(0, 1, 4, 2), cursor), 2))
     assert [sample for step in steps for sample in step.sample_ids] == expected
     assert [step.cursor for step in steps] == [cursor + 8, cursor + 16]
-    other = list(islice(stream(windows, order, Share(1, 2, 2, 2), steps[0].cursor), 1))[0]
+    other = next(stream(windows, order, Share(1, 2, 2, 2), steps[0].cursor))
     assert other.sample_ids == expected[12:16]
 
 

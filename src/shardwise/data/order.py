@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 VERSION = 1
 _ROUNDS = 8
-_LEAST_HALF_BITS = 4  # smaller networks reach too few of the permutations
+_LEAST_HALF_BITS = 3  # smaller networks reach too few of the permutations
 _MASK = (1 << 64) - 1
 Indices = NDArray[np.int64]
 

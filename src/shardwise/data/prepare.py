@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,14 @@ def _make(
     said: Progress,
 ) -> None:
     data, sources, files, tokenizer = made_of
-    lone = {s.path for s in sources.validation if s.kind == "jsonl"} & {s.path for s in sources.train}
-    held = tuple(s for s in sources.validation if s.path not in lone)
-    with _becoming(target) as directory:
+    # A jsonl file of which a share is held out is in both; it is read once.
+    held = tuple(s for s in sources.validation if s.kind == "text" or not sources.share)
+    with _becoming(target) as directory, ExitStack() as files_open:
         (directory / "tokenizer").mkdir()
         tokenizer.copy_to(directory / "tokenizer")
-        writers = {name: shards.SplitWriter(directory, name, tokenizer.vocab_size) for name in ("train", "validation")}
-        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, ("train", "validation"))
+        names = ("train", "validation")
+        writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
+        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, names)
         only = shards.Job(directory / "tokenizer", data.text_key, 0.0, ("validation", "validation"))
         work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
         total = sum(part.stop - part.start for unit, _ in work for part in unit)

@@ -146,7 +146,7 @@ def _jsonl(part: Part, text_key: str, share: float) -> Iterator[Piece]:
 def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007
     (too deep)."""
-    decoded = _decode(part, offset, line)
+    decoded = _decode(part, offset, line).rstrip("\r\n")
     place = f"{part.name}:{{}}"
     try:
         # As floats, integers of any length are read in linear time.
@@ -154,7 +154,8 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     except JSONDecodeError as error:
         number = _line_number(part, offset)
         snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
-        what = f"{place.format(number)} col {error.colno}: {error.msg.lower()}: `{snippet}`"
+        why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
+        what = f"{place.format(number)} col {error.colno}: {why}: `{snippet}`"
         raise DataError(
             Problem("DATA004", what, str(part.path), f"repair the line: sed -n {number}p {part.path}")
         ) from error

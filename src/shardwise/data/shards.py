@@ -142,6 +142,13 @@ class SplitWriter:
         self.boundaries = _File(directory, f"{name}/documents.bin")
         self.tokens = self.documents = self.text_bytes = self.empty = 0
 
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for part in (*self.shards, self.boundaries):
+            part.file.close()
+
     def add(self, run: Run) -> None:
         documents = run.documents + np.array([self.tokens, self.text_bytes], dtype=np.uint64)
         self.boundaries.write(documents.astype("<u8").tobytes())

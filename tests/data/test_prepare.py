@@ -1,0 +1,307 @@
+"""Preparation: the same bytes from any number of processes, found again, refused when stale, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.data import read, shards, store, tokens
+from shardwise.data.prepare import prepare
+from shardwise.data.store import Prepared
+from shardwise.errors import DataError, OutputError
+from shardwise.spec.recipe import Data, Tokenizer
+from tests.data.conftest import prose
+
+Make = Callable[..., Data]
+
+
+def contents(prepared: Prepared) -> dict[str, bytes]:
+    """All files but the manifest's."""
+    return {file.name: (prepared.directory / file.name).read_bytes() for file in prepared.files()}
+
+
+def test_what_is_prepared_is_the_text(corpus: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:
+    prepared = prepare(settings(corpus, validation_share=0.2))
+    assert prepared.validation is not None
+    texts = []
+    for part in (prepared.train, prepared.validation):
+        ends = part.document_ends(0, part.tokens).tolist()
+        for start, end in zip([0, *ends], ends, strict=False):
+            ids = part.read(start, end).tolist()
+            assert ids[-1] == tokenizer.eot_id and tokenizer.eot_id not in ids[:-1]
+            texts.append(tokenizer.decode(ids[:-1]))
+        assert ends[-1] == part.tokens and len(ends) == part.split.documents
+    assert sorted(texts) == sorted(path.read_text() for path in corpus.rglob("*.*"))
+    counted = prepared.train.split.text_bytes + prepared.validation.split.text_bytes
+    assert counted == sum(path.stat().st_size for path in corpus.rglob("*.*"))
+    assert tokens.open_directory(prepared.tokenizer_directory).hash == prepared.manifest.tokenizer_hash
+
+
+def test_shards_and_units_do_not_show(corpus: Path, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    (corpus / "lines.jsonl").write_text("".join(json.dumps({"text": prose(20, i)}) + "\n" for i in range(50)))
+    whole = prepare(settings(corpus, validation_share=0.2))
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(read, "UNIT_BYTES", 500)
+    cut = prepare(settings(corpus, validation_share=0.2), force=True)
+    assert len(cut.train.split.shards) == -(-cut.train.tokens // 100)
+    assert cut.train.read(0, 10**9).size == cut.train.tokens == sum(s.size_bytes for s in cut.train.split.shards) // 2
+    for one, other in ((whole.train, cut.train), (whole.validation, cut.validation)):
+        assert one is not None and other is not None
+        assert np.array_equal(one._documents[:, 1], other._documents[:, 1])
+        rebuilt = "".join(b"".join((cut.directory / s.name).read_bytes() for s in other.split.shards).hex())
+        assert other.read(0, 10**9).astype("<u2").tobytes().hex() == rebuilt
+        assert other.split.documents == one.split.documents
+    for start, stop in ((0, 1), (99, 101), (150, 450), (cut.train.tokens - 1, cut.train.tokens + 5)):
+        assert np.array_equal(cut.train.read(start, stop), cut.train.read(0, 10**9)[start:stop])
+
+
+def test_parallel_equals_serial(corpus: Path, settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    (corpus / "lines.jsonl").write_text("".join(json.dumps({"text": prose(20, i)}) + "\n" for i in range(200)))
+    monkeypatch.setattr(read, "UNIT_BYTES", 2000)
+    told: list[tuple[str, int, int]] = []
+    serial = prepare(settings(corpus), progress=lambda *said: told.append(said))
+    parallel = prepare(settings(corpus, num_proc=3), force=True)
+    assert contents(serial) == contents(parallel)
+    assert serial.manifest == parallel.manifest
+    total = sum(path.stat().st_size for path in corpus.rglob("*.*"))
+    assert [stage for stage, _, _ in told] == ["tokens"] * len(told) and told[-1] == ("tokens", total, total)
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and len(told) > 5
+
+
+def test_jsonl_documents_are_held_out_one_by_one(tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": prose(3, i)}) + "\n" for i in range(1000)))
+    prepared = prepare(settings(tmp_path / "a.jsonl", validation_share=0.1))
+    assert prepared.validation is not None
+    assert 60 < prepared.validation.split.documents < 140
+    assert prepared.train.split.documents + prepared.validation.split.documents == 1000
+
+
+def test_a_path_of_its_own_for_validation(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "held.jsonl").write_text('{"text": "alpha beta"}\n')
+    prepared = prepare(settings(corpus, validation_path=str(tmp_path / "held.jsonl"), validation_share=0.5))
+    assert prepared.validation is not None
+    assert (prepared.train.split.documents, prepared.validation.split.documents) == (12, 1)
+    both = prepare(settings(tmp_path / "held.jsonl", validation_path=str(tmp_path / "held.jsonl")))
+    assert both.validation is not None and both.train.split.documents == both.validation.split.documents == 1
+
+
+def test_a_tokenizer_is_trained_once_for_the_same_text(corpus: Path, settings: Make) -> None:
+    stages: list[str] = []
+    trained = settings(corpus, tokenizer=Tokenizer(vocab_size=320))
+    first = prepare(trained, progress=lambda stage, done, total: stages.append(stage))
+    assert set(stages) == {"tokenizer", "tokens"} and first.manifest.vocab_size == 320
+    stages.clear()
+    again = prepare(trained, force=True, progress=lambda stage, done, total: stages.append(stage))
+    assert set(stages) == {"tokens"} and again.manifest == first.manifest
+
+
+def test_it_is_found_again_and_new_text_is_another(corpus: Path, settings: Make) -> None:
+    stages: list[str] = []
+
+    def run(**more: object) -> Prepared:
+        stages.clear()
+        return prepare(settings(corpus, **more), progress=lambda stage, done, total: stages.append(stage))
+
+    first = run()
+    assert stages
+    assert run().directory == first.directory and not stages
+    (corpus / "0.md").touch()
+    assert run().directory == first.directory and not stages
+    (corpus / "0.md").write_text(prose(5, seed=99))
+    second = run()
+    assert stages and second.directory != first.directory
+    assert run(validation_share=0.3).directory not in (first.directory, second.directory)
+    store.load(first.directory)
+
+
+def test_wide_vocabularies_take_four_bytes(
+    corpus: Path, settings: Make, tokenizer: tokens.Tokenizer, tmp_path: Path
+) -> None:
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    tokenizer.copy_to(wide)
+    content = json.loads((wide / "tokenizer.json").read_text())
+    content["model"]["vocab"]["wide"] = 70_000
+    (wide / "tokenizer.json").write_text(json.dumps(content))
+    prepared = prepare(settings(corpus, tokenizer=Tokenizer(path=str(wide))))
+    narrow = prepare(settings(corpus))
+    assert (prepared.train.split.dtype, narrow.train.split.dtype) == ("<u4", "<u2")
+    theirs = prepared.train.read(0, 10**9)
+    assert prepared.train.eot_id == 300  # one more entry, so end-of-text moved by one
+    assert np.array_equal(np.where(theirs == 300, 299, theirs), narrow.train.read(0, 10**9))
+
+
+def test_b50_no_documents(tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "c").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "c" / name).write_text("")
+    (tmp_path / "c" / "c.jsonl").write_text('\n{"text": ""}\n')
+    with pytest.raises(DataError) as caught:
+        prepare(settings(tmp_path / "c"))
+    assert caught.value.exit_code == 65
+    assert str(caught.value) == (
+        "error[DATA002]: 0 documents in 3 files\nwhere: data.path\nfix:   name data with text in it"
+    )
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "alpha"}\n{"text": ""}\n')
+    prepared = prepare(settings(tmp_path / "a.jsonl", validation_share=0.0))
+    assert prepared.train.split.documents == 1 and prepared.manifest.empty_documents == 2
+    assert prepared.validation is None
+
+
+def test_b52_a_bad_line_is_found_when_preparing(
+    tmp_path: Path, settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"text": prose(3, i % 9)}) + "\n" for i in range(2000)]
+    lines[1776] = lines[1776][:20] + "\n"
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(read, "UNIT_BYTES", 8000)
+    for num_proc in (1, 2):
+        with pytest.raises(
+            DataError, match=r"error\[DATA004\]: a.jsonl:1777 col 10: unterminated string: `{\"text\": \""
+        ):
+            prepare(settings(tmp_path / "a.jsonl", num_proc=num_proc))
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:
+    (tmp_path / "other").mkdir()
+    tokens.train([prose(500, 7)], 310, tmp_path / "other")
+    other = tokens.open_directory(tmp_path / "other")
+    out = tmp_path / "out"
+    prepare(settings(corpus), out)
+    expected = (
+        f"error[TOK002]: data prepared with tokenizer {tokenizer.hash[:8]}, the recipe uses {other.hash[:8]}\n"
+        f"where: {out}\n"
+        f"fix:   data.tokenizer.path={out}/tokenizer, or prepare it again with --force"
+    )
+    for attempt in (
+        lambda: prepare(settings(corpus, tokenizer=Tokenizer(path=str(other.directory))), out),
+        lambda: prepare(settings(out, tokenizer=Tokenizer(path=str(other.directory)))),
+    ):
+        with pytest.raises(DataError) as caught:
+            attempt()
+        assert str(caught.value) == expected
+    assert prepare(settings(out, tokenizer=Tokenizer())).directory == out
+    with pytest.raises(DataError, match=r"TOK002.*data prepared with 300 ids, the recipe asks for 4096"):
+        prepare(settings(out, tokenizer=Tokenizer(vocab_size=4096)))
+    again = prepare(settings(corpus, tokenizer=Tokenizer(path=str(other.directory))), out, force=True)
+    assert again.manifest.tokenizer_hash == other.hash
+
+
+def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    out = tmp_path / "out"
+    first = prepare(settings(corpus), out)
+    assert prepare(settings(corpus), out).manifest == first.manifest
+    (corpus / "4.md").write_text("something else")
+    for attempt in (lambda: prepare(settings(corpus), out), lambda: prepare(settings(out))):
+        with pytest.raises(DataError) as caught:
+            attempt()
+        what = f"error[DATA013]: {corpus}/4.md changed since it was prepared\nwhere: {out}\n"
+        assert str(caught.value).startswith(f"{what}fix:   shardwise data prepare --force --out {out}")
+    assert prepare(settings(corpus), out, force=True).manifest.fingerprint != first.manifest.fingerprint
+    with pytest.raises(DataError, match=r"DATA013.*out was prepared from other files or settings"):
+        prepare(settings(corpus, validation_share=0.4), out)
+
+
+def test_prepared_data_may_travel_without_its_sources(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    prepared = prepare(settings(corpus), tmp_path / "out")
+    corpus.rename(tmp_path / "gone")
+    (tmp_path / "out").rename(tmp_path / "there")
+    assert prepare(settings(tmp_path / "there")).manifest == prepared.manifest
+
+
+def test_sources_that_change_meanwhile(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    def write(stage: str, done: int, total: int) -> None:
+        (corpus / "2.md").write_text("changed")
+
+    with pytest.raises(DataError, match=r"DATA013.*2.md changed while it was being prepared"):
+        prepare(settings(corpus), progress=write)
+    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+def test_what_is_not_ours_is_not_overwritten(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(OutputError, match=r"error\[OUT001\].*exists and is not prepared data; nothing is overwritten"):
+        prepare(settings(corpus), tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
+
+
+def test_where_nothing_can_be_written(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"error\[OUT002\]: cannot write .*file.*: not a directory"):
+        prepare(settings(corpus, cache=str(tmp_path / "file")))
+
+
+CHILD = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from shardwise.data import read
+from shardwise.data.prepare import prepare
+from shardwise.spec.recipe import Data
+
+if __name__ == "__main__":
+    read.UNIT_BYTES = 2000
+    facts, kill_at = Data.model_validate_json(sys.argv[1]), float(sys.argv[2])
+
+    def said(stage, done, total):
+        print(stage, done, total, *[child.pid for child in multiprocessing.active_children()], flush=True)
+        if done >= kill_at * total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    print("made", prepare(facts, progress=said).directory)
+"""
+
+
+def child(tmp_path: Path, facts: Data, kill_at: float) -> subprocess.Popen[str]:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    source = str(Path(store.__file__).parents[2])
+    command = [sys.executable, str(script), facts.model_dump_json(), str(kill_at)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source})
+
+
+@pytest.mark.parametrize(("num_proc", "kill_at"), [(1, 0.0), (2, 0.4), (1, 1.0)])
+def test_a_kill_leaves_nothing_half_made(
+    corpus: Path, tmp_path: Path, settings: Make, num_proc: int, kill_at: float
+) -> None:
+    facts = settings(corpus, num_proc=num_proc)
+    with child(tmp_path, facts, kill_at) as killed:
+        output, _ = killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL and "made" not in output
+    directory = tmp_path / "cache" / "data"
+    assert [path for path in directory.iterdir() if not path.name.startswith(".")] == []
+    assert [path.suffix for path in directory.iterdir() if path.is_dir()] == [".tmp"]
+    workers = [int(pid) for pid in output.splitlines()[-1].split()[3:]]
+    assert len(workers) == (num_proc if num_proc > 1 else 0)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+    prepared = prepare(facts)
+    assert sorted(path.suffix for path in directory.iterdir()) == ["", ".lock"]
+    prepared.verify()
+    assert contents(prepared) == contents(prepare(settings(corpus, cache=str(tmp_path / "fresh"))))
+
+
+def test_two_at_once_make_it_once(corpus: Path, tmp_path: Path, settings: Make) -> None:
+    facts = settings(corpus)
+    both = [child(tmp_path, facts, 2.0) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs[0][-1] == outputs[1][-1] and outputs[0][-1].startswith("made ")
+    assert sorted(len(output) > 1 for output in outputs) == [False, True]
+    store.load(Path(outputs[0][-1].removeprefix("made ")))

@@ -1,0 +1,191 @@
+"""Reading: units do not depend on who reads them, bad lines are named, memory stays bounded."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data import read
+from shardwise.data.read import pieces, units
+from shardwise.data.source import find
+from shardwise.errors import DataError, ShardwiseError
+
+
+def documents(path: Path, text_key: str = "text") -> list[str]:
+    result, text = [], ""
+    for unit in units(find(str(path))):
+        for part in unit:
+            for piece in pieces(part, text_key, 0.0):
+                text += piece.text
+                if piece.last:
+                    result.append(text)
+                    text = ""
+    assert text == ""
+    return result
+
+
+def refusal(path: Path, data: bytes | str) -> DataError:
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(DataError) as caught:
+        documents(path)
+    assert caught.value.exit_code == 65
+    return caught.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60)), unit=st.integers(1, 80))
+def test_jsonl_is_read_whole_whatever_the_units(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], unit: int
+) -> None:
+    path = tmp_path_factory.mktemp("x") / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts), newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "UNIT_BYTES", unit)
+        assert documents(path) == texts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unit=st.integers(1, 40), piece=st.integers(1, 9)
+)
+def test_text_is_read_whole_whatever_the_units(
+    tmp_path_factory: pytest.TempPathFactory, text: str, unit: int, piece: int
+) -> None:
+    path = tmp_path_factory.mktemp("x") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "UNIT_BYTES", unit)
+        patch.setattr(read, "_PIECE_BYTES", piece)
+        assert documents(path) == [text.removeprefix("\ufeff")]
+
+
+def test_long_texts_come_in_pieces_cut_after_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words in a line\n" * 100_000)
+    (unit, *_) = units(find(str(tmp_path / "a.txt")))
+    got = list(pieces(unit[0], "text", 0.0))
+    assert len(got) > 4 and all(len(piece.text) <= 2**19 for piece in got)
+    assert all(piece.text.endswith("line\n") for piece in got)
+
+
+def test_files_share_units_and_long_files_are_cut(tmp_path: Path) -> None:
+    for index, size in enumerate((100, 200, 5 * 2**20, 300)):
+        (tmp_path / f"{index}.txt").write_bytes(b"x\n" * (size // 2))
+    shape = [[(part.name, part.stop - part.start) for part in unit] for unit in units(find(str(tmp_path)))]
+    mib2 = 2 * 2**20
+    assert shape == [
+        [("0.txt", 100), ("1.txt", 200)],
+        [("2.txt", mib2)],
+        [("2.txt", mib2)],
+        [("2.txt", 2**20), ("3.txt", 300)],
+    ]
+
+
+def test_b52_one_bad_line_of_many(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    lines = ['{"text": "good enough"}\n'] * 200_000
+    lines[123_455] = '{"text": "abc\n'
+    error = refusal(path, "".join(lines))
+    assert str(error) == (
+        'error[DATA004]: corpus.jsonl:123456 col 10: unterminated string: `{"text": "abc`\n'
+        f"where: {path}\n"
+        f"fix:   repair the line: sed -n 123456p {path}"
+    )
+
+
+def test_b52_shows_the_place_in_a_long_line(tmp_path: Path) -> None:
+    error = refusal(tmp_path / "a.jsonl", '{"text": "' + "x" * 1000 + '" "more": 1}\n')
+    assert str(error).splitlines()[0] == (
+        f'error[DATA004]: a.jsonl:1 col 1013: expecting \',\' delimiter: `{"x" * 38}" "more": 1}}`'
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        (
+            '{"content": "a longer text", "id": "7"}',
+            "a.jsonl:2 has no `text`; its keys are content, id",
+            "data.text_key=content",
+        ),
+        ('{"id": 7}', "a.jsonl:2 has no `text`; its keys are id", "give every line a `text`"),
+        ("{}", "a.jsonl:2 has no `text`; its keys are none", "give every line a `text`"),
+        ('{"text": null}', "a.jsonl:2 `text` is null, not a text", "make `text` a text, or leave the line out"),
+        ('{"text": 5}', "a.jsonl:2 `text` is a number, not a text", "make `text` a text, or leave the line out"),
+        ('{"text": ["a"]}', "a.jsonl:2 `text` is a list, not a text", "make `text` a text, or leave the line out"),
+        ('["a"]', "a.jsonl:2 is a list, not an object", 'a line is an object such as {"text": "..."}'),
+    ],
+)
+def test_b53_field_missing_or_of_a_wrong_type(tmp_path: Path, line: str, what: str, fix: str) -> None:
+    error = refusal(tmp_path / "a.jsonl", f'{{"text": "fine"}}\n{line}\n')
+    assert str(error) == f"error[DATA005]: {what}\nwhere: {tmp_path}/a.jsonl\nfix:   {fix}"
+
+
+@pytest.mark.parametrize(("bom", "offset"), [(b"", 0), (b"\xef\xbb\xbf", 3)])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_b54_not_utf8(tmp_path: Path, name: str, bom: bytes, offset: int) -> None:
+    error = refusal(tmp_path / name, bom + b'{"text": "1"}\n{"text": "ab\xff"}\n')
+    assert str(error) == (
+        f"error[DATA006]: {name}:2 byte 13: not UTF-8 (0xff), at byte {26 + offset} of the file\n"
+        f"where: {tmp_path}/{name}\n"
+        f"fix:   iconv -f latin1 -t utf-8 {tmp_path}/{name}, if it is Latin-1; or leave the file out"
+    )
+
+
+def test_b54_lone_surrogate(tmp_path: Path) -> None:
+    error = refusal(tmp_path / "a.jsonl", '{"text": "ab\\ud800"}\n')
+    assert str(error).startswith("error[DATA006]: a.jsonl:1 character 3: lone surrogate U+D800\n")
+
+
+def test_b54_what_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a\xe2\x80\xa8b"}\r\n\r\n{"text": "nul\\u0000"}\r\n  \n{"text": ""}')
+    assert documents(path) == ["a\u2028b", "nul\0", ""]
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"\xef\xbb\xbfone\r\ntwo\0\n")
+    assert documents(text) == ["one\r\ntwo\0\n"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_b55_a_line_without_end_in_bounded_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.write(b'{"text": "a"}\n{"text": "b"}\n{"text": "')
+        file.truncate(2 * 2**30)
+    tracemalloc.start()
+    with pytest.raises(DataError) as caught:
+        documents(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(caught.value) == (
+        f"error[DATA007]: {name}: line 3 exceeds 64 MiB\nwhere: {path}\nfix:   break the line up, or leave it out"
+    )
+    # The line's 64 MiB, up to the same again while the buffer grows, and a block or two.
+    assert peak_bytes < 160 * 2**20
+    with pytest.raises(DataError, match="line 3 exceeds 64 MiB"):
+        list(pieces(units(find(str(path)))[100][0], "text", 0.0))
+
+
+def test_b55_deep_nesting_and_long_numbers(tmp_path: Path) -> None:
+    error = refusal(tmp_path / "a.jsonl", '{"text": "fine"}\n{"text": ' + "[" * 10**6 + "\n")
+    assert str(error).startswith("error[DATA007]: a.jsonl:2 is nested too deeply to be read\n")
+    (tmp_path / "b.jsonl").write_text('{"id": ' + "9" * 10**5 + ', "text": "fine"}\n')
+    assert documents(tmp_path / "b.jsonl") == ["fine"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=80), cut=st.integers(0, 40), jsonl=st.booleans())
+def test_any_bytes_are_text_or_a_told_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, cut: int, jsonl: bool
+) -> None:
+    path = tmp_path_factory.mktemp("x") / ("a.jsonl" if jsonl else "a.txt")
+    whole = b'{"text": "some"}\n{"text": "more \\u00e9", "id": [1, 2]}\n'
+    path.write_bytes(whole[:cut] + data + whole[cut:])
+    try:
+        documents(path)
+    except ShardwiseError as error:
+        assert error.problems[0].code in {"DATA004", "DATA005", "DATA006"}

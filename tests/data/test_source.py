@@ -1,0 +1,149 @@
+"""Finding the text: files, directories, globs, the standard library; what is held out; what is not there."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from shardwise.data.read import pieces, units
+from shardwise.data.source import Source, divide, find, unit_hash
+from shardwise.errors import DataError, MissingInputError, ShardwiseError
+
+
+def names(sources: list[Source] | tuple[Source, ...]) -> list[str]:
+    return [source.name for source in sources]
+
+
+def message(caught: pytest.ExceptionInfo[ShardwiseError]) -> str:
+    return str(caught.value)
+
+
+def test_directories_are_walked_in_order_without_hidden_files(corpus: Path) -> None:
+    (corpus / ".git").mkdir()
+    (corpus / ".git" / "config").write_text("x")
+    (corpus / ".hidden").write_text("x")
+    found = names(find(str(corpus)))
+    assert found == [*sorted(f"{i}.md" for i in range(0, 12, 2)), *sorted(f"inner/{i}.txt" for i in range(1, 12, 2))]
+
+
+def test_globs_files_and_lists_name_each_file_once(corpus: Path) -> None:
+    (corpus / "lines.jsonl").write_text('{"text": "a"}\n')
+    found = find([f"{corpus}/**/*.txt", str(corpus / "inner" / "1.txt"), str(corpus / "lines.jsonl")])
+    assert names(found) == [*sorted(f"inner/{i}.txt" for i in range(1, 12, 2)), "lines.jsonl"]
+    assert [source.kind for source in found] == ["text"] * 6 + ["jsonl"]
+
+
+def test_names_do_not_depend_on_the_place(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absolute = find(str(corpus))
+    monkeypatch.chdir(tmp_path)
+    assert find("corpus") == absolute
+    corpus.rename(tmp_path / "elsewhere")
+    assert names(find("elsewhere")) == names(absolute)
+
+
+def test_text_files_are_held_out_by_the_hash_of_their_name(corpus: Path) -> None:
+    sources = find(str(corpus))
+    divided = divide(sources, 0.3)
+    assert names(divided.validation) == [s.name for s in sources if unit_hash(s.name) < 0.3]
+    assert sorted(names(divided.train) + names(divided.validation)) == sorted(names(sources))
+    (corpus / "another.txt").write_text("new")
+    assert set(names(divided.validation)) <= set(names(divide(find(str(corpus)), 0.3).validation))
+    assert divide(sources, 0.0).validation == ()
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.5])
+def test_neither_split_of_several_files_is_empty(tmp_path: Path, share: float) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    divided = divide(find(str(tmp_path)), share)
+    assert len(divided.train) == len(divided.validation) == 1
+
+
+def test_a_text_file_alone_is_held_out_at_its_end(tmp_path: Path) -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (tmp_path / "one.txt").write_text(text)
+    divided = divide(find(str(tmp_path / "one.txt")), 0.1)
+
+    def read(part: tuple[Source, ...]) -> str:
+        return "".join(piece.text for unit in units(part) for p in unit for piece in pieces(p, "text", 0.0))
+
+    assert read(divided.train) + read(divided.validation) == text
+    assert read(divided.train).endswith("\n")
+    assert len(read(divided.validation)) == pytest.approx(len(text) / 10, abs=10)
+
+
+def test_the_standard_library_without_its_tests() -> None:
+    found = names(find("stdlib"))
+    assert {"abc.py", "json/decoder.py", "asyncio/tasks.py", "idlelib/editor.py"} <= set(found)
+    assert len(found) > 400 and len(set(found)) == len(found)
+    assert all(name.endswith(".py") for name in found)
+    left_out = {"test", "tests", "idle_test", "site-packages"}
+    assert not [name for name in found if left_out & set(name.split("/")[:-1])]
+    divided = divide(find("stdlib"), 0.05)
+    assert 0.02 < len(divided.validation) / len(found) < 0.09
+
+
+def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "abc.py").write_text("x = 1\n")
+    (tmp_path / "zipped.pyc").write_bytes(b"x" * 10**6)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(MissingInputError) as caught:
+        find("stdlib")
+    assert message(caught) == (
+        f"error[DATA001]: the Python in {tmp_path} comes without its library's sources: 1 .py files, 6 bytes\n"
+        "where: data.path\n"
+        "fix:   data.path=<a directory of text>, or a full Python"
+    )
+
+
+def test_b49_a_glob_that_matches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part.jsonl.gz").write_bytes(b"\x1f\x8b")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingInputError) as caught:
+        find("data/*.jsonl")
+    assert caught.value.exit_code == 66
+    assert message(caught) == (
+        "error[DATA001]: `data/*.jsonl` matches no file (did you mean data/*.jsonl.gz?)\n"
+        "where: data.path\n"
+        "fix:   data.path=data/*.jsonl.gz"
+    )
+
+
+def test_b49_a_file_that_is_not_there(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(corpus)
+    with pytest.raises(MissingInputError) as caught:
+        find("inner/1.text")
+    assert message(caught) == (
+        "error[DATA001]: `inner/1.text` does not exist (did you mean inner/1.txt?)\n"
+        "where: data.path\n"
+        "fix:   data.path=inner/1.txt"
+    )
+    with pytest.raises(MissingInputError) as caught:
+        find("nowhere/at/all.txt")
+    assert message(caught) == (
+        "error[DATA001]: `nowhere/at/all.txt` does not exist\n"
+        "where: data.path\n"
+        f"fix:   {corpus} holds 0.md, 10.md, 2.md, 4.md, 6.md and 2 more; name a file, a directory or a glob"
+    )
+
+
+def test_b49_a_directory_without_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingInputError, match=r"error\[DATA001\]: `.*/empty` is a directory without files"):
+        find(str(tmp_path / "empty"))
+    with pytest.raises(MissingInputError, match=r"error\[DATA001\]: no data is named"):
+        find([])
+
+
+def test_compressed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError) as caught:
+        find(str(tmp_path))
+    assert message(caught) == (
+        "error[DATA008]: a.jsonl.gz is compressed; text and jsonl are read as they are\n"
+        f"where: {tmp_path}/a.jsonl.gz\n"
+        f"fix:   gunzip -k {tmp_path}/a.jsonl.gz, and name a.jsonl"
+    )

@@ -1,0 +1,91 @@
+"""Prepared data on disk: a flipped bit in any file, a wrong size and a missing file are told by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from shardwise.data import store
+from shardwise.data.store import Prepared
+from shardwise.errors import DataError, MissingInputError, ShardwiseError
+
+
+def all_files(prepared: Prepared) -> list[Path]:
+    return sorted(path for path in prepared.directory.rglob("*") if path.is_file())
+
+
+def test_every_file_is_vouched_for(prepared: Prepared) -> None:
+    named = {prepared.directory / file.name for file in prepared.files()} | {prepared.directory / store.MANIFEST}
+    assert named == set(all_files(prepared))
+
+
+def test_one_flipped_bit_in_any_file_is_detected(prepared: Prepared) -> None:
+    chance = random.Random(0)
+    for path in all_files(prepared):
+        whole = path.read_bytes()
+        for _ in range(25):
+            at, bit = chance.randrange(len(whole)), 1 << chance.randrange(8)
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            with pytest.raises(DataError, match=r"error\[DATA013\]") as caught:
+                store.load(prepared.directory)
+            assert caught.value.problems[0].where == str(path)
+        path.write_bytes(whole)
+    store.load(prepared.directory)
+
+
+def test_a_changed_shard_is_named(prepared: Prepared) -> None:
+    shard = prepared.directory / prepared.train.split.shards[0].name
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(DataError) as caught:
+        store.load(prepared.directory)
+    assert caught.value.exit_code == 65
+    assert str(caught.value) == (
+        "error[DATA013]: train/tokens-00000.bin changed since it was prepared: its xxh3 checksum does not match\n"
+        f"where: {shard}\n"
+        "fix:   prepare it again: shardwise data prepare --force"
+    )
+    store.load(prepared.directory, verify=False)
+
+
+def test_b60_a_size_that_cannot_be(prepared: Prepared) -> None:
+    shard = prepared.directory / prepared.train.split.shards[0].name
+    whole = shard.read_bytes()
+    for length, why in ((len(whole) - 1, "is not a multiple of 2"), (len(whole) - 2, f"should be {len(whole):,}")):
+        shard.write_bytes(whole[:length])
+        with pytest.raises(DataError) as caught:
+            store.load(prepared.directory, verify=False)
+        assert str(caught.value).splitlines()[0] == (f"error[DATA010]: train/tokens-00000.bin: size {length:,} {why}")
+
+
+def test_b59_an_id_that_the_tokenizer_does_not_have(prepared: Prepared) -> None:
+    shard = prepared.directory / prepared.train.split.shards[0].name
+    whole = bytearray(shard.read_bytes())
+    whole[2 * 30 : 2 * 31] = (300).to_bytes(2, "little")
+    shard.write_bytes(bytes(whole))
+    train = store.load(prepared.directory, verify=False).train
+    assert len(train.read(0, 30)) == 30
+    with pytest.raises(DataError) as caught:
+        train.read(20, 40)
+    assert str(caught.value).splitlines()[0] == "error[DATA009]: tokens-00000.bin: id 300 at token 30 >= vocab 300"
+
+
+def test_missing_parts(prepared: Prepared, tmp_path: Path) -> None:
+    (prepared.directory / "train" / "documents.bin").unlink()
+    with pytest.raises(
+        MissingInputError, match=r"error\[DATA001\]: train/documents.bin of the prepared data is missing"
+    ):
+        store.load(prepared.directory)
+    (tmp_path / "void").mkdir()
+    with pytest.raises(
+        MissingInputError, match=r"error\[DATA001\]: .*void is not prepared data: it has no manifest.json"
+    ):
+        store.load(tmp_path / "void")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"null", b'{"checksum": 5}', b"\xff", b'{"checksum": "", "x": 1}'])
+def test_a_manifest_that_is_none(prepared: Prepared, body: bytes) -> None:
+    (prepared.directory / store.MANIFEST).write_bytes(body)
+    with pytest.raises(ShardwiseError, match=r"error\[DATA013\]: the manifest of the prepared data is damaged"):
+        store.load(prepared.directory)

@@ -1,0 +1,151 @@
+"""Tokenizers: trained the same every time, loadable by transformers, special strings are content."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardwise.data import tokens
+from shardwise.data.tokens import EOT, Tokenizer
+from shardwise.errors import DataError, MissingInputError
+from tests.data.conftest import prose
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        tokens.train((prose(300, seed) for seed in range(100)), 400, tmp_path / name)
+    for file in tokens.FILES:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_trained_tokenizer_has_the_size_asked_for(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.eot_id == 299 and tokenizer.backend.id_to_token(299) == EOT
+    assert tokenizer.prefix == ()
+
+
+@pytest.mark.parametrize("text", [prose(50, 1), "é\u2028\0 \r\n\t", "日本語 🎉", "1234567 it's  x\n\n\n    y", ""])
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_b64_content_that_looks_special_is_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode([f"a{EOT}b"])[0]
+    assert tokenizer.eot_id not in ids
+    assert tokenizer.decode(ids) == f"a{EOT}b"
+
+
+def test_transformers_reads_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer.copy_to(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = prose(200, 3)
+    assert theirs(text)["input_ids"] == tokenizer.encode([text])[0]
+    assert theirs.decode(tokenizer.encode([text])[0]) == text
+    assert theirs.eos_token_id == tokenizer.eot_id and len(theirs) == tokenizer.vocab_size
+
+
+def test_the_hash_follows_the_meaning(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.copy_to(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    again = tokens.open_directory(tmp_path)
+    assert again.hash == tokenizer.hash
+    assert again.encode([prose(50, 1)]) == tokenizer.encode([prose(50, 1)])
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert tokens.open_directory(tmp_path).hash != tokenizer.hash
+
+
+def test_what_a_tokenizer_puts_in_front_is_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    tokenizer.copy_to(tmp_path)
+    changed = tokens.open_directory(tmp_path).backend
+    changed.post_processor = processors.TemplateProcessing(single=f"{EOT} $A {EOT}", special_tokens=[(EOT, 299)])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    assert tokens.open_directory(tmp_path).prefix == (299,)
+
+
+def test_other_forms_are_converted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A GPT-2 style directory: vocab.json and merges.txt, no tokenizer.json."""
+    source = tmp_path / "gpt2"
+    source.mkdir()
+    model = json.loads((tokenizer.directory / "tokenizer.json").read_text())["model"]
+    (source / "vocab.json").write_text(json.dumps({**model["vocab"], EOT: 299}))
+    (source / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    facts = {"tokenizer_class": "GPT2Tokenizer", "eos_token": EOT, "bos_token": EOT, "unk_token": EOT}
+    (source / "tokenizer_config.json").write_text(json.dumps(facts))
+    (source / "config.json").write_text('{"model_type": "gpt2"}')
+    loaded = tokens.load(str(source), tmp_path / "cache")
+    assert (loaded.eot_id, loaded.vocab_size) == (299, 300)
+    assert loaded.decode(loaded.encode(["alpha beta"])[0]) == "alpha beta"
+
+
+def test_b57_a_model_with_too_few_rows(tokenizer: Tokenizer) -> None:
+    tokenizer.check_model(300)
+    with pytest.raises(DataError) as caught:
+        tokenizer.check_model(256)
+    assert caught.value.exit_code == 65
+    assert str(caught.value) == (
+        "error[TOK001]: tokenizer has 300 ids, model 256\n"
+        "where: data.tokenizer\n"
+        "fix:   model.config.vocab_size=300 for a new model, or the tokenizer that belongs to the model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("eos", "what"),
+    [
+        (None, "no end-of-text token"),
+        ("<|end|>", "no end-of-text token: `<|end|>` is not in the vocabulary"),
+    ],
+)
+def test_b61_no_end_of_text(tokenizer: Tokenizer, tmp_path: Path, eos: str | None, what: str) -> None:
+    tokenizer.copy_to(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    with pytest.raises(DataError) as caught:
+        tokens.open_directory(tmp_path)
+    assert str(caught.value) == (
+        f"error[TOK003]: {what}\n"
+        "where: data.tokenizer\n"
+        f'fix:   set "eos_token" in {tmp_path}/tokenizer_config.json to a token of the vocabulary, such as "{EOT}"'
+    )
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_text("x")
+    with pytest.raises(MissingInputError) as caught:
+        tokens.load(str(tmp_path), tmp_path / "cache")
+    assert str(caught.value).splitlines()[0] == (
+        f"error[TOK004]: `{tmp_path}` holds no tokenizer that can be read; it holds weights.bin"
+    )
+
+
+def test_a_damaged_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    shutil.copytree(tokenizer.directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    with pytest.raises(DataError, match=r"error\[TOK004\]: tokenizer.json cannot be read: "):
+        tokens.load(str(tmp_path), tmp_path / "cache")
+
+
+def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(path: str, **settings: object) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(MissingInputError) as caught:
+        tokens.load("some/model", tmp_path)
+    assert str(caught.value).splitlines()[0] == (
+        "error[TOK004]: no tokenizer at `some/model`: "
+        "no such directory, and the Hub gives none (LocalEntryNotFoundError)"
+    )
