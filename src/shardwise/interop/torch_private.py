@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
 
 def forget_sharding() -> None:
     """Empty DTensor's caches of propagated shardings.
@@ -12,3 +19,43 @@ def forget_sharding() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+def fake_store() -> Any:
+    """A store for the ``fake`` backend, whose collectives return at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+@contextmanager
+def fresh_sharding_propagation() -> Iterator[None]:
+    """Makes DTensor propagate shardings in a fake mode of its own instead of the caller's, where its temporaries of
+    global shape would be counted as memory of this rank."""
+    from torch.distributed.tensor import _sharding_prop
+
+    detect = _sharding_prop.detect_fake_mode
+    _sharding_prop.detect_fake_mode = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        _sharding_prop.detect_fake_mode = detect
+
+
+@contextmanager
+def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Calls ``resized(storage, bytes)`` at every ``UntypedStorage.resize_``: the way FSDP2 frees and refills weights."""
+    import torch
+
+    resize = torch.UntypedStorage.resize_
+
+    def watched(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize(self, size)
+        resized(self, size)
+        return result
+
+    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

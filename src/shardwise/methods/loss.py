@@ -61,6 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight += slope.mT @ hidden[tokens]
             elif want_weight:
                 grad_weight = slope.mT @ hidden
+            del logs, slope  # or they would live on while the next chunk's are made
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ class Verdict:
 
     @property
     def finite(self) -> bool:
-        return bool(torch.isfinite(torch.tensor([self.squares, self.loss], dtype=torch.float64)).all())
+        return isfinite(self.squares) and isfinite(self.loss)
 
     @property
     def norm(self) -> float:
@@ -75,7 +76,7 @@ def agree(squares: Tensor, loss: Tensor, stop: bool) -> Verdict:
         ]
     )
     dist.all_reduce(numbers)
-    total, mean, stops = numbers.tolist()
+    total, mean, stops = (float(number) for number in numbers.cpu())
     return Verdict(total, mean, stops > 0)
 
 

@@ -23,13 +23,15 @@ Dim = int | str
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
-    ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``."""
+    ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
+    ``used_as`` is the type a weight has in forward and backward."""
 
     name: str
     shape: tuple[Dim, ...]
     dtype: str
     category: str = "activations"
     shards: tuple[tuple[Axis, int], ...] = ()
+    used_as: str = "compute"
 
     def numel(self, b: int, s: int) -> int:
         size = {"b": b, "s": s, "b*s": b * s}
@@ -69,15 +71,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What one unit sends: ``phase`` is forward, backward or step; ``when`` says in which micro-batches of a step
-    (every, first, last). ``tensors`` are the weights it carries; ``dtype`` the type on the wire."""
+    """What one unit sends in a step: ``bytes`` is the payload of one call (what is gathered, scattered or reduced),
+    ``count`` the calls in a step."""
 
     kind: str
     axis: str
-    phase: str
-    when: str
-    bytes: int
     category: str
+    bytes: int
     count: int = 1
 
 
@@ -99,7 +99,6 @@ class Unit:
     gradient_out: int = -1
     weight_gradients: tuple[tuple[str, int], ...] = ()
     saved: frozenset[int] = frozenset()
-    shared: frozenset[int] = frozenset()
     recompute: bool = False
     kept_ops: frozenset[int] = frozenset()
     collectives: tuple[Collective, ...] = ()

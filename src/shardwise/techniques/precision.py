@@ -57,7 +57,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
 
     def typed(tensor: Tensor) -> Tensor:
-        return dataclasses.replace(tensor, dtype=real.get(tensor.dtype, tensor.dtype))
+        used_as = real.get(tensor.used_as, tensor.used_as)
+        return dataclasses.replace(tensor, dtype=real.get(tensor.dtype, tensor.dtype), used_as=used_as)
 
     def rewritten(unit: Unit) -> Unit:
         return dataclasses.replace(
@@ -71,8 +72,10 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
     from torch import nn
 
+    weights = torch_type(plan.precision.weights)
     for part in parts:
-        part.to(torch_type(plan.precision.weights))
+        if any(parameter.dtype != weights for parameter in part.parameters()):
+            part.to(weights)
         if plan.shard.strategy != "ddp":
             continue
         for name, module in part.named_modules():

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, torch_type
-from shardwise.techniques.replicas import Replicas
+from shardwise.techniques.replicas import Replicas, buckets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +73,100 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
             )
         )
     return problems
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``reduce`` the
+    same in the type gradients are summed in; ``gradient`` this rank's slice of the result; ``accumulated`` all its
+    gradients while they wait, unpadded."""
+
+    wire_bytes: int
+    reduce_bytes: int
+    gradient_bytes: int
+    accumulated_bytes: int
+    casts: bool
+    compute_type: str
+    reduce_type: str
+
+
+def groups(sheet: Sheet, plan: Plan) -> dict[int, Group]:
+    """The groups of a sharded plan by block; -1 is the root: stem and tail together."""
+    kinds = [_group(block.weights, plan) for block in sheet.blocks]
+    root = _group(sheet.stem.weights + sheet.tail.weights, plan)
+    return {**{index: kinds[kind] for index, kind in enumerate(sheet.order)}, -1: root}
+
+
+def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
+    precision, ranks = plan.precision, plan.layout.dp_shard
+    padded = {weight.name: weight.local_numel(plan.layout, 0, padded=True) for weight in weights}
+    total = sum(padded.values())
+    return Group(
+        wire_bytes=sum(padded[weight.name] * ranks * BYTES[weight.used_as] for weight in weights),
+        reduce_bytes=total * ranks * BYTES[precision.reduce],
+        gradient_bytes=total * BYTES[precision.weights],
+        accumulated_bytes=sum(weight.numel(1, 1) for weight in weights) * BYTES[precision.reduce],
+        casts=precision.compute != precision.weights,
+        compute_type=precision.compute,
+        reduce_type=precision.reduce,
+    )
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Cuts every weight along dim 0, and lists what a step sends."""
+    if plan.layout.dp == 1:
+        return sheet
+    if plan.shard.strategy == "ddp":
+        return dataclasses.replace(sheet, step=sheet.step + _bucket_sums(sheet, plan))
+
+    def cut(unit: Unit) -> Unit:
+        weights = tuple(dataclasses.replace(weight, shards=(("dp_shard", 0),)) for weight in unit.weights)
+        return dataclasses.replace(unit, weights=weights)
+
+    sheet = sheet.rewritten(cut)
+    blocks = tuple(
+        dataclasses.replace(block, collectives=block.collectives + _sends(block.weights, plan, root=False))
+        for block in sheet.blocks
+    )
+    root = _sends(sheet.stem.weights + sheet.tail.weights, plan, root=True)
+    stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + root)
+    return dataclasses.replace(sheet, blocks=blocks, stem=stem)
+
+
+def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
+    own, wire = BYTES[plan.precision.weights], BYTES[plan.precision.reduce]
+    sizes = [(weight.name, weight.numel(1, 1) * own) for weight in sheet.stem.weights]
+    for index, kind in enumerate(sheet.order):
+        sizes += [(f"layers.{index}.{w.name}", w.numel(1, 1) * own) for w in sheet.blocks[kind].weights]
+    sizes += [(weight.name, weight.numel(1, 1) * own) for weight in sheet.tail.weights]
+    size = dict(sizes)
+    totals = [sum(size[name] for name in names) // own * wire for names in buckets(sizes, plan.shard.bucket_bytes)]
+    return tuple(Collective("all_reduce", "dp_replicate", "gradients", total) for total in totals)
+
+
+def _sends(weights: tuple[Tensor, ...], plan: Plan, *, root: bool) -> tuple[Collective, ...]:
+    """What one group sends in a step."""
+    group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
+    k = plan.shard.reshard_after_forward
+    once = strategy in ("zero1", "zero2")
+    gathers = 1 if once else m
+    sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, gathers)]
+    if not once and not root and k is True:
+        sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, 2 * m)]
+    elif not once and not root and k is not False:
+        sends.append(Collective("all_gather", f"dp_shard/{k}", "weights", _group_over(weights, plan, k), m))
+    reduces = 1 if strategy == "zero1" else m
+    sends.append(Collective("reduce_scatter", "dp_shard", "gradients", group.reduce_bytes, reduces))
+    if plan.layout.dp_replicate > 1:
+        share = group.reduce_bytes // plan.layout.dp_shard
+        sends.append(Collective("all_reduce", "dp_replicate", "gradients", share))
+    return tuple(sends)
+
+
+def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
+    """Bytes gathered from the k ranks that keep a copy after forward: the padded buffer of all ranks, cut in k."""
+    full = {w.name: w.local_numel(plan.layout, 0, padded=True) * plan.layout.dp_shard for w in weights}
+    return sum(ceil(full[w.name] / k) * k * BYTES[w.used_as] for w in weights)
 
 
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:

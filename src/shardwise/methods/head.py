@@ -1,0 +1,79 @@
+"""What methods/loss.py allocates and when, on paper: a trace cannot say it, since the number of chunks depends on the
+batch."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import Sheet
+
+Step = tuple[str, int, tuple[str, ...]]
+"""(name, bytes made, names freed)."""
+
+
+def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
+    """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number."""
+    vocabulary, hidden = _dims(sheet)
+    compute, wide, tokens, chunks = _sizes(plan)
+    narrow = compute < wide
+    copied = plan.shard.strategy == "ddp" and plan.precision.compute != plan.precision.weights
+    steps: list[Step] = [("labels", 0, ())]
+    if copied:
+        steps.append(("cast", vocabulary * hidden * compute, ()))
+    steps.append(("grad_hidden", tokens * hidden * compute, ()))
+    if chunks > 1:
+        steps.append(("grad_weight", vocabulary * hidden * wide, ()))
+    logits = ceil(tokens / chunks) * vocabulary
+    for _ in range(min(chunks, 2)):
+        steps.append(("logits", logits * compute, ()))
+        if narrow:
+            steps.append(("widened", logits * wide, ()))
+        steps.append(("log_probabilities", logits * wide, ()))
+        steps.append(("", 0, ("widened", "logits") if narrow else ("logits",)))
+        if narrow:
+            steps.append(("slope", logits * compute, ()))
+        if chunks == 1:
+            steps.append(("grad_weight", vocabulary * hidden * compute, ()))
+        elif narrow:
+            steps.append(("product", vocabulary * hidden * compute, ()))
+        steps.append(("", 0, ("product", "slope", "log_probabilities")))
+    steps.append(("loss", wide, ("cast",)))
+    return steps
+
+
+def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
+    """What its backward makes and frees: gradients are scaled in place, then the weight's gets the weight's type."""
+    vocabulary, hidden = _dims(sheet)
+    compute, wide, _, chunks = _sizes(plan)
+    made = wide if chunks > 1 else compute
+    weight = BYTES[plan.precision.weights if plan.shard.strategy == "ddp" else plan.precision.compute]
+    if made == weight and _same_type(plan, chunks):
+        return [("", 0, ("loss",))]
+    return [("typed", vocabulary * hidden * weight, ("grad_weight", "loss"))]
+
+
+def saved_bytes(sheet: Sheet, plan: Plan) -> int:
+    """What lives from its forward to its backward, the loss itself included."""
+    vocabulary, hidden = _dims(sheet)
+    compute, wide, tokens, chunks = _sizes(plan)
+    return tokens * hidden * compute + vocabulary * hidden * (wide if chunks > 1 else compute) + wide
+
+
+def _same_type(plan: Plan, chunks: int) -> bool:
+    weight = plan.precision.weights if plan.shard.strategy == "ddp" else plan.precision.compute
+    made = plan.precision.compute if chunks == 1 else "fp64" if plan.precision.compute == "fp64" else "fp32"
+    return weight == made
+
+
+def _dims(sheet: Sheet) -> tuple[int, int]:
+    vocabulary, hidden = sheet.stem.weights[0].shape
+    assert isinstance(vocabulary, int) and isinstance(hidden, int)
+    return vocabulary, hidden
+
+
+def _sizes(plan: Plan) -> tuple[int, int, int, int]:
+    """Bytes of a number in compute and in statistics, tokens of a micro-batch, chunks."""
+    compute = BYTES[plan.precision.compute]
+    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    return compute, max(compute, 4), tokens, ceil(tokens / plan.batch.loss_chunk_tokens)

@@ -1,0 +1,166 @@
+"""Spells out one optimizer step of a sheet as a list of events, in the order in which the runtime does things.
+
+Nothing here is a formula for a peak: units run forward, then backward, gather and reduce when FSDP2 does, and what is
+alive at each moment is for planner/replay.py to find. Two micro-batches stand for any larger number: from the third on
+nothing new happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from shardwise.methods.head import backward_tensors, forward_tensors
+from shardwise.planner.replay import Event
+from shardwise.planner.tape import Tape
+from shardwise.planner.weights import ROOT, Replicated, Sharded, Weights
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques import optim
+
+
+def schedule(sheet: Sheet, plan: Plan, rank: int = 0) -> list[Event]:
+    """The events of one step on ``rank``, the state of the model included, from before the first forward."""
+    step = _Step(sheet, plan, rank)
+    step.state()
+    batches = min(plan.batch.accumulation, 3)
+    for index in range(batches):
+        step.weights.begin(first=index == 0, last=index == batches - 1)
+        step.micro_batch(index)
+    step.tape.mark("end of backward")
+    return step.tape.events
+
+
+class _Step:
+    def __init__(self, sheet: Sheet, plan: Plan, rank: int) -> None:
+        self.sheet, self.plan, self.rank = sheet, plan, rank
+        self.tape = Tape()
+        self.b, self.s = plan.batch.micro_batch_size, plan.batch.seq_len
+        self.blocks = [sheet.blocks[kind] for kind in sheet.order]
+        self.sizes = {id(unit): [tensor.bytes(self.b, self.s) for tensor in unit.tensors] for unit in sheet.units}
+        sharded = plan.shard.strategy != "ddp" and plan.layout.dp > 1
+        self.weights: Weights = (Sharded if sharded else Replicated)(self.tape, sheet, plan)
+
+    def state(self) -> None:
+        for category, size in optim.state_bytes(self.sheet, self.plan, self.rank).items():
+            self.tape.make(("state", category), category, size)
+        # Token ids, labels and positions of the whole step, 8 bytes each.
+        self.tape.make("batch", "buffers", 3 * 8 * self.b * self.s * self.plan.batch.accumulation)
+
+    def micro_batch(self, index: int) -> None:
+        tape, last = self.tape, len(self.blocks) - 1
+        self.weights.before_forward(ROOT)
+        self.forward(self.sheet.stem, "stem")
+        for i, block in enumerate(self.blocks):
+            self.weights.before_forward(i)
+            self.forward(block, i)
+            self.release_input(block, self.name(i - 1))
+            self.weights.after_forward(i)
+        self.forward(self.sheet.tail, "tail")
+        self.loss_forward()
+        self.release_input(self.sheet.tail, self.name(last))
+        self.weights.after_forward(ROOT)
+        tape.mark("end of forward")
+        self.weights.before_backward(ROOT)
+        self.loss_backward()
+        self.backward(self.sheet.tail, "tail", self.name(last))
+        for i in range(last, -1, -1):
+            self.weights.before_backward(i)
+            self.backward(self.blocks[i], i, self.name(i - 1))
+            self.weights.after_backward(i)
+        self.backward(self.sheet.stem, "stem", None)
+        self.weights.after_backward(ROOT)
+
+    def name(self, block: int) -> Hashable:
+        return "stem" if block < 0 else block
+
+    def forward(self, unit: Unit, name: Hashable) -> None:
+        """A unit under recompute keeps what its ``kept_ops`` made, any other what it saved."""
+        sizes, keep = self.sizes[id(unit)], _kept(unit)
+        self.weights.cast(unit, name)
+        for op in unit.forward_plain if unit.recompute else unit.forward:
+            for tensor in op.allocates:
+                self.tape.make((name, tensor), "activations", sizes[tensor])
+            for tensor in op.frees:
+                if tensor not in keep and tensor != unit.input:
+                    self.tape.free((name, tensor))
+        if unit.recompute:
+            self.weights.uncast(unit, name)
+
+    def release_input(self, unit: Unit, before: Hashable) -> None:
+        """The loop over the blocks lets go of a block's input once it has run."""
+        if unit.input not in unit.saved and not unit.recompute:
+            self.tape.free((before, self._output(before)))
+
+    def _output(self, name: Hashable) -> int:
+        return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
+
+    def recompute(self, unit: Unit, name: Hashable) -> None:
+        """Forward again, up to the last operation that makes something backward reads."""
+        sizes = self.sizes[id(unit)]
+        needed = [i for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
+        made: set[int] = set()
+        self.weights.cast(unit, name)
+        for i, op in enumerate(unit.forward[: needed[-1] + 1]):
+            if i not in unit.kept_ops:
+                for tensor in op.allocates:
+                    self.tape.make((name, tensor), "activations", sizes[tensor])
+            made.update(op.allocates)
+            for tensor in op.frees:
+                if tensor != unit.input:
+                    self.tape.free((name, tensor))
+        for tensor in made - unit.saved:
+            self.tape.free((name, tensor))
+
+    def backward(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
+        sizes = self.sizes[id(unit)]
+        by_name = {weight.name: weight for weight in unit.weights}
+        gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
+        if unit.recompute:
+            self.recompute(unit, name)
+        for op in unit.backward:
+            for tensor in op.allocates:
+                if tensor == unit.gradient_out:
+                    self.tape.make(("gradient", before), "activations", sizes[tensor])
+                else:
+                    self.tape.make((name, tensor), "activations", sizes[tensor])
+                if tensor in gradients:
+                    self.weights.gradient(gradients[tensor], name, (name, tensor))
+            for tensor in op.frees:
+                if tensor == unit.gradient_in:
+                    self.tape.free(("gradient", name))
+                elif tensor == unit.input and before is not None:
+                    self.tape.free((before, self._output(before)))
+                elif tensor not in gradients:
+                    self.tape.free((name, tensor))
+        for tensor in range(len(unit.tensors)):
+            self.tape.free((name, tensor))
+        self.weights.uncast(unit, name)
+        if before is not None:
+            self.tape.free((before, self._output(before)))
+
+    def loss_forward(self) -> None:
+        for key, size, frees in forward_tensors(self.sheet, self.plan):
+            for other in frees:
+                self.tape.free(("head", other))
+            if size:
+                self.tape.make(("head", key), "logits", size)
+        self.tape.free(("tail", self.sheet.tail.output))
+
+    def loss_backward(self) -> None:
+        for key, size, frees in backward_tensors(self.sheet, self.plan):
+            if size:
+                self.tape.make(("head", key), "logits", size)
+            for other in frees:
+                self.tape.free(("head", other))
+        self.weights.head_gradient(("head", "typed" if ("head", "typed") in self.tape.alive else "grad_weight"))
+        # The gradient of the hidden states was made in the forward pass; from here on it is the tail's to free.
+        self.tape.free(("head", "grad_hidden"))
+        self.tape.make(("gradient", "tail"), "logits", _hidden_bytes(self.sheet, self.plan))
+
+
+def _hidden_bytes(sheet: Sheet, plan: Plan) -> int:
+    return sheet.stem.tensors[sheet.stem.output].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
+
+
+def _kept(unit: Unit) -> set[int]:
+    return {tensor for i in unit.kept_ops for tensor in unit.forward[i].allocates}

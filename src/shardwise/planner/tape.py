@@ -1,0 +1,28 @@
+"""A list of events in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from shardwise.planner.replay import MARK, Event
+
+
+class Tape:
+    """The events so far, and what is alive, so that a whole unit can be cleared away."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.alive: dict[Hashable, None] = {}
+
+    def make(self, key: Hashable, category: str, size: int) -> None:
+        if size > 0:
+            self.events.append((key, category, size))
+            self.alive[key] = None
+
+    def free(self, key: Hashable) -> None:
+        if key in self.alive:
+            del self.alive[key]
+            self.events.append((key, "", 0))
+
+    def mark(self, name: str) -> None:
+        self.events.append((name, "", MARK))

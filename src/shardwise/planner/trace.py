@@ -1,0 +1,237 @@
+"""Makes a sheet: runs the stem, one block and the tail of a model on fake tensors, once, with no technique applied.
+
+The micro-batch and the sequence are two large primes, so that every dim that grows with them can be recognised in the
+shapes seen. Two variants are traced: ``narrow`` (compute type smaller than the type of statistics: bf16, fp16) and
+``wide`` (the same: fp32, fp64), since converting costs a tensor in the one and nothing in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.models.layers import rotary_tables
+from shardwise.planner.record import Event, Recorder, Stored
+from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
+
+MICRO_BATCH, SEQ_LEN = 10_007, 10_009
+SYMBOLS: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN: "b*s"}
+
+
+Tell = Callable[[torch.Tensor], None]
+
+
+class _Source(torch.autograd.Function):
+    """Hands out a tensor that nothing but the graph holds; its gradient ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tell_input: Tell, tell_gradient: Tell) -> torch.Tensor:
+        ctx.tell = tell_gradient
+        handed = torch.empty_like(leaf)
+        tell_input(handed)
+        return handed
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.tell(grad)
+        return None, None, None
+
+
+class _Seed(torch.autograd.Function):
+    """Ends a graph; its backward makes the gradient that the next unit would send."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, tell: Tell) -> torch.Tensor:
+        ctx.like, ctx.tell = (out.shape, out.dtype), tell
+        return torch.zeros((), dtype=out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = torch.empty(ctx.like[0], dtype=ctx.like[1])
+        ctx.tell(gradient)
+        return gradient, None
+
+
+@dataclass
+class _Run:
+    """One recorded pass through a unit: what its tensors and parameters are called by index of storage."""
+
+    recorder: Recorder
+    weights: dict[int, str]
+    marks: dict[str, int]
+    forward_events: int
+    weight_gradients: tuple[tuple[str, int], ...] = ()
+
+
+def trace(spec: ModelSpec, variant: str) -> Sheet:
+    """The sheet of a model; ``variant`` is ``narrow`` or ``wide``. Takes seconds, and no memory to speak of."""
+    dtype = torch.bfloat16 if variant == "narrow" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            return _sheet(spec, dtype)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
+    model = Decoder(replace(spec, num_hidden_layers=1))
+    block = model.layers[0]
+    ids = torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64)
+    rotary = rotary_tables(spec, ids, dtype)
+    hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
+    held: list[Any] = []
+
+    def stem(_: torch.Tensor) -> torch.Tensor:
+        out = model.embed(ids)
+        held.append(rotary_tables(spec, ids, out.dtype))
+        return out
+
+    units = (
+        _unit("stem", _named("embed.", model.embed), stem, hidden, [ids]),
+        _unit("block", _named("", block), lambda x: block(x, rotary, MaskSpec()), hidden, [*rotary]),
+        _unit("tail", _named("norm.", model.norm), model.norm, hidden, []),
+    )
+    if not spec.tie_word_embeddings:
+        head = Tensor("head.weight", (spec.vocab_size, spec.hidden_size), "weights", "weights")
+        units = (*units[:2], replace(units[2], weights=(*units[2].weights, head)))
+    order = (0,) * spec.num_hidden_layers
+    return Sheet(spec.name, units[0], (units[1],), order, units[2], spec.tie_word_embeddings)
+
+
+def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    return {prefix + name: parameter for name, parameter in module.named_parameters()}
+
+
+def _unit(
+    name: str,
+    parameters: dict[str, nn.Parameter],
+    call: Callable[[torch.Tensor], torch.Tensor],
+    leaf: torch.Tensor,
+    shared: list[torch.Tensor],
+) -> Unit:
+    run = _record(parameters, call, leaf, shared)
+    with torch.no_grad():
+        plain = _record(parameters, call, leaf, shared, backward=False)
+    local = {index: position for position, index in enumerate(run.recorder.made)}
+    renamed = dict(zip(plain.recorder.made, local.values(), strict=False))
+    events = run.recorder.events
+    forward = _ops(events[: run.forward_events], local, run)
+    backward = _ops(events[run.forward_events :], local, run)
+    marks = {key: local[index] for key, index in run.marks.items()}
+    freed = {index for op in forward for index in op.frees}
+    made = {index for op in forward for index in op.allocates}
+    tensors = tuple(_tensor(stored, leaf.dtype) for stored in run.recorder.made.values())
+    return Unit(
+        name=name,
+        weights=tuple(Tensor(key, tuple(p.shape), "weights", "weights") for key, p in parameters.items()),
+        tensors=tensors,
+        forward=forward,
+        forward_plain=_ops(plain.recorder.events[: plain.forward_events], renamed, plain),
+        backward=backward,
+        input=marks["input"],
+        output=marks["output"],
+        gradient_in=marks["gradient_in"],
+        gradient_out=marks.get("gradient_out", -1),
+        weight_gradients=tuple((key, local[index]) for key, index in run.weight_gradients),
+        saved=frozenset(made - freed - {marks["output"]})
+        | ({marks["input"]} if marks["input"] not in freed else set()),
+    )
+
+
+def _record(
+    parameters: dict[str, nn.Parameter],
+    call: Callable[[torch.Tensor], torch.Tensor],
+    leaf: torch.Tensor,
+    shared: list[torch.Tensor],
+    backward: bool = True,
+) -> _Run:
+    recorder = Recorder()
+    for tensor in shared:
+        recorder.outside(tensor)
+    one = torch.ones((), dtype=leaf.dtype)
+    weights = {recorder.outside(parameter): name for name, parameter in parameters.items()}
+    run = _Run(recorder, weights, {}, 0)
+
+    def mark(key: str, tensor: torch.Tensor) -> None:
+        run.marks[key] = recorder.storages.add(tensor)[0].index
+
+    with recorder:
+        seen = _Source.apply(leaf, lambda tensor: mark("input", tensor), lambda tensor: mark("gradient_out", tensor))
+        out = call(seen)
+        del seen
+        mark("output", out)
+        run.forward_events = len(recorder.events)
+        if backward:
+            loss = _Seed.apply(out, lambda tensor: mark("gradient_in", tensor))
+            mark("seed", loss)
+            del out
+            torch.autograd.backward(loss, one)
+    run.weight_gradients = tuple(
+        (name, recorder.storages.add(parameter.grad)[0].index)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    )
+    for parameter in parameters.values():
+        parameter.grad = None
+    return run
+
+
+def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...]:
+    """The operations that make, free or compute something; what a view frees counts to the operation before it."""
+    ops: list[Op] = []
+    others = {run.marks.get(key) for key in ("input", "gradient_in", "seed")}
+    kept = {run.marks.get(key) for key in ("output", "gradient_out", "seed")}
+    kept.update(index for _, index in run.weight_gradients)
+    for event in events:
+        makes = tuple(local[index] for index in event.makes if index not in others)
+        frees = tuple(local[index] for index in event.frees if index in local and index not in kept)
+        kind, flops, per = _arithmetic(event)
+        if not makes and kind == "elementwise":
+            if frees and ops:
+                ops[-1] = replace(ops[-1], frees=ops[-1].frees + frees)
+            continue
+        weight = next((run.weights[index] for index in event.reads if index in run.weights), "")
+        reads = tuple(local[index] for index in event.reads if index in local)
+        name = str(event.op).removesuffix(".default")
+        ops.append(Op(kind, name, makes, frees, reads, weight, flops, per))
+    return tuple(ops)
+
+
+def _arithmetic(event: Event) -> tuple[str, int, str]:
+    """Kind of operation, and its floating-point operations per token, or per b*s*s for attention (causal: half)."""
+    name = str(event.op)
+    if name in ("aten.mm.default", "aten.addmm.default"):
+        left, right = event.shapes[-2:]
+        return "matmul", 2 * left[0] * left[1] * right[1] // (MICRO_BATCH * SEQ_LEN), "b*s"
+    if name.startswith("shardwise.attention"):
+        _, heads, _, head_dim = event.shapes[0]
+        backward = name.startswith("shardwise.attention_backward")
+        return "attention", (5 if backward else 2) * heads * head_dim, "b*s*s"
+    return "elementwise", 0, "b*s"
+
+
+def _tensor(stored: Stored, compute: torch.dtype) -> Tensor:
+    shape = tuple(_dim(size) for size in stored.shape)
+    if stored.dtype == compute:
+        dtype = "compute"
+    else:
+        dtype = "statistics" if stored.dtype.is_floating_point else str(stored.dtype).removeprefix("torch.")
+    return Tensor(f"t{stored.index}", shape, dtype)
+
+
+def _dim(size: int) -> Dim:
+    if size in SYMBOLS:
+        return SYMBOLS[size]
+    if size and (size % MICRO_BATCH == 0 or size % SEQ_LEN == 0):
+        raise ValueError(f"a dim of {size} grows with the batch in a way that a sheet cannot say")
+    return size

@@ -1,0 +1,236 @@
+"""Where the weights and their gradients are at each moment of a step: whole on every rank, or gathered when needed.
+
+:class:`Sharded` follows FSDP2: a group is gathered into one buffer and copied out of it; in forward the buffer lives
+until the next group's copy-out, in backward the next group is gathered while one computes; after a group's backward
+its gradients are copied into one buffer, scattered, and the buffer lives until the next group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import prod
+from typing import Protocol
+
+from shardwise.planner.tape import Tape
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import Sheet, Tensor, Unit
+from shardwise.techniques.replicas import buckets
+from shardwise.techniques.shard import Group, groups
+
+ROOT = -1
+
+
+class Weights(Protocol):
+    """What planner/schedule.py tells: when a group's forward and backward begin and end, and each weight gradient."""
+
+    def begin(self, *, first: bool, last: bool) -> None: ...
+    def before_forward(self, group: int) -> None: ...
+    def after_forward(self, group: int) -> None: ...
+    def before_backward(self, group: int) -> None: ...
+    def after_backward(self, group: int) -> None: ...
+    def cast(self, unit: Unit, name: Hashable) -> None: ...
+    def uncast(self, unit: Unit, name: Hashable) -> None: ...
+    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None: ...
+    def head_gradient(self, key: Hashable) -> None: ...
+
+
+def full_name(name: Hashable, weight: str) -> str:
+    return f"layers.{name}.{weight}" if isinstance(name, int) else weight
+
+
+class Replicated:
+    """Every rank holds all weights. Where they are computed with in another type, a unit's copies live from its forward
+    to its backward. The last micro-batch flattens gradients bucket by bucket."""
+
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        self.tape, self.plan, self.tied = tape, plan, sheet.tied
+        self.embedding = sheet.stem.weights[0]
+        self.bytes = BYTES[plan.precision.weights]
+        self.casts = plan.precision.compute != plan.precision.weights
+        sizes = [(name, prod(map(int, weight.shape)) * self.bytes) for name, weight in named_weights(sheet)]
+        self.size = dict(sizes)
+        self.buckets = buckets(sizes, plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
+        self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
+        self.first = self.last = True
+        self.missing: list[int] = []
+        self.sent = 0
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+        self.missing, self.sent = [len(names) for names in self.buckets], 0
+
+    def before_forward(self, group: int) -> None: ...
+    def after_forward(self, group: int) -> None: ...
+    def before_backward(self, group: int) -> None: ...
+    def after_backward(self, group: int) -> None: ...
+
+    def cast(self, unit: Unit, name: Hashable) -> None:
+        if self.casts and name != "stem":
+            for weight in unit.weights:
+                if weight.name != "head.weight":
+                    size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
+                    self.tape.make(("cast", name, weight.name), "gathered", size)
+
+    def uncast(self, unit: Unit, name: Hashable) -> None:
+        for weight in unit.weights:
+            self.tape.free(("cast", name, weight.name))
+
+    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
+        if self.tied and weight is self.embedding:
+            self.tape.free(("gradient", "head"))
+        self._arrived(full_name(name, weight.name), key)
+
+    def head_gradient(self, key: Hashable) -> None:
+        if self.tied:
+            self.tape.make(("gradient", "head"), "gradients", self.size[self.embedding.name])
+            self.tape.free(key)
+        else:
+            self._arrived("head.weight", key)
+
+    def _arrived(self, name: str, key: Hashable) -> None:
+        if self.first:
+            self.tape.make(("grad", name), "gradients", self.size[name])
+        self.tape.free(key)
+        if self.last and self.buckets:
+            self.missing[self.bucket_of[name]] -= 1
+            while self.sent < len(self.buckets) and self.missing[self.sent] == 0:
+                self._send(self.sent)
+                self.sent += 1
+
+    def _send(self, index: int) -> None:
+        names = self.buckets[index]
+        total = sum(self.size[name] for name in names)
+        if len(names) > 1:
+            self.tape.make(("bucket", index), "gradients", total)
+            for name in names:
+                self.tape.free(("grad", name))
+        wire = BYTES[self.plan.precision.reduce]
+        if self.plan.precision.reduce != self.plan.precision.weights:
+            self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
+
+
+def named_weights(sheet: Sheet) -> list[tuple[str, Tensor]]:
+    """Every weight under its canonical name, in the order of the model."""
+    named = [(weight.name, weight) for weight in sheet.stem.weights]
+    for index, kind in enumerate(sheet.order):
+        named += [(full_name(index, weight.name), weight) for weight in sheet.blocks[kind].weights]
+    return named + [(weight.name, weight) for weight in sheet.tail.weights]
+
+
+class Sharded:
+    """Every rank holds a slice, as FSDP2 does it."""
+
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        self.tape, self.plan, self.tied = tape, plan, sheet.tied
+        self.groups: dict[int, Group] = groups(sheet, plan)
+        self.strategy = plan.shard.strategy
+        self.embedding = sheet.stem.weights[0]
+        self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
+        self.order = [*range(len(sheet.order)), ROOT]
+        self.gathered: set[int] = set()
+        self.first = self.last = True
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+
+    def _gather(self, group: int) -> None:
+        """Copies this rank's slice into the compute type, then gathers into a buffer."""
+        size = self.groups[group]
+        kept = ("post forward", group) in self.tape.alive
+        if size.casts and not kept:
+            self.tape.make(("slice", group), "buffers", size.wire_bytes // self.plan.layout.dp_shard)
+        self.tape.make(("gather", group), "buffers", size.wire_bytes)
+        self.tape.free(("slice", group))
+
+    def _copy_out(self, group: int) -> None:
+        self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
+        self.tape.free(("post forward", group))
+        self.gathered.add(group)
+
+    def before_forward(self, group: int) -> None:
+        if group in self.gathered:
+            return
+        self._gather(group)
+        for other in self.groups:
+            if other != group:
+                self.tape.free(("gather", other))
+        self._copy_out(group)
+
+    def after_forward(self, group: int) -> None:
+        if group == ROOT:
+            for other in self.groups:
+                self.tape.free(("gather", other))
+        elif self.reshard is not False:
+            if self.reshard is not True:
+                share = self.groups[group].wire_bytes // self.reshard
+                self.tape.make(("post forward", group), "gathered", share)
+            self._drop(group)
+
+    def _drop(self, group: int) -> None:
+        self.tape.free(("weights", group))
+        self.gathered.discard(group)
+
+    def before_backward(self, group: int) -> None:
+        if group not in self.gathered:
+            if ("gather", group) not in self.tape.alive:
+                self._gather(group)
+            self._copy_out(group)
+            self.tape.free(("gather", group))
+        ahead = self.order[self.order.index(group) - 1] if group != 0 else None
+        if ahead is not None and ahead not in self.gathered:
+            self._gather(ahead)
+
+    def cast(self, unit: Unit, name: Hashable) -> None: ...
+    def uncast(self, unit: Unit, name: Hashable) -> None: ...
+
+    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
+        group = name if isinstance(name, int) else ROOT
+        size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
+        if self.tied and weight is self.embedding:
+            self.tape.free(("unsharded", group, "head"))
+        if ("unsharded", group, weight.name) not in self.tape.alive:
+            self.tape.make(("unsharded", group, weight.name), "accumulated gradients", size)
+        self.tape.free(key)
+
+    def head_gradient(self, key: Hashable) -> None:
+        size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
+        if ("unsharded", ROOT, "head") not in self.tape.alive:
+            self.tape.make(("unsharded", ROOT, "head"), "accumulated gradients", size)
+        self.tape.free(key)
+
+    def after_backward(self, group: int) -> None:
+        size = self.groups[group]
+        reduces = self.last or self.strategy != "zero1"
+        if self.last or self.strategy == "zero3":
+            self._drop(group)
+        unsharded = [key for key in self.tape.alive if isinstance(key, tuple) and key[:2] == ("unsharded", group)]
+        if reduces:
+            self._reduce(group, unsharded)
+            if group == ROOT and self.last:
+                self.tape.free(("scatter", group))
+        elif size.reduce_type != size.compute_type:
+            # Gradients that wait for the last micro-batch wait in the type they are reduced in.
+            if ("accumulated", group) not in self.tape.alive:
+                self.tape.make(("accumulated", group), "accumulated gradients", size.accumulated_bytes)
+            for key in unsharded:
+                self.tape.free(key)
+
+    def _reduce(self, group: int, unsharded: list[Hashable]) -> None:
+        size = self.groups[group]
+        for other in self.groups:
+            self.tape.free(("scatter", other))
+        self.tape.make(("scatter", group), "buffers", size.reduce_bytes)
+        for key in [*unsharded, ("accumulated", group)]:
+            self.tape.free(key)
+        share = size.reduce_bytes // self.plan.layout.dp_shard
+        self.tape.make(("scattered", group), "buffers", share)
+        hybrid = self.plan.layout.dp_replicate > 1
+        if hybrid and not self.last:
+            if ("partial", group) not in self.tape.alive:
+                self.tape.make(("partial", group), "gradients", share)
+            self.tape.free(("scattered", group))
+            return
+        self.tape.free(("partial", group))
+        if ("grad", group) not in self.tape.alive:
+            self.tape.make(("grad", group), "gradients", size.gradient_bytes)
+        self.tape.free(("scattered", group))

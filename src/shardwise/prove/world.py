@@ -1,0 +1,189 @@
+"""A world of any size in one process: the real techniques and the real step, on fake tensors and a fake process group.
+
+What they send and hold is recorded and can be compared, to the byte, with what the planner said of the same plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import techniques
+from shardwise.data.batch import MicroBatch
+from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, watch_resizes
+from shardwise.methods import pretrain
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.planner.record import Storages, plain_tensors
+from shardwise.runtime import step as steps
+from shardwise.runtime.build import allocate
+from shardwise.runtime.measure import CONTROL_BYTES, KINDS, axis_names, group_name, payload_bytes
+from shardwise.runtime.slices import local
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.world import mesh as mesh_of
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Optim
+from shardwise.techniques import optim
+
+Sent = Counter[tuple[str, str, int]]
+"""(axis, kind, bytes of one call) -> calls."""
+
+
+@contextmanager
+def fake_world(layout: Layout, rank: int = 0) -> Iterator[DeviceMesh | None]:
+    """A default process group of ``layout.world`` ranks, this process being ``rank``, whose collectives do nothing."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=layout.world)
+    try:
+        with fresh_sharding_propagation():
+            yield mesh_of(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Measured:
+    """One step of one rank. ``state`` are bytes by category; ``saved_bytes`` is what forward leaves for backward (of
+    the first micro-batch); ``peak_bytes`` the most alive at any moment."""
+
+    sent: Sent = field(default_factory=Counter)
+    state: dict[str, int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Tracker(TorchDispatchMode):
+    """Counts collectives, and bytes alive on fake tensors of one mode. FSDP2 empties and refills the storage of
+    gathered weights; that is ``resized`` here, apart from the rest."""
+
+    def __init__(self, fake: FakeTensorMode, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.fake, self.axes = fake, axes
+        self.sent: Sent = Counter()
+        self.storages = Storages(self._freed)
+        self.sizes: dict[int, int] = {}
+        self.resized: set[int] = set()
+        self.alive_bytes = self.peak_bytes = 0
+
+    def resized_bytes(self) -> int:
+        return sum(self.sizes.get(index, 0) for index in self.resized)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        stored = self.storages.known.get(storage._cdata)
+        if stored is not None:
+            self.resized.add(stored.index)
+            self._count(stored.index, size)
+
+    def _count(self, index: int, size: int) -> None:
+        self.alive_bytes += size - self.sizes.get(index, 0)
+        self.sizes[index] = size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+    def _freed(self, index: int) -> None:
+        self.alive_bytes -= self.sizes.pop(index)
+        self.resized.discard(index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it will come back as operations on local shards
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1  # any number will do: it decides nothing that is counted
+        if func.namespace == "c10d" and func._schema.name.partition("::")[2] in KINDS:
+            kind = KINDS[func._schema.name.partition("::")[2]]
+            groups = [value for value in args if isinstance(value, torch.ScriptObject)]
+            size = payload_bytes(args)
+            # Along one axis the group of the whole world is the axis's own: a control message is told by its size.
+            axis = "world" if size <= CONTROL_BYTES else self.axes.get(group_name(groups), "world")
+            self.sent[axis, kind, size] += 1
+        out = func(*args, **(kwargs or {}))
+        for tensor in plain_tensors(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:
+                stored, new = self.storages.add(tensor)
+                if new:
+                    self._count(stored.index, stored.bytes)
+        return out
+
+
+def measure(spec: ModelSpec, plan: Plan, rank: int = 0, optim_settings: Optim | None = None) -> Measured:
+    """Runs two steps of ``plan`` as ``rank`` of its world and measures the second."""
+    settings = optim_settings or Optim()
+    with fake_world(plan.layout, rank) as mesh:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        tracker = Tracker(fake, axis_names(mesh))
+        with watch_resizes(tracker.resize):
+            parts = _parts(spec, plan, mesh, fake, tracker)
+            with fake, tracker:
+                state = TrainState(parts, optim.build(parts, settings, plan))
+                _step(state, plan, settings, lambda phase: None)
+                tracker.sent.clear()
+                tracker.peak_bytes = tracker.alive_bytes
+                return _measured_step(state, plan, settings, tracker)
+
+
+def _parts(
+    spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, fake: FakeTensorMode, tracker: Tracker
+) -> list[torch.nn.Module]:
+    """As runtime/build.py makes them; FSDP2 must be applied outside the fake mode, since meshes do real arithmetic."""
+    with torch.device("meta"):
+        parts: list[torch.nn.Module] = [Decoder(spec)]
+    if plan.shard.strategy != "ddp":
+        parts = techniques.apply(parts, plan, mesh)
+        with fake, tracker:
+            allocate(parts, spec, torch.device("cpu"))
+        return parts
+    for part in parts:
+        part.to(techniques.numbers.torch_type(plan.precision.weights))
+    with fake, tracker:
+        allocate(parts, spec, torch.device("cpu"))
+        return techniques.apply(parts, plan, mesh)
+
+
+def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Tracker) -> Measured:
+    result = Measured()
+    before: list[int] = []
+
+    def enter(phase: str) -> None:
+        if phase == "forward":
+            before.append(tracker.alive_bytes - tracker.resized_bytes())
+        if phase == "backward" and not result.saved_bytes:
+            result.saved_bytes = tracker.alive_bytes - tracker.resized_bytes() - before[0]
+        if phase == "optimizer":
+            gradients = [p.grad for p in state.trained() if p.grad is not None]
+            result.state["gradients"] = _storage_bytes(gradients)
+
+    _step(state, plan, settings, enter)
+    result.sent = Counter(tracker.sent)
+    result.peak_bytes = tracker.peak_bytes
+    result.state["weights"] = _storage_bytes(list(state.parameters().values()))
+    moments = [value for states in state.optimizer.state.values() for value in states.values()]
+    result.state["moments"] = _storage_bytes(moments)
+    return result
+
+
+def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str], None]) -> None:
+    shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
+    batches = [
+        MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0)
+        for _ in range(plan.batch.accumulation)
+    ]
+
+    def loss(model: Any, batch: MicroBatch, denominator: float) -> torch.Tensor:
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    steps.reduce.count_supervised(1, torch.device("cpu"))
+    steps.step(state, batches, 1, steps.Rules(plan, settings, 100, loss, enter))
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {s._cdata: s.nbytes() for s in (local(t.detach()).untyped_storage() for t in tensors)}
+    return sum(storages.values())
