@@ -39,6 +39,7 @@ FP64 = Precision(compute="fp64", weights="fp64", reduce="fp64")
 FP32 = Precision()
 BF16 = Precision(compute="bf16")
 
+NO_REMAT = Remat()
 ROWS, SEQ_LEN = 16, 12
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -50,7 +51,7 @@ def layout(strategy: str, world: int) -> Layout:
     return Layout(dp_replicate=2, dp_shard=world // 2) if strategy == "hsdp" else Layout(dp_shard=world)
 
 
-def plan(strategy: str, world: int, precision: Precision, remat: Remat = Remat(), accumulation: int = 1) -> Plan:
+def plan(strategy: str, world: int, precision: Precision, remat: Remat = NO_REMAT, accumulation: int = 1) -> Plan:
     """Sixteen rows a step however they are split; the loss takes its tokens in several chunks, the last one smaller."""
     micro_batch_size = ROWS // accumulation // layout(strategy, world).dp
     return Plan(
@@ -66,5 +67,3 @@ def grid(strategy: str, world: int, precision: Precision) -> list[Plan]:
     """Every way of recomputing with and without accumulation."""
     modes = (Remat("none"), Remat("selective"), Remat("full"))
     return [plan(strategy, world, precision, remat, m) for remat, m in product(modes, (1, 4))]
-
-

@@ -97,7 +97,10 @@ def target(imported: Import, names: set[str]) -> str | None:
 def tree_files() -> tuple[Path, ...]:
     """Every file of the repository that is, or would be, tracked."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listed.returncode == 0:
         names = (ROOT / name for name in listed.stdout.split("\0") if name)

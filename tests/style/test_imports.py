@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from itertools import chain
 
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
@@ -125,11 +126,16 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     report(found, "private names of torch are used in interop/torch_private.py only")
 
 
+UNDERSCORED_BUT_DOCUMENTED = ("torch.utils._python_dispatch", "torch.utils._pytree", "torch._subclasses.fake_tensor")
+"""Modules that torch's own documents tell users to import: dispatch modes, pytrees, fake tensors."""
+
+
 def private_imports(source: Source) -> list[str]:
     return [
         source.at(imported.line, f"{imported.module} {imported.name or ''}")
         for imported in imports(source)
         if imported.module.partition(".")[0] == "torch"
+        and imported.module not in UNDERSCORED_BUT_DOCUMENTED
         and any(part.startswith("_") for part in [*imported.module.split("."), imported.name or ""])
     ]
 
@@ -142,7 +148,7 @@ def private_attributes(source: Source) -> list[str]:
         for imported in imports(source)
         if imported.module.startswith("torch") and (imported.name or "torch").islower()
     }
-    modules |= {alias for alias in aliases(source)}
+    modules |= aliases(source)
     found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -172,7 +178,7 @@ def test_every_library_is_declared_and_pinned() -> None:
     """A library that is imported is a dependency of the package, and constraints.txt pins every dependency."""
     declared = project()["project"]
     assert isinstance(declared, dict)
-    required = [*declared["dependencies"], *sum(declared["optional-dependencies"].values(), [])]
+    required = [*declared["dependencies"], *chain.from_iterable(declared["optional-dependencies"].values())]
     known = {re.split(r"[<>=~!\[ ]", line)[0].lower() for line in required}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -59,3 +62,12 @@ def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Itera
         yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """What torch's flight recorder remembers of this process's collectives, oldest first: among others
+    ``profiling_name``, ``collective_seq_id`` and ``is_p2p``. Without it a hang could not be told by its collective."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    trace = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    return trace.get("entries") or []

@@ -1,14 +1,15 @@
 """Does a plan compute the right thing? The same training on N ranks and, written plainly, on one process, compared.
 
 The plain loop shares with the run only the model's modules and its initial weights: no technique, no runtime, full
-logits, torch's own AdamW and clipping, the whole batch at once. In float64 correct code agrees to 1e-9 after five AdamW
-steps; in fp32 it does not (a gradient near zero may change its sign, which Adam makes a full step of), so there the loss
-and the first gradients are what counts, and in bf16 the direction of each gradient.
+logits, torch's own AdamW and clipping, the whole batch at once. In float64 correct code agrees to 1e-9 after five
+AdamW steps; in fp32 it does not (a gradient near zero may change its sign, which Adam makes a full step of), so there
+the loss and the first gradients are what counts, and in bf16 the direction of each gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -115,10 +116,6 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
 def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
     """The worst of every rank's errors."""
 
-    def worst(errors: dict[str, float]) -> Worst:
-        where = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-        return Worst(errors[where], where)
-
     def numbers(of: str, expected: Sequence[float], found: Sequence[Sequence[float]]) -> Worst:
         return worst(
             {
@@ -128,33 +125,42 @@ def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
             }
         )
 
-    gradients, weights, turns = {}, {}, {}
-    for rank, trace in enumerate(traces):
-        gradients |= {f"{name}, rank {rank}": e for name, e in differences(right.gradients, trace.gradients).items()}
-        weights |= {f"{name}, rank {rank}": e for name, e in differences(right.weights, trace.weights).items()}
-        turns |= {f"{name}, rank {rank}": turned(right.gradients[name], g) for name, g in trace.gradients.items()}
+    def tensors(errors: Callable[[Trace], dict[str, float]]) -> Worst:
+        return worst({f"{n}, rank {rank}": e for rank, trace in enumerate(traces) for n, e in errors(trace).items()})
+
     return Parity(
         numbers("loss", right.losses, [trace.losses for trace in traces]),
         numbers("norm", right.norms, [trace.norms for trace in traces]),
-        worst(gradients),
-        worst(turns),
-        worst(weights),
+        tensors(lambda trace: differences(right.gradients, trace.gradients)),
+        tensors(lambda trace: turned(right.gradients, trace.gradients)),
+        tensors(lambda trace: differences(right.weights, trace.weights)),
     )
 
 
+def worst(errors: Mapping[str, float]) -> Worst:
+    """The largest; what is not a number is larger than any."""
+    where = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name])
+    return Worst(errors[where], where)
+
+
 def differences(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of each tensor; the two must have the same names and shapes."""
-    if {n: t.shape for n, t in right.items()} != {n: t.shape for n, t in found.items()}:
-        raise ValueError(f"tensors differ in name or shape: {sorted(right)} and {sorted(found)}")
+    """Relative error of each tensor; infinite for one that is missing, new or of another shape."""
+    errors = {name: float("inf") for name in found.keys() - right.keys()}
+    for name, known in right.items():
+        same = name in found and found[name].shape == known.shape
+        scale = known.double().abs().max().clamp_min(1e-30)
+        errors[name] = float((found[name].double() - known.double()).abs().max() / scale) if same else float("inf")
+    return errors
+
+
+def turned(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+    """1 - the cosine of the angle between each gradient and the right one; 2, the opposite, for one that is missing."""
     return {
-        name: float((found[name].double() - known.double()).abs().max() / known.double().abs().max().clamp_min(1e-30))
+        name: 1.0 - float(functional.cosine_similarity(known.double().flatten(), found[name].double().flatten(), dim=0))
+        if name in found
+        else 2.0
         for name, known in right.items()
     }
-
-
-def turned(right: Tensor, found: Tensor) -> float:
-    """1 - the cosine of the angle between two gradients."""
-    return 1.0 - float(functional.cosine_similarity(right.double().flatten(), found.double().flatten(), dim=0))
 
 
 def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan], steps: int) -> list[Trace]:
@@ -218,7 +224,9 @@ def stack(rows: Sequence[MicroBatch]) -> MicroBatch:
     """Rows [1,s] under each other."""
     lengths = [row.ids.shape[1] for row in rows]
     starts = [sum(lengths[:index]) for index in range(len(rows))]
-    documents = [row.documents[:-1] + start for row, start in zip(rows, starts, strict=True) if row.documents is not None]
+    documents = [
+        row.documents[:-1] + start for row, start in zip(rows, starts, strict=True) if row.documents is not None
+    ]
     return MicroBatch(
         torch.cat([row.ids for row in rows]),
         torch.cat([row.labels for row in rows]),
@@ -270,7 +278,10 @@ def plain(job: Job) -> Trace:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         assert OPTIM.max_grad_norm is not None
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)))
-        warm, fallen = (number + 1) / OPTIM.warmup_steps, (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
+        warm, fallen = (
+            (number + 1) / OPTIM.warmup_steps,
+            (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps),
+        )
         for group in optimizer.param_groups:
             group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
         optimizer.step()

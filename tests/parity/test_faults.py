@@ -1,0 +1,174 @@
+"""Parity must see what is wrong: faults planted into the ranks' code, each of which must break the tolerance by far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.data.batch import MicroBatch
+from shardwise.methods import pretrain
+from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from shardwise.runtime.reduce import Verdict
+from shardwise.spec.plan import Plan
+from shardwise.techniques import optim, shard
+from shardwise.techniques.replicas import Replicas
+from tests.parity.cases import FP64, UNTIED, plan
+
+Fault = Callable[[Plan], AbstractContextManager[Any]]
+finish, agree, loss = Replicas.finish, reduce.agree, pretrain.loss
+squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.synchronise
+
+
+def mean_over_replicas(self: Replicas) -> None:
+    finish(self)
+    for bucket in self.buckets if self.active else []:
+        for parameter in bucket:
+            assert parameter.grad is not None
+            parameter.grad /= dist.get_world_size()
+
+
+def clip_by_the_local_norm(local: Tensor, share: Tensor, stop: bool) -> Verdict:
+    return replace(agree(local, share, stop), squares=float(local))
+
+
+def loss_over_accumulation(model: Any, batch: MicroBatch, chunk: int, denominator: float) -> Tensor:
+    return loss(model, batch, chunk, denominator * 4)
+
+
+def sees_other_documents(batch: MicroBatch) -> MaskSpec:
+    return MaskSpec()
+
+
+def no_positions(model: Any, batch: MicroBatch, chunk: int, denominator: float) -> Tensor:
+    return loss(model, replace(batch, positions=torch.zeros_like(batch.positions)), chunk, denominator)
+
+
+def last_micro_batch_only(parts: Any, plan: Plan, *, last: bool) -> None:
+    synchronise(parts, plan, last=True)
+    for part in parts:
+        part.zero_grad()
+
+
+FAULTS: dict[str, tuple[Fault, Plan]] = {
+    "mean instead of sum, replicas": (
+        lambda plan: patch.object(Replicas, "finish", mean_over_replicas),
+        plan("ddp", 2, FP64),
+    ),
+    "mean instead of sum, shards": (
+        lambda plan: patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+        plan("zero3", 2, FP64),
+    ),
+    "no all-reduce between replicas": (
+        lambda plan: patch.multiple(Replicas, _arrived=lambda self, index: None, finish=lambda self: None),
+        plan("ddp", 2, FP64),
+    ),
+    "no all-reduce between replicas of a hybrid": (
+        lambda plan: patch.object(shard, "synchronise", without_all_reduce),
+        plan("hsdp", 4, FP64),
+    ),
+    "each rank divides by its own tokens": (
+        lambda plan: patch.object(reduce, "count_supervised", lambda tokens, device: tokens * plan.layout.dp),
+        plan("zero2", 2, FP64),
+    ),
+    "the loss is divided by the accumulation too": (
+        lambda plan: patch.object(pretrain, "loss", loss_over_accumulation),
+        plan("zero1", 2, FP64, accumulation=4),
+    ),
+    "clipping by the local norm": (
+        lambda plan: patch.object(reduce, "agree", clip_by_the_local_norm),
+        plan("zero3", 2, FP64),
+    ),
+    "replicas counted twice in the norm": (
+        lambda plan: patch.object(reduce, "local_squares", lambda tensors, ranks: 2 * squares(tensors, ranks)),
+        plan("hsdp", 4, FP64),
+    ),
+    "weight decay on norms": (
+        lambda plan: patch.object(optim, "UNDECAYED", frozenset()),
+        plan("ddp", 2, FP64),
+    ),
+    "the schedule is a step ahead": (
+        lambda plan: patch.object(optim, "learning_rate", lambda o, step, steps: rate(o, step + 1, steps)),
+        plan("zero3", 2, FP64),
+    ),
+    "documents see each other": (
+        lambda plan: patch.object(pretrain, "mask", sees_other_documents),
+        plan("zero2", 2, FP64),
+    ),
+    "positions are ignored": (
+        lambda plan: patch.object(pretrain, "loss", no_positions),
+        plan("ddp", 2, FP64),
+    ),
+    "gradients of early micro-batches are lost": (
+        lambda plan: patch.object(shard, "synchronise", last_micro_batch_only),
+        plan("zero2", 2, FP64, accumulation=4),
+    ),
+    "two ranks read the same rows": (
+        lambda plan: patch("shardwise.spec.layout.Layout.dp_rank", lambda self, rank: 0),
+        plan("zero3", 2, FP64),
+    ),
+}
+
+
+def without_all_reduce(parts: Any, plan: Plan, *, last: bool) -> None:
+    for part in parts:
+        part.set_is_last_backward(last)
+        part.set_requires_all_reduce(False)
+
+
+def train_with_faults(rank: int, world: int, spec: ModelSpec, names: list[str]) -> list[parity.Trace]:
+    traces = []
+    for name in names:
+        fault, of = FAULTS[name]
+        with fault(of):
+            traces.append(parity.train(rank, spec, of, 3))
+    return traces
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_planted_fault_is_caught(ranks: RankPool, world: int) -> None:
+    names = [name for name, (_, of) in FAULTS.items() if of.layout.world == world]
+    answers = ranks.run(train_with_faults, UNTIED, names, world=world)
+    for place, name in enumerate(names):
+        right = parity.plain(parity.job_of(UNTIED, FAULTS[name][1], 3))
+        found = parity.compare(right, [traces[place] for traces in answers])
+        worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
+        assert worst > 1e-4, f"{name} was not seen: {found}"
+
+
+def test_a_fault_on_one_rank_only_is_seen() -> None:
+    right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
+    bent = {name: weight.clone() for name, weight in right.weights.items()}
+    bent["layers.1.mlp.up.weight"][3, 4] *= 1.001
+    found = parity.compare(right, [right, replace(right, weights=bent)])
+    assert found.weight.where == "layers.1.mlp.up.weight, rank 1"
+    assert found.weight.error > 1e-6
+    assert found.gradient.error == 0.0
+
+
+def test_a_missing_gradient_is_the_worst() -> None:
+    right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
+    lost = {name: gradient for name, gradient in right.gradients.items() if name != "norm.weight"}
+    found = parity.compare(right, [right, replace(right, gradients=lost)])
+    assert found.gradient == parity.Worst(float("inf"), "norm.weight, rank 1")
+
+
+def test_a_gradient_that_is_not_a_number_is_the_worst() -> None:
+    right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
+    poisoned = {name: gradient.clone() for name, gradient in right.gradients.items()}
+    poisoned["layers.0.attention.q.weight"][0, 0] = float("nan")
+    found = parity.compare(right, [replace(right, gradients=poisoned)])
+    assert found.gradient.where == "layers.0.attention.q.weight, rank 0"
+    assert not found.gradient.error <= 1e-9
