@@ -30,7 +30,7 @@ def random_config(seed: int) -> dict[str, Any]:
     )
     return {
         "vocab_size": rng.randint(50, 120),
-        "hidden_size": rng.choice([32, 48]),
+        "hidden_size": rng.choice([24, 48]),
         "intermediate_size": rng.randint(40, 90),
         "num_hidden_layers": rng.randint(1, 3),
         "num_attention_heads": heads,

@@ -56,6 +56,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor
 
 
 SHUFFLED = torch.stack([torch.randperm(S, generator=torch.Generator().manual_seed(1)) for _ in range(B)])
+SINKS = torch.randn(H, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 MASKS = {
     "causal": MaskSpec(),
     "full": MaskSpec(causal=False),
@@ -64,11 +65,9 @@ MASKS = {
     "window": MaskSpec(window=7),
     "full window": MaskSpec(causal=False, window=7),
     "soft cap": MaskSpec(soft_cap=1.5),
-    "sinks": MaskSpec(sinks=torch.randn(H, dtype=torch.float64)),
+    "sinks": MaskSpec(sinks=SINKS),
     "positions": MaskSpec(positions=SHUFFLED),
-    "all": MaskSpec(
-        window=9, documents=DOCUMENTS, longest=33, soft_cap=2.0, sinks=torch.randn(H, dtype=torch.float64)
-    ),
+    "all": MaskSpec(window=9, documents=DOCUMENTS, longest=33, soft_cap=2.0, sinks=SINKS),
 }
 
 

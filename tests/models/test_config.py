@@ -1,0 +1,142 @@
+"""Configs from and to Hugging Face, the built-in table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, ShardwiseError
+from shardwise.models import known
+from shardwise.models.config import RopeScaling, from_hf, load_spec, parameter_count, to_hf
+from tests.models.llama import random_config
+
+# Parameters as the models' pages on the Hub give them.
+COUNTS = {
+    "Llama-2-7b": 6_738_415_616,
+    "Llama-2-13b": 13_015_864_320,
+    "Llama-2-70b": 68_976_648_192,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "TinyLlama-1.1B": 1_100_048_384,
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
+}
+SMALL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_built_in_models_have_the_published_size(name: str) -> None:
+    assert parameter_count(load_spec(name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "known_as"),
+    [
+        ("meta-llama/Llama-3.1-70B", "Llama-3.1-70B"),
+        ("META-LLAMA/meta-llama-3.1-8b-instruct", "Llama-3.1-8B"),
+        ("meta-llama/Llama-2-70b-chat-hf", "Llama-2-70b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "TinyLlama-1.1B"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
+        ("llama-3.2-1b", "Llama-3.2-1B"),
+    ],
+)
+def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> None:
+    assert load_spec(name).name == known_as
+
+
+def test_somebody_elses_model_of_the_same_name_is_not_the_built_in_one() -> None:
+    assert known.find("somebody/Llama-3.1-8B") is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_configs_survive_transformers(seed: int) -> None:
+    """ours -> transformers -> ours, and transformers' own defaults are ours."""
+    spec = from_hf(LlamaConfig(**random_config(seed)).to_dict(), "test")
+    again = LlamaConfig(**to_hf(spec))
+    assert from_hf(again.to_dict(), "test") == spec
+    assert from_hf(to_hf(spec), "test") == spec
+    bare = LlamaConfig(**{k: v for k, v in SMALL.items() if k != "model_type"})
+    assert from_hf(SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "bare") == from_hf(bare.to_dict(), "bare")
+
+
+def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = from_hf(SMALL | {"rope_theta": 5e5, "rope_scaling": rope | {"rope_type": "llama3"}}, "x")
+    new = from_hf(SMALL | {"rope_parameters": rope | {"rope_type": "llama3", "rope_theta": 5e5}}, "x")
+    assert old == new
+    assert (old.rope_theta, old.rope_scaling) == (5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
+    assert from_hf(SMALL | {"rope_scaling": {"type": "linear", "factor": 2}}, "x").rope_scaling == RopeScaling(
+        "linear", 2.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "code", "text"),
+    [
+        ({"num_attention_heads": 5}, ConfigError, "PLAN008", "hidden_size 48 / 5 heads is not whole"),
+        ({"head_dim": 7}, ConfigError, "PLAN008", "head_dim 7 is not even"),
+        ({"num_key_value_heads": 3}, ConfigError, "PLAN008", "one of 1, 2, 4"),
+        ({"num_hidden_layers": 0}, ConfigError, "PLAN008", "num_hidden_layers is 0"),
+        ({"vocab_size": "100"}, ConfigError, "CFG004", "`vocab_size` must be a whole number, got '100'"),
+        ({"hidden_size": None}, ConfigError, "CFG004", "hidden_size"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaLM"]},
+            ConfigError,
+            "MOD001",
+            "a model of one of these: Llama",
+        ),
+        ({"model_type": None}, ConfigError, "MOD001", "not supported"),
+        ({"hidden_act": "gelu"}, ConfigError, "MOD001", "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "MOD001", "one of: default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ConfigError, "MOD001", "lacks low_freq_factor"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, PolicyError, "SEC008", "never executed"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[ShardwiseError], code: str, text: str) -> None:
+    with pytest.raises(error) as caught:
+        from_hf(SMALL | change, "x")
+    assert caught.value.problems[0].code == code
+    assert text in str(caught.value)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_hf(SMALL | {"head_dim": 7, "num_key_value_heads": 3}, "x")
+    assert len(caught.value.problems) == 2
+
+
+def test_models_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match=r"did you mean Llama-3\.1-8B"):
+        load_spec("lama-3.1-8b")
+    with pytest.raises(MissingInputError, match=r"no config\.json"):
+        load_spec(str(tmp_path))
+    (tmp_path / "config.json").write_text("<html>")
+    with pytest.raises(DataError, match="is not JSON"):
+        load_spec(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    assert load_spec(str(tmp_path)).hidden_size == 48
+
+
+def test_a_config_is_read_without_torch() -> None:
+    code = "import sys; from shardwise.models.config import load_spec as load; load('Llama-3-8B'); print(*sys.modules)"
+    environment = {"PYTHONPATH": str(Path(known.__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+    assert "shardwise.models.config" in modules and "torch" not in modules
