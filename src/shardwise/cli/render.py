@@ -66,7 +66,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
 def traffic_lines(estimate: Estimate) -> list[str]:
     """What one rank sends in one step: payload, by axis and link."""
     rows = [
-        (t.axis, t.kind.replace("_", "-"), t.category, f"{t.count:,} x", show_payload(t.bytes * t.count), t.link)
+        (t.axis, t.kind.replace("_", "-"), t.category, f"{t.count:,} x", show_payload(t.bytes), t.link)
         for t in estimate.traffic
     ]
     return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
@@ -91,7 +91,7 @@ def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
     for plan in plans:
         estimate = plan.estimate
         share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
-        sent = sum(traffic.bytes * traffic.count for traffic in estimate.traffic)
+        sent = sum(traffic.bytes for traffic in estimate.traffic)
         word = "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit"
         same = (plan.shard, plan.layout) == (chosen.shard, chosen.layout)
         peak = f"{estimate.peak_bytes:,}"
@@ -124,7 +124,7 @@ def why_lines(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan) -> list[str]:
-    """The plan in a few lines, for the head of a run."""
+    """The plan in a few lines, for the head of a run; the first says what it is."""
     lines = [f"plan    {label(plan)} · {execution(plan)}"]
     if plan.estimate.memory:
         shares = [
@@ -134,7 +134,7 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"        {' · '.join(shares)}")
     if plan.estimate.traffic:
         sent = [
-            f"{t.kind.replace('_', '-')} of {t.category} {show_payload(t.bytes * t.count)} ({t.axis})"
+            f"{t.kind.replace('_', '-')} of {t.category} {show_payload(t.bytes)} ({t.axis})"
             for t in plan.estimate.traffic
         ]
         lines.append(f"traffic a step and rank: {' · '.join(sent)}")

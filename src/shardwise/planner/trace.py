@@ -92,7 +92,7 @@ def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     held: list[Any] = []
 
     def stem(_: torch.Tensor) -> torch.Tensor:
-        out = model.embed(ids)
+        out: torch.Tensor = model.embed(ids)
         held.append(rotary_tables(spec, ids, out.dtype))
         return out
 

@@ -203,7 +203,9 @@ class Sharded:
         reduces = self.last or self.strategy != "zero1"
         if self.last or self.strategy == "zero3":
             self._drop(group)
-        unsharded = [key for key in self.tape.alive if isinstance(key, tuple) and key[:2] == ("unsharded", group)]
+        unsharded: list[Hashable] = [
+            key for key in self.tape.alive if isinstance(key, tuple) and key[:2] == ("unsharded", group)
+        ]
         if reduces:
             self._reduce(group, unsharded)
             if group == ROOT and self.last:

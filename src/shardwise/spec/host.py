@@ -20,8 +20,7 @@ def cores() -> int:
 
 def gpus() -> list[tuple[str, int]]:
     """(name, memory in bytes) of every GPU that the driver shows and this torch can use. Asks the driver's library:
-    importing
-    torch would cost a second."""
+    importing torch would cost a second."""
     try:
         if version("torch").endswith("+cpu"):
             return []
@@ -66,3 +65,10 @@ def available_memory_bytes() -> int:
             continue
         available = min(available, max(left, 0)) if left > 0 else available
     return available
+
+
+def computes_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX-512 or AMX); elsewhere bf16 is slower than fp32."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -74,7 +74,8 @@ class Optim:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective of one step on one rank: payload bytes and how often. ``link`` is the slowest it crosses."""
+    """One kind of collective of one step on one rank: payload bytes of all calls, and how many. ``link`` is the slowest
+    it crosses."""
 
     axis: str
     kind: str

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): groups by name pattern, fused, with schedules that are pure functions.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): fused, in groups by name pattern; schedules are pure functions.
 
 What it does: each rank updates the shard of weights and moments that it owns; no collective is sent. Norms and biases
 are not decayed; every matrix is, embeddings included (as GPT-2, Llama and their descendants do). A recipe's
@@ -25,7 +25,6 @@ from shardwise.spec.sheet import Collective, Sheet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -87,11 +86,6 @@ def settings(name: str, optim: Optim) -> Settings:
     return Settings(optim.learning_rate, decay)
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
-    """Nothing yet: the optimizer is built (:func:`build`) when the parts have their weights."""
-    return parts
-
-
 def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Every parameter by canonical name, a tied one once, in the model's order."""
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
@@ -150,8 +144,9 @@ def set_updates(optimizer: Optimizer, updates: int) -> None:
 def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
     """The learning rate of update number ``step`` (from 0) of ``max_steps``.
 
-    Warm-up is linear and reaches the full rate at its last step. ``linear`` and ``cosine`` fall to ``min_learning_rate``
-    over ``decay_steps`` (default: all that is left), ``wsd`` linearly over the *last* ``decay_steps`` (default: a tenth).
+    Warm-up is linear and reaches the full rate at its last step. ``linear`` and ``cosine`` fall to
+    ``min_learning_rate`` over ``decay_steps`` (default: all that is left), ``wsd`` linearly over the *last*
+    ``decay_steps`` (default: a tenth).
     """
     if step < optim.warmup_steps:
         return optim.learning_rate * (step + 1) / optim.warmup_steps

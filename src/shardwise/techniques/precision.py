@@ -86,13 +86,12 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
 
 def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    import torch
     from torch import nn
     from torch.nn import functional
 
     if isinstance(module, nn.Embedding):
         # Looking up first and casting the rows gives the same numbers as casting the table, for less.
-        module.forward = lambda ids: functional.embedding(ids, module.weight).to(outside)  # type: ignore[method-assign]
+        module.forward = lambda ids: functional.embedding(ids, module.weight).to(outside)  # type: ignore[method-assign, assignment]
         return
     assert isinstance(module, nn.Linear)
 
@@ -100,4 +99,4 @@ def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -
         bias = None if module.bias is None else module.bias.to(inside)
         return functional.linear(x.to(inside), module.weight.to(inside), bias).to(outside)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[method-assign, assignment]

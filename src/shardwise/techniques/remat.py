@@ -58,9 +58,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
         dataclasses.replace(block, recompute=True, kept_ops=saves(block.forward) if selective else frozenset())
         for block in sheet.blocks
     )
-    order = tuple(
-        kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order)
-    )
+    order = tuple(kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order))
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 
 

@@ -62,7 +62,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
             )
         )
     k = plan.shard.reshard_after_forward
-    if not isinstance(k, bool) and (plan.shard.strategy != "zero3" or k < 2 or layout.dp_shard % k or k == layout.dp_shard):
+    if not isinstance(k, bool) and (
+        plan.shard.strategy != "zero3" or k < 2 or layout.dp_shard % k or k == layout.dp_shard
+    ):
         divisors = [str(d) for d in range(2, layout.dp_shard) if layout.dp_shard % d == 0]
         problems.append(
             Problem(
@@ -197,7 +199,9 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=reshard)
     for unit in units(part):
         # None lets FSDP2 keep the root, whose weights backward needs first.
-        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=None if unit is part and reshard else reshard)
+        fully_shard(
+            unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=None if unit is part and reshard else reshard
+        )
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo knows no other way to a sum, and elsewhere a mean would be divided twice.

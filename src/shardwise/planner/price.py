@@ -1,0 +1,93 @@
+"""From a plan to its estimate: the fullest rank's memory by category, what travels, and the arithmetic of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from shardwise import techniques
+from shardwise.planner.replay import replay
+from shardwise.planner.schedule import schedule
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
+from shardwise.spec.sheet import Collective, Sheet, Unit
+
+CUDA_RESERVE_BYTES = 2 * 2**30
+"""What a CUDA context and NCCL's buffers take beside torch's allocations: 1 to 3 GiB are seen."""
+
+
+def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
+    """``plan`` with its estimate. Rank 0 is the fullest: no slice of a tensor is larger than the first."""
+    costed = techniques.cost(sheet, plan)
+    result = replay(schedule(costed, plan))
+    reserve = CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0
+    memory = {name: result.peak.get(name, 0) for name in MEMORY_CATEGORIES} | {"reserve": reserve}
+    return replace(
+        plan,
+        estimate=Estimate(
+            memory=memory,
+            peak_bytes=result.peak_bytes + reserve,
+            capacity_bytes=cluster.device.memory_bytes,
+            traffic=traffic(costed, plan.layout),
+            flops_per_step=flops(costed, plan),
+        ),
+    )
+
+
+def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:
+    """(axis, kind, category, bytes of a call) -> calls in a step, on each rank."""
+    found: Counter[tuple[str, str, str, int]] = Counter()
+
+    def add(items: tuple[Collective, ...], times: int) -> None:
+        for item in items:
+            found[item.axis, item.kind, item.category, item.bytes] += item.count * times
+
+    for unit, times in repeated(sheet):
+        add(unit.collectives, times)
+    add(sheet.step, 1)
+    return found
+
+
+def repeated(sheet: Sheet) -> list[tuple[Unit, int]]:
+    """Every kind of unit with how often it occurs."""
+    blocks = [(block, sheet.order.count(kind)) for kind, block in enumerate(sheet.blocks)]
+    return [(sheet.stem, 1), *blocks, (sheet.tail, 1)]
+
+
+def traffic(sheet: Sheet, layout: Layout) -> tuple[Traffic, ...]:
+    """What one rank sends in a step, by axis and kind: payload bytes of all calls together."""
+    total: Counter[tuple[str, str, str]] = Counter()
+    count: Counter[tuple[str, str, str]] = Counter()
+    for (axis, kind, category, size), calls in collectives(sheet).items():
+        total[axis, kind, category] += size * calls
+        count[axis, kind, category] += calls
+    return tuple(Traffic(*name, total[name], count[name], link(name[0], layout)) for name in total)
+
+
+def link(axis: str, layout: Layout) -> str:
+    """``node`` where all ranks of a group share one, else ``network``."""
+    nodes = layout.world > layout.ranks_per_node
+    if axis == "dp_replicate":
+        crosses = layout.dp_replicate * layout.dp_shard > layout.ranks_per_node
+    elif axis == "dp_shard":
+        crosses = layout.dp_shard > layout.ranks_per_node
+    elif axis.startswith("dp_shard/"):
+        crosses = int(axis.partition("/")[2]) > layout.ranks_per_node
+    else:
+        crosses = nodes
+    return "network" if crosses else "node"
+
+
+def flops(sheet: Sheet, plan: Plan) -> int:
+    """Floating-point operations of a step over all ranks, recomputation included."""
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    scale = {"b*s": b * s, "b*s*s": b * s * s}
+    vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
+    total = 6 * vocabulary * hidden * b * s
+    for unit, times in repeated(sheet):
+        passes = [unit.forward, unit.backward]
+        if unit.recompute:
+            passes.append(tuple(op for i, op in enumerate(unit.forward) if i not in unit.kept_ops))
+        total += times * sum(op.flops * scale[op.per] for ops in passes for op in ops)
+    return total * plan.batch.accumulation * plan.layout.dp

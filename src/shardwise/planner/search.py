@@ -1,0 +1,202 @@
+"""From a recipe to a plan. What the recipe pins stays; the rest is derived, each value with its reason.
+
+Until plans are priced in seconds, ``strategy: auto`` is a rule: replicate if the predicted peak is at most 0.8 of the
+memory, else the first of ZeRO-1, 2, 3 of which that is true; where none is, the same with selective and then with full
+recomputation; where still none is, the smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from shardwise import techniques
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.config import ModelSpec
+from shardwise.planner.price import price
+from shardwise.planner.sheets import sheet_of, variant
+from shardwise.spec.batch import batch, batch_reasons
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.host import computes_bf16
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.recipe import Recipe, Train
+from shardwise.spec.units import show_bytes
+
+MARGIN = 0.8
+"""An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
+CHUNK_NUMBERS = 2**26
+"""At most so many logits at a time: 256 MiB in fp32."""
+Mode = Literal["none", "selective", "full"]
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+REMAT: tuple[Mode, ...] = ("none", "selective", "full")
+
+
+def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
+    tried: list[Plan] = []
+    modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
+    for mode in modes:
+        for train in _smaller_micro_batches(recipe.train, cluster.world):
+            for plan in _settings(recipe, spec, cluster, mode, train, pinned=True):
+                tried.append(plan)
+                if plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes:
+                    return _explained(plan, tried, recipe)
+    return _explained(min(tried, key=lambda plan: plan.estimate.peak_bytes), tried, recipe)
+
+
+def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
+    """Every setting of the dial with its estimate, hybrid shard included where there is more than one node; all else as
+    in the chosen plan."""
+    chosen = choose(recipe, spec, cluster)
+    same = {
+        "micro_batch_size": chosen.batch.micro_batch_size,
+        "gradient_accumulation_steps": chosen.batch.accumulation,
+        "global_batch_size": None,
+    }
+    train = recipe.train.model_copy(update=same)
+    return list(_settings(recipe, spec, cluster, chosen.remat.mode, train, pinned=False))
+
+
+def _smaller_micro_batches(train: Train, dp: int) -> Iterator[Train]:
+    """The batch as asked, then the same global batch in smaller micro-batches, down to single sequences."""
+    yield train
+    if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
+        return
+    micro, accumulation, _ = batch(train, dp)
+    while micro > 1:
+        smaller = max(size for size in range(1, micro) if micro % size == 0)
+        micro, accumulation = smaller, accumulation * (micro // smaller)
+        update = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
+        yield train.model_copy(update=update)
+
+
+def _settings(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, mode: Mode, train: Train, *, pinned: bool
+) -> Iterator[Plan]:
+    precision, why = _precision(recipe, cluster)
+    sheet = sheet_of(spec, variant(precision))
+    for strategy, layout in _layouts(recipe, cluster, pinned=pinned):
+        micro, accumulation, _ = batch(train, layout.dp)
+        chunk, reasons = _chunk(spec, micro * train.seq_len)
+        reshard = recipe.parallel.reshard_after_forward
+        plan = Plan(
+            layout=layout,
+            batch=Batch(micro, accumulation, train.seq_len, chunk),
+            shard=Shard(strategy, True if reshard is None or strategy != "zero3" else reshard),
+            precision=precision,
+            remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
+            compile=recipe.compile is True,
+            optim=Optim(),
+            why={**why, **reasons, **batch_reasons(recipe.train)},
+            model=spec.name,
+            cluster=str(cluster),
+        )
+        if problems := techniques.check(spec, plan, cluster):
+            raise ConfigError(*problems)
+        yield price(sheet, plan, cluster)
+
+
+def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
+    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows."""
+    asked, parallel = recipe.parallel.strategy, recipe.parallel
+    world, per_node = cluster.world, cluster.devices_per_node
+    replicated = Layout(dp_replicate=world, ranks_per_node=per_node)
+    if world == 1:
+        yield "ddp", replicated
+        return
+    hybrid = (parallel.dp_replicate or 1) > 1 or (parallel.dp_shard or world) < world or (asked == "hsdp" and pinned)
+    if (asked == "auto" and not hybrid) or not pinned:
+        for strategy in STRATEGIES:
+            yield strategy, replicated if strategy == "ddp" else Layout(dp_shard=world, ranks_per_node=per_node)
+        if not pinned and (cluster.nodes > 1 or hybrid) and _hybrid(recipe, cluster).dp_shard > 1:
+            yield "zero3", _hybrid(recipe, cluster)
+    elif asked == "ddp" or (asked == "auto" and parallel.dp_shard == 1):
+        if (parallel.dp_shard or 1) > 1 or (parallel.dp_replicate or world) != world:
+            raise ConfigError(_mesh(recipe, cluster))
+        yield "ddp", replicated
+    else:
+        layout = _hybrid(recipe, cluster) if hybrid else Layout(dp_shard=world, ranks_per_node=per_node)
+        strategies: dict[str, tuple[Strategy, ...]] = {"auto": STRATEGIES[1:], "fsdp": ("zero3",), "hsdp": ("zero3",)}
+        for strategy in strategies.get(asked) or tuple(s for s in STRATEGIES if s == asked):
+            yield strategy, layout
+
+
+def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
+    """Shards within a node and replicates across nodes, unless pinned otherwise."""
+    parallel, world = recipe.parallel, cluster.world
+    shard = parallel.dp_shard or (
+        world // parallel.dp_replicate
+        if parallel.dp_replicate
+        else cluster.devices_per_node
+        if cluster.nodes > 1
+        else 0
+    )
+    if shard == 0:
+        shard = next((n for n in range(2, world) if world % n == 0), world)
+    replicate = parallel.dp_replicate or world // max(1, shard)
+    if shard * replicate != world:
+        raise ConfigError(_mesh(recipe, cluster))
+    return Layout(dp_replicate=replicate, dp_shard=shard, ranks_per_node=cluster.devices_per_node)
+
+
+def _mesh(recipe: Recipe, cluster: Cluster) -> Problem:
+    parallel, world = recipe.parallel, cluster.world
+    replicate, shard = parallel.dp_replicate or 1, parallel.dp_shard or 1
+    legal = ", ".join(f"{world // n} x {n}" for n in range(1, world + 1) if world % n == 0)
+    fix = f"dp_replicate x dp_shard one of {legal}; or leave one of them out"
+    if parallel.strategy == "ddp":
+        fix = f"`parallel.dp_replicate: {world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"
+    what = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world} devices are used"
+    return Problem("PLAN001", what, "parallel", fix)
+
+
+def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, str]]:
+    asked = recipe.precision
+    compute, reason = asked.compute, "pinned"
+    if compute == "auto":
+        able = cluster.kind == "cuda" or computes_bf16()
+        compute = "bf16" if able else "fp32"
+        reason = "derived: the device computes in bf16" if able else "derived: this CPU has no bf16 instructions"
+    reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
+    matmul = "highest" if asked.matmul == "auto" else asked.matmul
+    precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
+    why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
+    why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
+    return precision, why
+
+
+def _chunk(spec: ModelSpec, tokens: int) -> tuple[int, dict[str, str]]:
+    chunk = max(128, CHUNK_NUMBERS // spec.vocab_size // 128 * 128)
+    if chunk >= tokens:
+        return tokens, {"batch.loss_chunk_tokens": "derived: the logits of a micro-batch are below 256 MiB"}
+    return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, 256 MiB"}
+
+
+def _explained(plan: Plan, tried: list[Plan], recipe: Recipe) -> Plan:
+    estimate = plan.estimate
+    share = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)}"
+    fits = estimate.peak_bytes <= MARGIN * estimate.capacity_bytes
+    if recipe.parallel.strategy != "auto":
+        reason = "pinned"
+    elif plan.layout.dp == 1:
+        reason = "derived: one process"
+    elif fits:
+        before = [other for other in tried if other is not plan]
+        larger = f"; {before[-1].shard.strategy} needs {show_bytes(before[-1].estimate.peak_bytes)}" if before else ""
+        reason = f"derived: the first that stays below {MARGIN:.0%} of the memory ({share}){larger}"
+    else:
+        reason = f"derived: nothing stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
+    why = {"shard.strategy": reason, **plan.why}
+    if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp)[:2]:
+        why["batch.micro_batch_size"] = "derived: larger ones do not fit"
+        why["batch.accumulation"] = "derived: keeps the global batch"
+    if recipe.recompute.mode == "auto":
+        why["remat.mode"] = (
+            "derived: activations fit" if plan.remat.mode == "none" else "derived: with less it does not fit"
+        )
+    else:
+        why["remat.mode"] = "pinned"
+    why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"
+    return replace(plan, why=why)

@@ -1,0 +1,149 @@
+"""Sheets at hand: of well-known models from data that ships with the package, of others from a cache, else traced.
+
+A sheet's key says what it was made from: the dimensions of the model, the variant, and the code that was traced.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from dataclasses import astuple, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Precision
+from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+
+SHIPPED = "sheets.json.gz"
+CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
+TRACED = (
+    "models/attention.py",
+    "models/decoder.py",
+    "models/layers.py",
+    "planner/record.py",
+    "planner/trace.py",
+    "spec/sheet.py",
+)
+
+
+def variant(precision: Precision) -> str:
+    """``wide`` where statistics have the compute type, so that converting to them costs nothing."""
+    return "wide" if precision.compute in ("fp32", "fp64") else "narrow"
+
+
+def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Sheet:
+    """The sheet of a model. Only a model never met before is traced, which imports torch and takes seconds."""
+    name = key(spec, which)
+    packed = shipped().get(name) or _cached(cache_directory / f"{name}.json")
+    if packed is None:
+        from shardwise.planner.trace import trace
+
+        packed = pack(trace(spec, which))
+        _keep(cache_directory / f"{name}.json", packed)
+    return unpack(packed, spec)
+
+
+def key(spec: ModelSpec, which: str) -> str:
+    """What the sheet depends on; neither the number of blocks nor the name of the model is among it."""
+    dims = astuple(
+        replace(
+            spec,
+            name="",
+            num_hidden_layers=1,
+            rope_theta=0.0,
+            max_position_embeddings=0,
+            bos_token_id=None,
+            eos_token_id=None,
+            initializer_range=0.0,
+            rms_norm_eps=0.0,
+        )
+    )
+    return xxhash.xxh3_128_hexdigest(json.dumps([dims, which, code_digest()]).encode())
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the code whose behaviour a sheet records."""
+    root = files("shardwise")
+    digest = xxhash.xxh3_128()
+    for path in TRACED:
+        digest.update(root.joinpath(path).read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """The sheets of models/known.py, made by ``python -m shardwise.planner.ship``."""
+    data = files("shardwise.planner").joinpath(SHIPPED)
+    return dict(json.loads(gzip.decompress(data.read_bytes()))) if data.is_file() else {}
+
+
+def _cached(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None  # a cache that cannot be read is made again
+
+
+def _keep(path: Path, packed: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
+            json.dump(packed, stream, separators=(",", ":"))
+        os.replace(stream.name, path)
+    except OSError:
+        return  # without a cache the next run traces again
+
+
+def pack(sheet: Sheet) -> list[Any]:
+    """A traced sheet as nested lists; what techniques add is not kept."""
+    return [_pack_unit(sheet.stem), _pack_unit(sheet.blocks[0]), _pack_unit(sheet.tail)]
+
+
+def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
+    stem, block, tail = (_unpack_unit(unit) for unit in packed)
+    return Sheet(spec.name, stem, (block,), (0,) * spec.num_hidden_layers, tail, spec.tie_word_embeddings)
+
+
+def _pack_unit(unit: Unit) -> list[Any]:
+    marks = [unit.input, unit.output, unit.gradient_in, unit.gradient_out]
+    return [
+        unit.name,
+        [[t.name, t.shape, t.dtype, t.category] for t in unit.weights],
+        [[t.name, t.shape, t.dtype, t.category] for t in unit.tensors],
+        [[astuple(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
+        marks,
+        unit.weight_gradients,
+        sorted(unit.saved),
+    ]
+
+
+def _unpack_unit(packed: list[Any]) -> Unit:
+    name, weights, tensors, ops, marks, gradients, saved = packed
+    forward, plain, backward = (tuple(_op(op) for op in listed) for listed in ops)
+    return Unit(
+        name=name,
+        weights=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in weights),
+        tensors=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in tensors),
+        forward=forward,
+        forward_plain=plain,
+        backward=backward,
+        input=marks[0],
+        output=marks[1],
+        gradient_in=marks[2],
+        gradient_out=marks[3],
+        weight_gradients=tuple((weight, tensor) for weight, tensor in gradients),
+        saved=frozenset(saved),
+    )
+
+
+def _op(packed: list[Any]) -> Op:
+    kind, name, allocates, frees, reads, *rest = packed
+    return Op(kind, name, tuple(allocates), tuple(frees), tuple(reads), *rest)

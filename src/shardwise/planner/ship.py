@@ -1,0 +1,39 @@
+"""Makes the sheets that ship with the package: ``python -m shardwise.planner.ship``. A test makes them again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwise.models.config import ModelSpec, from_hf
+from shardwise.models.known import CONFIGS
+from shardwise.planner.sheets import SHIPPED, key, pack
+from shardwise.planner.trace import trace
+
+VARIANTS = ("narrow", "wide")
+
+
+def well_known() -> list[ModelSpec]:
+    return [from_hf(config, name) for name, config in CONFIGS.items()]
+
+
+def make(specs: list[ModelSpec]) -> dict[str, Any]:
+    """Packed sheets by key; models that differ in depth alone share one."""
+    made: dict[str, Any] = {}
+    for spec in specs:
+        for variant in VARIANTS:
+            name = key(spec, variant)
+            if name not in made:
+                made[name] = json.loads(json.dumps(pack(trace(spec, variant))))
+    return made
+
+
+def main() -> None:
+    data = json.dumps(make(well_known()), separators=(",", ":")).encode()
+    Path(__file__).with_name(SHIPPED).write_bytes(gzip.compress(data, mtime=0))
+
+
+if __name__ == "__main__":
+    main()
