@@ -173,7 +173,10 @@ def test_b52_a_bad_line_is_found_when_preparing(
             DataError, match=r"error\[DATA004\]: a.jsonl:1777 col 10: unterminated string: `{\"text\": \""
         ):
             prepare(settings(tmp_path / "a.jsonl", num_proc=num_proc))
-    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+    with pytest.raises(DataError, match=r"error\[DATA004\]: a.jsonl:1777 col 10"):
+        prepare(settings(tmp_path / "a.jsonl", tokenizer=Tokenizer(vocab_size=300)))
+    for directory in ("data", "tokenizers"):
+        assert [path.suffix for path in (tmp_path / "cache" / directory).iterdir()] == [".lock"]
 
 
 def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:

@@ -35,7 +35,7 @@ def test_one_flipped_bit_in_any_file_is_detected(prepared: Prepared) -> None:
     store.load(prepared.directory)
 
 
-def test_a_changed_shard_is_named(prepared: Prepared) -> None:
+def test_a_changed_shard_is_named(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = prepared.directory / prepared.train.split.shards[0].name
     shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")
     with pytest.raises(DataError) as caught:
@@ -47,6 +47,10 @@ def test_a_changed_shard_is_named(prepared: Prepared) -> None:
         "fix:   prepare it again: shardwise data prepare --force"
     )
     store.load(prepared.directory, verify=False)
+    monkeypatch.setattr(store, "ALWAYS_VERIFIED_BYTES", 1000)
+    store.load(prepared.directory)
+    with pytest.raises(DataError, match="DATA013"):
+        store.load(prepared.directory, verify=True)
 
 
 def test_b60_a_size_that_cannot_be(prepared: Prepared) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option, Typer
 
-from shardwise.errors import Problem, UsageError
+from shardwise.cli.options import add_command, recipe_file, sort_words
+from shardwise.cli.show import print_json, say
 from shardwise.spec.load import load_recipe
 
 if TYPE_CHECKING:
@@ -15,36 +18,47 @@ if TYPE_CHECKING:
 
     from shardwise.data.store import Prepared
 
-app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
+app = Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@dataclass
+class Options:
+    """Tokenise the data of a recipe into memory-mapped shards with checksums, in parallel."""
+
+    words: Annotated[
+        list[str], Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
+    ] = field(default_factory=list)
+    out: Annotated[Path | None, Option("-o", "--out", help="Directory to write; the cache if left out.")] = None
+    force: Annotated[bool, Option("--force", help="Make it anew even if it is there.")] = False
+    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 @app.callback()
-def data() -> None:
+def _data() -> None:
     """Prepare text for training."""
 
 
-@app.command()
-def prepare(
-    arguments: Annotated[list[str] | None, typer.Argument(help="[recipe.yaml] [key=value ...]")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory to write; left out: the cache.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Make it anew even if it is there.")] = False,
-) -> None:
-    """Tokenise the data of a recipe into memory-mapped shards, in parallel, with checksums."""
+def run(options: Options) -> None:
+    """Prepare, with a bar a stage on a terminal, and say what was made."""
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from shardwise.data.prepare import prepare as prepare_data
+    from shardwise.data.prepare import prepare
 
-    words = arguments or []
-    recipe_paths = [word for word in words if "=" not in word]
-    if len(recipe_paths) > 1:
-        fix = "shardwise data prepare recipe.yaml data.path=corpus/"
-        raise UsageError(Problem("USE001", f"more than one recipe: {' '.join(recipe_paths)}", "the command line", fix))
-    overrides = [word for word in words if "=" in word]
-    recipe = load_recipe(recipe_paths[0] if recipe_paths else None, overrides)
+    words = sort_words(options.words)
+    recipe = load_recipe(recipe_file(words.path), words.overrides)
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
-        prepared = prepare_data(recipe.data, out, force, _Stages(bar))
-    typer.echo(describe(prepared))
+    hidden = options.json or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        prepared = prepare(recipe.data, options.out, options.force, _Stages(bar))
+    prepared.verify()
+    if options.json:
+        splits = {name: asdict(split) for name, split in prepared.manifest.splits.items()}
+        facts = {"fingerprint": prepared.manifest.fingerprint, "tokenizer_hash": prepared.manifest.tokenizer_hash}
+        print_json({"directory": str(prepared.directory), **facts, "splits": splits})
+    else:
+        say(describe(prepared))
 
 
 class _Stages:
@@ -74,3 +88,6 @@ def describe(prepared: Prepared) -> str:
         f"directory   {prepared.directory}",
     ]
     return "\n".join(lines)
+
+
+add_command(app, Options, run, "prepare")

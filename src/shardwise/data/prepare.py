@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,25 @@ def prepare(
     data: Data, out: Path | None = None, force: bool = False, progress: Progress | None = None
 ) -> store.Prepared:
     """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it
-    anew. Raises every error of section C4 of what is read: nothing is left over after one."""
+    anew. Raises DATA001 to DATA008 and DATA014 for what is read, DATA013 and TOK002 for what stands already, TOK003 and
+    TOK004 for the tokenizer, OUT001 and OUT002 for the place; nothing is left over after an error."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
-    if isinstance(data.path, str) and store.is_prepared(Path(data.path)):
-        return _open_named(Path(data.path), data, cache)
+    if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
+        return _open_named(named, data, cache)
     sources = _sources(data)
     note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), _settings(data)])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
-    files = _files(sources)
+    of = _Ingredients(data, sources, _files(sources))
     with _writing(cache):
-        tokenizer = _tokenizer(data, sources, files, cache, said)
-        fingerprint = _fingerprint(sources, files, data.text_key, tokenizer.hash)
+        tokenizer = _tokenizer(of, cache, said)
+        fingerprint = of.fingerprint(tokenizer)
         target = out or cache / "data" / fingerprint
         with _lock(target):
             if not (store.is_prepared(target) and not force and _fits(target, fingerprint, tokenizer)):
                 _refuse_foreign(target)
-                _make(target, fingerprint, (data, sources, files, tokenizer), said)
+                _make(target, of, tokenizer, said)
         if out is None:
             _write_whole(note, fingerprint)
     return store.load(target, verify=False)
@@ -109,28 +111,38 @@ def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
-def _identity(group: Sequence[Source], files: dict[Path, dict[str, Any]]) -> list[list[Any]]:
-    return [[s.name, s.kind, s.start, s.stop, files[s.path]["xxh3"]] for s in group]
+@dataclass(frozen=True)
+class _Ingredients:
+    """What prepared data are made of. ``files``: the facts of each source file."""
 
+    data: Data
+    sources: Sources
+    files: dict[Path, dict[str, Any]]
 
-def _fingerprint(sources: Sources, files: dict[Path, dict[str, Any]], text_key: str, tokenizer_hash: str) -> str:
-    both = [_identity(sources.train, files), _identity(sources.validation, files)]
-    return _digest([store.FORMAT, both, sources.share, text_key, tokenizer_hash])
+    def identity(self, group: Sequence[Source]) -> list[list[Any]]:
+        """Names and contents, wherever the files lie."""
+        return [[s.name, s.kind, s.start, s.stop, self.files[s.path]["xxh3"]] for s in group]
+
+    def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
+        both = [self.identity(self.sources.train), self.identity(self.sources.validation)]
+        return _digest([store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash])
 
 
 def _digest(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _tokenizer(
-    data: Data, sources: Sources, files: dict[Path, dict[str, Any]], cache: Path, said: Progress
-) -> tokens.Tokenizer:
+def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenizer:
     """The tokenizer that the settings name, trained first where they name none."""
+    data, sources = of.data, of.sources
     if data.tokenizer.path is not None:
         return tokens.load(data.tokenizer.path, cache)
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-    identity = _identity(sources.train, files)
-    target = cache / "tokenizers" / _digest([tokens.TRAINED_VERSION, size, data.text_key, sources.share, identity])
+    target = (
+        cache
+        / "tokenizers"
+        / _digest([tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)])
+    )
     with _lock(target):
         if not target.is_dir():
             with _becoming(target) as directory:
@@ -150,13 +162,8 @@ def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
             said("tokenizer", done, total)
 
 
-def _make(
-    target: Path,
-    fingerprint: str,
-    made_of: tuple[Data, Sources, dict[Path, dict[str, Any]], tokens.Tokenizer],
-    said: Progress,
-) -> None:
-    data, sources, files, tokenizer = made_of
+def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
+    data, sources = of.data, of.sources
     # A jsonl file of which a share is held out is in both; it is read once.
     held = tuple(s for s in sources.validation if s.kind == "text" or not sources.share)
     with _becoming(target) as directory, ExitStack() as files_open:
@@ -175,22 +182,22 @@ def _make(
                 writers[name].add(run)
             done += sum(part.stop - part.start for part in unit)
             said("tokens", done, total)
-        if changed := _first_change(files.values()):
+        if changed := _first_change(of.files.values()):
             what = f"{changed} changed while it was being prepared"
             raise DataError(Problem("DATA013", what, str(target), "shardwise data prepare, when it rests"))
         splits = {name: writer.close() for name, writer in writers.items()}
         empty = sum(writer.empty for writer in writers.values())
         if not splits["train"].documents:
             held_out = f" ({splits['validation'].documents} held out)" if splits["validation"].documents else ""
-            what = f"0 documents in {len(files)} file{'s' * (len(files) != 1)}{held_out}"
+            what = f"0 documents in {len(of.files)} file{'s' * (len(of.files) != 1)}{held_out}"
             raise DataError(Problem("DATA002", what, "data.path", "name data with text in it"))
         if not splits["validation"].documents:
             del splits["validation"]
             shutil.rmtree(directory / "validation")
-        facts = fingerprint, tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
+        facts = of.fingerprint(tokenizer), tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
         copied = [path.relative_to(directory) for path in sorted((directory / "tokenizer").iterdir())]
         copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
-        manifest = store.Manifest(*facts, splits, copies, tuple(files.values()), _settings(data), empty)
+        manifest = store.Manifest(*facts, splits, copies, tuple(of.files.values()), _settings(data), empty)
         store.write_manifest(directory, manifest)
 
 

@@ -25,6 +25,8 @@ from shardwise.errors import DataError, MissingInputError, Problem
 FORMAT = 1
 MANIFEST = "manifest.json"
 _READ_BYTES = 16 * 2**20
+ALWAYS_VERIFIED_BYTES = 4 * 2**30
+"""Up to this, opening reads everything (about a second); beyond, a start of many ranks would wait for it."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +225,13 @@ class Prepared:
 
 
 def is_prepared(directory: Path) -> bool:
+    """Whether ``directory`` holds data prepared by us."""
     return (directory / MANIFEST).is_file()
 
 
-def load(directory: Path, verify: bool = True) -> Prepared:
-    """Open a prepared directory. Sizes are always checked (DATA010), contents too unless ``verify`` is False
-    (DATA013)."""
+def load(directory: Path, verify: bool | None = None) -> Prepared:
+    """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify``, and where that is
+    None, up to 4 GiB."""
     path = directory / MANIFEST
     if not path.is_file():
         what = f"{directory} is not prepared data: it has no {MANIFEST}"
@@ -241,6 +244,8 @@ def load(directory: Path, verify: bool = True) -> Prepared:
     }
     for file in prepared.files():
         _check_size(directory / file.name, file, widths.get(file.name, 16 if file.name.endswith(".bin") else 1))
+    if verify is None:
+        verify = sum(file.size_bytes for file in prepared.files()) <= ALWAYS_VERIFIED_BYTES
     if verify:
         prepared.verify()
     return prepared

@@ -1,0 +1,64 @@
+"""``shardwise data prepare``: what it prints, what it leaves, and its errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.data import store
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for index in range(6):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"chapter {index}: the same words again\n" * 20)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"data:\n  path: {tmp_path}/text\n  cache: {tmp_path}/cache\n  tokenizer:\n    vocab_size: 300\n  num_proc: 1\n"
+    )
+    return path
+
+
+def test_it_prepares_and_says_what(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "prepare", str(recipe), "--out", str(tmp_path / "out")]) == 0
+    prepared = store.load(tmp_path / "out")
+    train = prepared.train.split
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"train       {train.tokens:,} tokens in {train.documents} documents, 0.0 MB of text"
+    assert lines[-1] == f"directory   {tmp_path}/out"
+    assert main(["data", "prepare", str(recipe), "data.validation_share=0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["splits"]) == ["train"] and told["splits"]["train"]["documents"] == 6
+    assert Path(told["directory"]).parent == tmp_path / "cache" / "data"
+
+
+def test_errors_have_code_place_and_remedy(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": "a"}\n')
+    assert main(["data", "prepare", str(recipe), f"data.path={bad}"]) == 65
+    assert capsys.readouterr().err == (
+        f"error[DATA005]: bad.jsonl:2 has no `text`; its keys are txt\nwhere: {bad}\nfix:   data.text_key=txt\n"
+    )
+    assert main(["data", "prepare", str(recipe), f"data.path={tmp_path}/texts"]) == 66
+    assert capsys.readouterr().err.startswith(
+        f"error[DATA001]: `{tmp_path}/texts` does not exist (did you mean {tmp_path}/text?)\n"
+    )
+
+
+def test_changed_data_is_refused_until_forced(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["data", "prepare", str(recipe), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    (tmp_path / "text" / "2.txt").write_text("another chapter\n" * 9)
+    capsys.readouterr()
+    assert main([*command, f"data.tokenizer.path={tmp_path}/out/tokenizer"]) == 65
+    assert capsys.readouterr().err == (
+        f"error[DATA013]: {tmp_path}/text/2.txt changed since it was prepared\n"
+        f"where: {tmp_path}/out\n"
+        f"fix:   shardwise data prepare --force --out {tmp_path}/out, or another --out\n"
+    )
+    assert main([*command, "--force"]) == 0
+    assert main(command) == 0
