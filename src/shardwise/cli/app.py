@@ -1,5 +1,5 @@
-"""The command line: one small file a command. Every error is shown once, with its exit code, and no traceback
-unless asked."""
+"""The command line: one small file a command. Every error is shown once, with its exit code, and no traceback unless
+asked."""
 
 from __future__ import annotations
 

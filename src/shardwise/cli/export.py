@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
+from shardwise.data.tokens import open_directory
 from shardwise.models.resolve import resolve
 from shardwise.spec.load import load_recipe
 
@@ -30,7 +31,6 @@ class Options:
 def run(options: Options) -> None:
     """Write the directory."""
     from shardwise.data.prepare import prepare
-    from shardwise.data.tokens import open_directory
     from shardwise.runtime.export import export_run
 
     recipe = load_recipe(recipe_file(options.run))

@@ -10,14 +10,15 @@ from typer import Argument, Option
 
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
+from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.models.config import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.spec.load import load_recipe
+from shardwise.techniques.numbers import torch_type
 
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.data.tokens import Tokenizer
     from shardwise.models.decoder import Decoder
 
 
@@ -53,9 +54,7 @@ def run(options: Options) -> None:
 def _load(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
     """The exported model of a run or a directory; of an unfinished run its newest checkpoint."""
     from shardwise.data.prepare import prepare
-    from shardwise.data.tokens import open_directory
     from shardwise.runtime.export import load_checkpoint
-    from shardwise.techniques.numbers import torch_type
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
     if (model / "config.json").is_file():

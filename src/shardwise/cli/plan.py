@@ -16,8 +16,7 @@ from shardwise.errors import Problem, UsageError
 from shardwise.models.config import parameter_count
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose, settings
-from shardwise.spec.cluster import Cluster
-from shardwise.spec.load import dump_plan, read_recipe
+from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
 
 TOPICS = ("memory", "network", "why")
@@ -38,6 +37,7 @@ class Options:
     seq_len: Annotated[str | None, Option("--seq-len", help="Tokens in a sequence: 4096, 8k.")] = None
     global_batch: Annotated[str | None, Option("--global-batch", help="Sequences a step.")] = None
     task: Annotated[str | None, Option("--task", help="The method: pretrain.")] = None
+    plan: Annotated[Path | None, Option("--plan", help="Show this plan; nothing is searched.")] = None
     explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
     out: Annotated[Path | None, Option("-o", "--output", help="Write the chosen plan there, as YAML.")] = None
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
@@ -49,6 +49,9 @@ def run(options: Options) -> None:
     if options.explain is not None and options.explain not in TOPICS:
         fix = f"one of {', '.join(TOPICS)}"
         raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
+    if options.plan:
+        plan = load_plan(options.plan)
+        return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
     words = sort_words(options.arguments)
     path = recipe_file(words.path)
     flags = {
@@ -78,13 +81,14 @@ def run(options: Options) -> None:
                 "settings": [asdict(plan) for plan in plans],
             }
         )
-        return
+        return None
     say(render.title(spec, cluster))
     if cluster.assumptions:
         say("assumed: " + "; ".join(cluster.assumptions))
     say()
     _print_plan(plans, chosen, options.explain)
-    _print_next(path, overrides, options, cluster)
+    _print_next(path, overrides, options)
+    return None
 
 
 def _print_plan(plans: list[Plan], chosen: Plan, explain: str | None) -> None:
@@ -119,7 +123,7 @@ def _short(why: dict[str, str]) -> dict[str, str]:
     return {key: reason for key, reason in why.items() if reason != "pinned"}
 
 
-def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
+def _print_next(path: Path | None, overrides: list[str], options: Options) -> None:
     if options.out:
         say(f"written: {options.out}        next: shardwise train {path or ''} --plan {options.out}".rstrip())
         return

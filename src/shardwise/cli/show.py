@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise.errors import Problem, ShardwiseError
@@ -45,7 +48,21 @@ def say(text: str = "") -> None:
 
 
 def print_json(value: Any) -> None:
+    """``value`` as one JSON document."""
     print(json.dumps(value, indent=1, default=str))
+
+
+@contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """What ranks print, which inherit our output, goes beside the one JSON object and not into it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def coloured(text: str, colour: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +12,9 @@ from typer import Argument, Option
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, plan_of
 from shardwise.cli.options import Words, recipe_file, sort_words
-from shardwise.cli.show import note, print_error, print_json, say
+from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
+from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import PreemptedError, ShardwiseError, TrainingError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
@@ -104,7 +106,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
     parameters = parameter_count(spec)
     space = rundir.check_space(directory, parameters, recipe.checkpoint.save_total_limit, export_bytes=4 * parameters)
     if not options.json:
-        _print_head(recipe, spec, cluster, plan)
+        lines = render.summary(plan)
+        for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
+            say(line)
     if options.dry_run:
         facts = {
             "run": str(directory),
@@ -117,12 +121,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
         )
         return 0
     rundir.check_writable(directory)
-    recipe = recipe.model_copy(
-        update={"run": recipe.run.model_copy(update={"device": cluster.kind, "nproc": cluster.devices_per_node})}
-    )
-    (directory / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    (directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
-    words = ["train", str(directory / "recipe.yaml"), "--plan", str(directory / "plan.yaml")]
+    if cluster.nodes == 1:
+        _prepare(recipe, spec, directory)
+    words = _write(recipe, plan, cluster, directory)
     words += [
         flag for flag, on in (("--allow-fresh-start", options.allow_fresh_start), ("--debug", options.debug)) if on
     ]
@@ -130,15 +131,17 @@ def _launch(options: Options, recipe: Recipe) -> int:
         return _print_nodes(recipe, words[1:], cluster, options.port)
     if standing.resume_step is not None:
         note(f"resuming {directory} from step {standing.resume_step}", as_json=options.json)
-    _prepare(recipe, spec)
-    return _wait(local.launch(words, cluster.devices_per_node, directory, options.port), directory, options)
+    with output_to_stderr() if options.json else nullcontext():
+        ended = local.launch(words, cluster.devices_per_node, directory, options.port)
+    return _wait(ended, directory, options)
 
 
-def _print_head(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:
-    say(f"run     {Path(recipe.run.out) / recipe.run.name}")
-    say(f"model   {render.title(spec, cluster)}")
-    for line in render.summary(plan):
-        say(line)
+def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:
+    """Write what the ranks will read; the words that start them."""
+    run = recipe.run.model_copy(update={"device": cluster.kind, "nproc": cluster.devices_per_node})
+    (directory / "recipe.yaml").write_text(dump_recipe(recipe.model_copy(update={"run": run})), encoding="utf-8")
+    (directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+    return ["train", str(directory / "recipe.yaml"), "--plan", str(directory / "plan.yaml")]
 
 
 def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) -> int:
@@ -149,12 +152,16 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
     return 0
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, directory: Path) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
     from shardwise.data.prepare import prepare
-    from shardwise.data.tokens import check_vocabulary
 
-    check_vocabulary(prepare(recipe.data).manifest.vocab_size, spec.vocab_size)
+    try:
+        check_vocabulary(prepare(recipe.data).manifest.vocab_size, spec.vocab_size)
+    except ShardwiseError:
+        with suppress(OSError):
+            directory.rmdir()
+        raise
 
 
 def _wait(ended: local.Ended, directory: Path, options: Options) -> int:

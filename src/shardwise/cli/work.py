@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.cli.decide import cluster_of, plan_of
 from shardwise.cli.show import print_error
-from shardwise.errors import Problem, ShardwiseError
+from shardwise.errors import PreemptedError, Problem, ShardwiseError
 from shardwise.launch import rundir
 from shardwise.launch.worker import by_our_launcher, rank, started
 from shardwise.models.resolve import resolve
@@ -31,7 +31,7 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     except ShardwiseError as error:
         if debug:
             traceback.print_exc()
-        return _leave(directory, error, "error")
+        return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error")
     except Exception as error:
         return _leave(directory, _defect(directory, error, debug), "crash")
 
@@ -70,8 +70,8 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
 
 
 def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
-    """Write the cause unless one stands (the guard writes what happens while it watches), and print what nobody
-    else will."""
+    """Write the cause unless one stands (the guard writes what happens while it watches), and print what nobody else
+    will."""
     problems = [asdict(problem) for problem in error.problems]
     if directory.is_dir() and read_exit(directory) is None:
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,18 @@ class Ended:
     problem: Problem | None = None
 
 
-def launch(arguments: Sequence[str], nproc: int, run_directory: Path, port: int = 0) -> Ended:
-    """Run ``python -m shardwise <arguments>`` as ``nproc`` ranks and wait for them.
+def launch(
+    arguments: Sequence[str], nproc: int, run_directory: Path, port: int = 0, module: str = "shardwise"
+) -> Ended:
+    """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them.
 
     torchrun's own exit code is 1 for everything, so the code and the cause come from the workers' ``exit.json``; a
-    rank that
-    was killed could not write one, and is named by the signal.
+    rank that was killed could not write one, and is named by the signal.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _prepare_environment(nproc)
     (run_directory / "exit.json").unlink(missing_ok=True)
     config = LaunchConfig(
         min_nodes=1,
@@ -54,23 +56,42 @@ def launch(arguments: Sequence[str], nproc: int, run_directory: Path, port: int 
         monitor_interval=0.1,
         shutdown_timeout=SAVE_AND_STOP_S,
     )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "shardwise", *arguments)
-    except ChildFailedError as error:
-        return _failed(error.failures, run_directory)
-    except SignalException as error:
-        return _stopped(signal.Signals(error.sigval), run_directory)
+    _silence_agent()
+    with _inherited(nproc):
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        except ChildFailedError as error:
+            return _failed(error.failures, run_directory)
+        except SignalException as error:
+            return _stopped(signal.Signals(error.sigval), run_directory)
     return Ended(0)
 
 
-def _prepare_environment(nproc: int) -> None:
-    """What the ranks inherit."""
+@contextmanager
+def _inherited(nproc: int) -> Iterator[None]:
+    """Give the ranks their environment; afterwards this process has its own back, and its signal handlers."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    signals = {number: signal.getsignal(number) for number in numbers}
+    before = dict(os.environ)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The agent reports each failure over thirty lines; ours says it once.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in signals.items():
+                signal.signal(number, previous)
+
+
+def _silence_agent() -> None:
+    """The agent reports each failure over thirty lines; ours says it once."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _failed(failures: dict[int, Any], run_directory: Path) -> Ended:

@@ -61,8 +61,7 @@ class Standing:
 
 def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing:
     """Whether this recipe may use ``directory``. Its own unfinished run is resumed; another's is never touched
-    (OUT001).
-    ``resume`` says that continuing is meant, and that there must be something to continue (CKPT001)."""
+    (OUT001). ``resume`` says that continuing is meant, and that there must be something to continue (CKPT001)."""
     step = newest_step(directory)
     if resume:
         if step is None:

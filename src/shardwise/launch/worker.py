@@ -34,8 +34,8 @@ def by_our_launcher() -> bool:
 
 def die_with_launcher() -> None:
     """Have the kernel kill this process when the launcher dies, however it dies: a rank left alone holds its memory
-    and its
-    port for ever. To be called before anything slow; a launcher that died earlier is noticed by the changed parent."""
+    and its port for ever. To be called before anything slow; a launcher that died earlier is noticed by the changed
+    parent."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return

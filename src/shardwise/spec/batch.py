@@ -14,9 +14,9 @@ TOKENS_PER_MICRO_BATCH = 8192
 def batch(train: Train, dp: int) -> tuple[int, int, int]:
     """(micro-batch, accumulation, global batch), in sequences, for ``dp`` data-parallel ranks.
 
-    Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is
-    the largest
-    that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens. Micro alone: accumulation is 1.
+    Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is the
+    largest that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens. Micro alone: accumulation
+    is 1.
     """
     micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
     if whole is None and (micro is not None or accumulation is not None):

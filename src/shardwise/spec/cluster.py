@@ -28,9 +28,8 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of
-    the peak
-    that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted."""
+    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
+    peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted."""
 
     name: str
     memory_bytes: int
@@ -44,9 +43,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in
-    its node,
-    ``network_bytes_per_s`` what a whole node sends to another; both one way."""
+    """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its
+    node, ``network_bytes_per_s`` what a whole node sends to another; both one way."""
 
     device: Device
     nodes: int = 1
@@ -70,9 +68,8 @@ class Cluster:
 
 @cache
 def devices() -> dict[str, Device]:
-    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else
-    the vendor's
-    figure read as powers of ten, which is the smaller reading."""
+    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else the
+    vendor's figure read as powers of ten, which is the smaller reading."""
     found: dict[str, Device] = {}
     for row in _rows():
         memory = float(row["usable_gib"]) * 2**30 if row["usable_gib"] else float(row["memory_gb"]) * 1e9

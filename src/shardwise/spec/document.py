@@ -1,12 +1,9 @@
 """A YAML 1.2 document read into plain data, with the line of every entry, and nothing executed.
 
-Stock loaders are too generous for a file that decides what a cluster does: YAML 1.1 reads ``1e-3`` as text and
-``no`` as false,
-the last of two equal keys wins, tags build objects, and aliases can expand without bound. Here scalars follow the
-YAML 1.2 core
-schema, duplicate keys are reported, tags and interpolation are refused, and size, depth and expansion have limits.
-Only the
-event parser is taken from ruamel.yaml.
+Stock loaders are too generous for a file that decides what a cluster does: YAML 1.1 reads ``1e-3`` as text and ``no``
+as false, the last of two equal keys wins, tags build objects, and aliases can expand without bound. Here scalars
+follow the YAML 1.2 core schema, duplicate keys are reported, tags and interpolation are refused, and size, depth and
+expansion have limits. Only the event parser is taken from ruamel.yaml.
 """
 
 from __future__ import annotations
@@ -77,8 +74,7 @@ class _Open:
 
 
 def resolve(text: str) -> Any:
-    """A plain scalar by the YAML 1.2 core schema: ``1e-3`` is a number, ``no`` and ``1:30`` are text, ``010`` is
-    ten."""
+    """A plain scalar by the YAML 1.2 core schema: ``1e-3`` is a number, ``no`` and ``1:30`` are text, ``010`` is 10."""
     for pattern, convert in _CORE:
         if pattern.fullmatch(text):
             return convert(text)

@@ -1,5 +1,5 @@
-"""Plain data written as YAML for people: block style, keys in the order given, a comment beside a value where one
-is known."""
+"""Plain data written as YAML for people: block style, keys in the order given, a comment beside a value where one is
+known."""
 
 from __future__ import annotations
 

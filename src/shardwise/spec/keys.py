@@ -66,8 +66,8 @@ DROP = object()
 
 
 def translate(key: str, alias: str, value: Any) -> Any:
-    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing
-    (``bf16: false``)."""
+    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing (``bf16:
+    false``)."""
     if alias in ("bf16", "fp16"):
         return {"true": alias, "false": DROP, "auto": "auto"}.get(str(value).lower(), value)
     return _VALUES.get(key, {}).get(str(value).lower(), value)

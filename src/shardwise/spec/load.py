@@ -104,6 +104,7 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             _take(reading, dotted, value, where, replace=False)
     for override in overrides:
         _override(reading, override)
+    _shorten(reading)
     recipe = _validate(reading)
     return Loaded(recipe, tuple(reading.notices), {key: where for key, (_, where) in reading.settings.items()})
 
@@ -193,6 +194,19 @@ def _override(reading: _Reading, argument: str) -> None:
         only_text = reading.takes(key, "string") and not (reading.takes(key, "integer") or reading.takes(key, "number"))
         value = text if only_text and "enum" not in reading.keys.leaves[key] else value
     _take(reading, dotted, value, where, replace=True)
+
+
+def _shorten(reading: _Reading) -> None:
+    """``--max-steps 5`` on a recipe with 100 steps of warmup is a trial, not a contradiction: the file's
+    lengths give way."""
+    steps, where = reading.settings.get("train.max_steps", (None, ""))
+    if not isinstance(steps, int) or not where.endswith(COMMAND_LINE):
+        return
+    for key in ("optim.warmup_steps", "optim.decay_steps"):
+        value, place = reading.settings.get(key, (None, ""))
+        if isinstance(value, int) and value > steps >= 1 and not place.endswith(COMMAND_LINE):
+            reading.settings[key] = (steps, place)
+            reading.notices.append(f"{place}: `{key}` {value} is shortened to {steps}, as train.max_steps is")
 
 
 def _validate(reading: _Reading) -> Recipe:
