@@ -49,6 +49,9 @@ class ShardwiseError(Exception):
         super().__init__("\n\n".join(str(problem) for problem in problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type[ShardwiseError], tuple[Problem, ...]]:
+        return type(self), self.problems  # so that one rank can tell the others
+
     def as_dict(self) -> dict[str, object]:
         """The same as an object, for ``--json``."""
         return {"exit_code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}

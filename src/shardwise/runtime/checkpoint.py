@@ -1,0 +1,360 @@
+"""Saving and resuming a run, by any number of ranks in any layout.
+
+    save    wait for the one in flight -> vote -> copy to host memory
+            in the background: write -> gather -> commit -> read back -> delete older ones
+    resume  newest first: manifest -> sizes and hashes -> read the slices that this rank needs
+
+The background part is a thread: it spends its time in system calls, which do not hold Python's lock, and needs no
+second copy of the bytes as a process would (docs/checkpoints.md). It talks over a gloo group of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
+from shardwise.runtime import commit, manifest
+from shardwise.runtime.crew import Crew, RankError
+from shardwise.runtime.locate import Signature, compare, locate, newest
+from shardwise.runtime.manifest import Manifest, Rejected, candidates, step_name
+from shardwise.runtime.retention import Keep, expire
+from shardwise.runtime.storage import DTYPES, ShardPlanner, ShardWriter, Target, fill
+from shardwise.spec.recipe import Checkpoint
+
+Tensors = Mapping[str, Tensor]
+Facts = dict[str, Any]
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
+
+    committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not there, the one before is.
+    skipped: voted down. removed: deleted by retention.
+    """
+
+    kind: Literal["committed", "maybe committed", "failed", "skipped", "removed"]
+    step: int
+    what: str
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints of one run in ``directory``. Made by every rank at once; ``process_group`` must be gloo and
+    used by nothing else, and is made if None. At most one save is in flight."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        settings: Checkpoint,
+        run_id: str,
+        process_group: dist.ProcessGroup | None = None,
+        disk: commit.Disk = commit.DISK,
+    ) -> None:
+        self.directory = Path(directory)
+        self.settings = settings
+        self.run_id = run_id
+        self.rejected: list[Problem] = []
+        self._disk = disk
+        self._crew = Crew.of(process_group)
+        self._writer = ShardWriter(self.directory, run_id, disk)
+        self._planner = ShardPlanner()
+        self._planned: object = None
+        self._plan = SavePlan([])
+        self._plans: list[SavePlan] = []
+        self._metadata = Metadata({})
+        self._events: list[Event] = []
+        self._thread: threading.Thread | None = None
+
+    def save(self, tensors: Tensors, facts: Mapping[str, Any], step: int, finite: bool = True) -> bool:
+        """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``; they may change once this returns.
+
+        ``finite`` is False if the loss or the gradient norm was not finite: one such vote and nothing is saved. Returns
+        False then; True if the save went on. How it ends is told by poll and wait. Raises only if a rank is gone.
+        """
+        self._join()
+        begun = time.monotonic()
+        layout = _layout(tensors)
+        votes = self._crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
+        if votes[1] != -votes[2]:
+            raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
+        if not votes[0]:
+            self._events.append(Event("skipped", step, "the loss or the gradient norm was not finite on some rank"))
+            return False
+        try:
+            if not votes[3]:
+                self._make_plan(tensors, layout)
+        except RankError as error:
+            self._events.append(Event("failed", step, str(error)))
+            return False
+        failure: BaseException | None = None
+        try:
+            self._planner.set_up_planner(dict(tensors))
+            self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
+            self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size)
+        except BaseException as error:  # told to the others by the background part, which must run on every rank
+            failure = error
+        if self.settings.asynchronous:
+            self._thread = threading.Thread(
+                target=self._write, args=(step, begun, failure), daemon=True, name="checkpoint"
+            )
+            self._thread.start()
+        else:
+            self._write(step, begun, failure)
+        return True
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call; never blocks."""
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        self._thread = None
+        events, self._events = self._events, []
+        return events
+
+    def wait(self) -> list[Event]:
+        """Wait for the save in flight, then poll."""
+        self._join()
+        return self.poll()
+
+    def prepare(self, tensors: Tensors) -> int:
+        """Plan the files and allocate the host memory now, not at the first save; its size in bytes on this rank.
+
+        Also takes the run's directory: raises OutputError (OUT002) if it cannot be written.
+        """
+        try:
+            self._crew.first(self._claim)
+            self._make_plan(tensors, _layout(tensors))
+        except RankError as error:
+            raise error.first from error
+        self._planner.set_up_planner(dict(tensors))
+        return self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size)
+
+    def resume(
+        self, tensors: Tensors, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
+    ) -> Facts | None:
+        """Load the newest checkpoint that verifies into ``tensors``, in place; its facts. None if there is none.
+
+        ``path``: a run, a directory of checkpoints, or one checkpoint, instead of this run's own. Afterwards
+        ``rejected`` holds the problem of each one that was passed over; ``log`` gets them as text on the first rank.
+        Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do
+        not fit the model.
+        """
+        self.rejected = []
+        first = self._crew.rank == 0
+        try:
+            found = self._crew.first(lambda: self._find(path))
+            for step, directory in found:
+                try:
+                    facts = self._load(directory, tensors, any_run=path is not None)
+                except RankError as error:
+                    if not isinstance(error.first, (Rejected, OSError)):
+                        raise
+                    self.rejected.append(_problem(error.first, directory))
+                    continue
+                if first:
+                    self._tell(log, step, directory, max(other for other, _ in found))
+                return facts
+        except RankError as error:
+            raise error.first from error
+        if not found:
+            return None
+        what = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}, and none can be used"
+        fix = "restore one of them, or lose them and start over: --allow-fresh-start"
+        if not allow_fresh_start:
+            raise DataError(Problem("CKPT016", what, str(path or self.directory), fix), *self.rejected)
+        if first:
+            log("\n".join([f"warning[CKPT016]: {what}; starting afresh", *map(str, self.rejected)]))
+        return None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _claim(self) -> None:
+        try:
+            self._writer.set_up_storage_writer(True)
+        except OSError as error:
+            what = f"cannot write {self.directory}: {os.strerror(error.errno or 0).lower()}"
+            raise OutputError(
+                Problem("OUT002", what, str(self.directory), "run.out=<a directory that can be written>")
+            ) from error
+
+    def _make_plan(self, tensors: Tensors, layout: object) -> None:
+        """Decide which rank writes which slice: two collectives, only when the layout of the tensors is new."""
+        self._planned = None
+
+        def local() -> SavePlan:
+            self._planner.set_up_planner(dict(tensors), is_coordinator=self._crew.rank == 0)
+            return self._planner.create_local_plan()
+
+        plans = self._crew.each(local)
+
+        def whole() -> list[SavePlan]:
+            self._plans, self._metadata = self._planner.create_global_plan(plans)
+            return self._plans
+
+        self._plan = self._planner.finish_plan(self._crew.deal(whole))
+        self._planned = layout
+
+    def _write(self, step: int, begun: float, failure: BaseException | None) -> None:
+        crew, writer = self._crew, self._writer
+        try:
+            crew.each(partial(_raise, failure))
+            crew.first(self._claim)
+            path = crew.first(lambda: writer.begin(self._plans))
+            plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
+            results = crew.each(lambda: writer.write_data(plan, self._planner).wait())
+            target = crew.first(lambda: writer.commit(self._metadata, results))
+            seconds = time.monotonic() - begun
+            self._events.append(Event("committed", step, str(target), seconds))
+        except BaseException as error:
+            writer.abandon()
+            uncertain = isinstance(error, RankError) and isinstance(error.first, commit.MaybeCommitted)
+            self._events.append(
+                Event("maybe committed" if uncertain else "failed", step, str(error), time.monotonic() - begun)
+            )
+            return
+        self._tidy(step, target)
+
+    def _tidy(self, step: int, target: Path) -> None:
+        """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
+        crew = self._crew
+        keep = Keep(self.settings.save_total_limit, self.settings.keep_every)
+        try:
+            record = crew.first(lambda: manifest.read(target))
+            mine = [name for number, name in enumerate(sorted(record.files)) if number % crew.size == crew.rank]
+            crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
+            for old in crew.first(lambda: expire(self.directory, keep, step, self._disk)):
+                self._events.append(Event("removed", old, step_name(old)))
+        except BaseException as error:
+            self._events.append(Event("failed", step, f"reading back, so older checkpoints stay: {error}"))
+
+    def _find(self, path: str | Path | None) -> list[tuple[int, Path]]:
+        if path is None:
+            return candidates(self.directory)
+        found = locate(Path(path))
+        last = newest(self.directory)
+        if (
+            last is not None
+            and found[0][1].parent.resolve() == self.directory.resolve()
+            and found[0][0] < manifest.read(last).step
+        ):
+            what = f"{found[0][1].name} is not the newest of this run: {last.name} is there, and never overwritten"
+            raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
+        return found
+
+    def _load(self, directory: Path, tensors: Tensors, any_run: bool) -> Facts:
+        """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
+        crew = self._crew
+
+        def look() -> Manifest:
+            record = manifest.read(directory)
+            if record.run_id != self.run_id and not any_run:
+                what = f'{directory.name} belongs to run "{record.run_id}", this is run "{self.run_id}"'
+                fix = f"--resume {directory} if that is what you want"
+                raise Rejected(Problem("CKPT013", what, str(directory), fix))
+            compare(record.tensors, _signature(tensors), str(directory))
+            return record
+
+        seen: list[Manifest] = []
+        crew.each(lambda: seen.append(look()))
+        record = seen[0]
+        names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
+        crew.each(lambda: manifest.check_files(directory, record, names))
+        crew.each(lambda: fill(directory, record, tensors))
+        facts: Facts = crew.first(lambda: manifest.read_facts(directory))
+        return facts
+
+    def _tell(self, log: Log, step: int, directory: Path, newest_step: int) -> None:
+        for name in manifest.unlisted(directory, manifest.read(directory)):
+            log(f"warning[CKPT018]: {directory.name}/{name} is not in the manifest; it was not read")
+        for problem in self.rejected:
+            log(str(problem))
+        if self.rejected:
+            log(f"using {step_name(step)}; {newest_step - step} steps will be redone")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint of a directory: ``problem`` is None if every byte is as it was written."""
+
+    step: int
+    path: Path
+    problem: Problem | None
+    unlisted: tuple[str, ...] = ()
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The newest committed checkpoint by manifest and sizes (hashes are not read). Changes nothing."""
+    return newest(Path(directory))
+
+
+def verify(directory: str | Path) -> list[Verdict]:
+    """Read every byte of every checkpoint in ``directory``, newest first. Changes nothing."""
+    verdicts = []
+    for step, path in candidates(directory):
+        try:
+            record = manifest.check(path)
+            verdicts.append(Verdict(step, path, None, tuple(manifest.unlisted(path, record))))
+        except Rejected as error:
+            verdicts.append(Verdict(step, path, error.problems[0]))
+    return verdicts
+
+
+def read(path: str | Path, tensors: Tensors) -> Facts:
+    """Load what ``tensors`` names, in place, out of a run's newest good checkpoint (or the one named); its facts.
+
+    For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does.
+    """
+    problems = []
+    for _, directory in locate(Path(path)):
+        try:
+            record = manifest.check(directory)
+            compare(record.tensors, _signature(tensors), str(directory), partial=True)
+            fill(directory, record, tensors)
+            return manifest.read_facts(directory)
+        except (Rejected, OSError) as error:
+            problems.append(_problem(error, directory))
+    raise DataError(*problems)
+
+
+def _signature(tensors: Tensors) -> Signature:
+    return {
+        name: (tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype))) for name, tensor in tensors.items()
+    }
+
+
+def _layout(tensors: Tensors) -> object:
+    """Equal for two sets of tensors of which the same rank would write the same slices. None if one is no tensor:
+    planning says so, to every rank."""
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return None
+    placed = {n: (t.device_mesh, t.placements) for n, t in tensors.items() if isinstance(t, DTensor)}
+    return _signature(tensors), placed
+
+
+def _problem(error: Exception, directory: Path) -> Problem:
+    if isinstance(error, ShardwiseError):
+        return error.problems[0]
+    return Problem("CKPT007", f"{directory.name} cannot be read: {error}", str(directory))
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

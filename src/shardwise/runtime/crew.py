@@ -1,0 +1,114 @@
+"""The ranks as the checkpoint sees them: a gloo group of its own, so that it never meets a collective of training.
+
+An exception on any rank becomes the same exception on every rank, at once: nobody is left waiting in a collective for
+one who gave up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.commit import MaybeCommitted
+
+T = TypeVar("T")
+TIMEOUT_S = 1800.0
+"""How long a rank may write while the others wait for it. A rank that dies is noticed at once, through its sockets."""
+
+
+class RankError(Exception):
+    """Work failed on some rank. ``first`` is the failure of the lowest such rank."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        self.failures = failures
+        self.first = failures[min(failures)]
+        super().__init__("; ".join(f"rank {rank}: {error}" for rank, error in failures.items()))
+
+
+@dataclass(frozen=True)
+class Crew:
+    """``group`` is None for a single process without torch.distributed."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Self:
+        """The ranks of ``group`` (gloo), or of a new gloo group over all ranks: a collective call."""
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def minimum(self, values: list[int]) -> list[int]:
+        """The smallest of each value over the ranks."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group)
+        return [int(value) for value in tensor]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the first rank, on every rank. Raises RankError everywhere if it raised."""
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            box = list(_attempt(work))
+        if self.size > 1:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[1] is not None:
+            raise RankError({0: box[1]})
+        result: T = box[0]
+        return result
+
+    def deal(self, work: Callable[[], list[T]]) -> T:
+        """The first rank makes one thing for each rank; every rank gets its own. Raises as ``first`` does."""
+        mine: list[Any] = [None]
+        things: list[Any] | None = None
+        if self.rank == 0:
+            made, error = _attempt(work)
+            things = [(None, error)] * self.size if made is None else [(thing, None) for thing in made]
+        if self.size > 1:
+            dist.scatter_object_list(mine, things, group=self.group, group_src=0)
+        elif things is not None:
+            mine = things
+        if mine[0][1] is not None:
+            raise RankError({0: mine[0][1]})
+        result: T = mine[0][0]
+        return result
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank; the list of results on the first rank, an empty one elsewhere.
+
+        Raises RankError on every rank if it raised on any.
+        """
+        result, error = _attempt(work)
+        if self.size == 1:
+            if error is not None:
+                raise RankError({0: error})
+            return [result]  # type: ignore[list-item]
+        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object((result, error), answers, group=self.group, group_dst=0)
+        box: list[Any] = [{rank: failed for rank, (_, failed) in enumerate(answers) if failed} if answers else None]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[0]:
+            raise RankError(box[0])
+        return [found for found, _ in answers] if answers else []
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except (ShardwiseError, OSError, MaybeCommitted, RankError) as error:
+        return None, error.first if isinstance(error, RankError) else error
+    except (
+        BaseException
+    ) as error:  # DCP's CheckpointException is not an Exception, and none may leave the others waiting
+        return None, RuntimeError(f"{type(error).__name__}: {error}")

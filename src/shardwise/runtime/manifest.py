@@ -1,0 +1,280 @@
+"""What a checkpoint directory says about itself, and whether its bytes still say the same. No torch here.
+
+    step-00000400/
+      manifest.json                        written last: run, step, files with hashes, tensors with slices
+      state.json                           step, tokens, data cursor, ... as JSON
+      model-00000-of-00002.safetensors     one file a rank and group of tensors (the first part of their names)
+      optim-00000-of-00002.safetensors
+
+A manifest that parses and carries its own hash *is* the mark of a committed checkpoint. The hashes are against
+accidents, not against an attacker: xxh3-128 of each 16 MiB of a file (so a fault is located), sha256 of the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from operator import add, gt, sub
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.errors import DataError, Problem
+
+FORMAT = 1
+CHUNK_BYTES = 16 << 20
+MANIFEST, STATE = "manifest.json", "state.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","manifest":', b"}\n"
+_FOREIGN = (
+    (b"version https://git-lfs", "a Git LFS pointer", "fetch the real file: git lfs pull"),
+    (b"<!doctype html", "an HTML page", "download the file itself, not the page that shows it"),
+    (b"<html", "an HTML page", "download the file itself, not the page that shows it"),
+    (b"\x1f\x8b", "gzip data", "unpack it: gunzip"),
+    (b"pk\x03\x04", "a zip archive (a pickle of torch.save is one)", "copy the safetensors file of the checkpoint"),
+    (b"\x80\x02", "a pickle", "copy the safetensors file of the checkpoint"),
+)
+
+
+class Rejected(DataError):
+    """A checkpoint that must not be loaded; its one problem says why."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size of a file and the xxh3-128 of each of its 16 MiB chunks, in hex."""
+
+    bytes: int
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a tensor: where it begins and its sizes, in elements; its file, and the byte in it where it begins."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Global shape, safetensors dtype (``F32``, ``BF16``, ...) and the slices that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    run_id: str
+    step: int
+    generation: int
+    world_size: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(record.bytes for record in self.files.values())
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def candidates(directory: str | Path) -> list[tuple[int, Path]]:
+    """(step, directory) of everything that has the name of a committed checkpoint, newest step first."""
+    root = Path(directory)
+    names = os.listdir(root) if root.is_dir() else []
+    found = [(int(match[1]), root / name) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(found, reverse=True)
+
+
+def chunk_hashes(blocks: Iterable[memoryview]) -> FileRecord:
+    """The record of the bytes of ``blocks``, one after another."""
+    chunks, hasher, filled, total = [], xxhash.xxh3_128(), 0, 0
+    for block in blocks:
+        while len(block):
+            part = block[: CHUNK_BYTES - filled]
+            hasher.update(part)
+            filled, total, block = filled + len(part), total + len(part), block[len(part) :]
+            if filled == CHUNK_BYTES:
+                chunks.append(hasher.hexdigest())
+                hasher, filled = xxhash.xxh3_128(), 0
+    return FileRecord(total, (*chunks, hasher.hexdigest()) if filled or not chunks else tuple(chunks))
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The manifest's file: its JSON inside a frame with the sha256 of exactly those bytes."""
+    body = json.dumps(asdict(manifest), separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+    return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """The manifest in ``data``; :class:`Rejected` if a bit has changed or it names a file outside its directory."""
+    digest, body = data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 64 + len(_MIDDLE) : -len(_TAIL)]
+    if data != _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL:
+        raise Rejected(Problem("CKPT007", f"the manifest does not match its own sha256 {digest[:12]!r}", where))
+    try:
+        raw: dict[str, Any] = json.loads(body)
+        if raw["format"] > FORMAT:
+            what = f"written in checkpoint format {raw['format']}, this program reads up to {FORMAT}"
+            raise Rejected(Problem("CKPT009", what, where, "pip install --upgrade shardwise"))
+        raw["files"] = {n: FileRecord(int(f["bytes"]), tuple(f["chunks"])) for n, f in raw["files"].items()}
+        raw["tensors"] = {name: _tensor(record) for name, record in raw["tensors"].items()}
+        manifest = Manifest(**raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Rejected(Problem("CKPT009", f"the manifest is not one of ours: {error!r}", where)) from error
+    for name in {*manifest.files, *(s.file for record in manifest.tensors.values() for s in record.slices)}:
+        if not _SAFE_NAME.fullmatch(name):
+            raise Rejected(Problem("SEC006", f'file name "{name}" leaves the checkpoint directory', where))
+        if name not in manifest.files:
+            raise Rejected(Problem("CKPT009", f"a tensor lies in {name}, which the manifest does not list", where))
+    return manifest
+
+
+def _tensor(raw: dict[str, Any]) -> TensorRecord:
+    slices = (Slice(tuple(s["offsets"]), tuple(s["sizes"]), s["file"], int(s["begin"])) for s in raw["slices"])
+    return TensorRecord(tuple(raw["shape"]), raw["dtype"], tuple(slices))
+
+
+def read(directory: str | Path) -> Manifest:
+    """The manifest of a committed checkpoint, checked against its hash and the directory's name."""
+    path = Path(directory) / MANIFEST
+    try:
+        manifest = parse(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise Rejected(
+            Problem("CKPT008", "this checkpoint was never committed (no manifest)", str(directory))
+        ) from None
+    except OSError as error:
+        raise Rejected(Problem("CKPT007", f"the manifest cannot be read: {error.strerror}", str(path))) from error
+    if Path(directory).name != step_name(manifest.step):
+        raise Rejected(
+            Problem("CKPT007", f"the manifest is of step {manifest.step}, the directory of another", str(directory))
+        )
+    return manifest
+
+
+def check_files(
+    directory: str | Path, manifest: Manifest, names: Iterable[str], hashes: bool = True, evict: bool = False
+) -> None:
+    """Compare the named files with the manifest: sizes, then (``hashes``) every byte. Rejected at the first fault.
+
+    ``evict``: drop them from the system's cache first, so that they are read back from the disk.
+    """
+    for name in names:
+        path, record = Path(directory) / name, manifest.files[name]
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            listed = len(manifest.files)
+            raise Rejected(
+                Problem("CKPT014", f"the manifest lists {listed} files, {name} is missing", str(directory))
+            ) from None
+        except OSError as error:
+            raise Rejected(Problem("CKPT007", f"{name} cannot be read: {error.strerror}", str(path))) from error
+        try:
+            _check_size(path, os.fstat(descriptor).st_size, record.bytes)
+            if evict:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if hashes:
+                _check_hashes(path, descriptor, record)
+        except OSError as error:
+            raise Rejected(Problem("CKPT007", f"{name} cannot be read: {error.strerror}", str(path))) from error
+        finally:
+            os.close(descriptor)
+
+
+def read_facts(directory: str | Path) -> dict[str, Any]:
+    """What lies in state.json, which must have been checked."""
+    facts: dict[str, Any] = json.loads((Path(directory) / STATE).read_bytes())
+    return facts
+
+
+def check(directory: str | Path, hashes: bool = True) -> Manifest:
+    """The manifest of a checkpoint of which every file is as it was written (``hashes=False``: of the size it had)."""
+    manifest = read(directory)
+    check_files(directory, manifest, sorted(manifest.files), hashes)
+    return manifest
+
+
+def unlisted(directory: str | Path, manifest: Manifest) -> list[str]:
+    """Files in the directory that the manifest does not list; they are never read."""
+    return sorted(set(os.listdir(directory)) - {*manifest.files, MANIFEST})
+
+
+def _check_size(path: Path, found_bytes: int, expected_bytes: int) -> None:
+    if found_bytes == expected_bytes:
+        return
+    if found_bytes < expected_bytes:
+        foreign(path)
+    sizes = f"{path.name} is {found_bytes} bytes, the manifest says {expected_bytes}"
+    why = "the copy is incomplete" if found_bytes < expected_bytes else "something was appended"
+    raise Rejected(Problem("CKPT005", f"{sizes}: {why}", str(path), "copy the file again from where the run wrote it"))
+
+
+def foreign(path: Path) -> None:
+    """Refuse (CKPT006) a file that is recognisably something else than safetensors: a pointer, a page, an archive."""
+    with open(path, "rb") as file:
+        head = file.read(64).lstrip().lower()
+    for magic, name, fix in _FOREIGN:
+        if head.startswith(magic):
+            raise Rejected(Problem("CKPT006", f"{path.name} is {name} ({path.stat().st_size} bytes)", str(path), fix))
+
+
+def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(record.bytes, 1))))
+    for number, expected in enumerate(record.chunks):
+        begin = number * CHUNK_BYTES
+        size = min(CHUNK_BYTES, record.bytes - begin)
+        done = 0
+        while done < size:
+            count = os.preadv(descriptor, [buffer[done:size]], begin + done)
+            if not count:
+                break
+            done += count
+        if xxhash.xxh3_128_hexdigest(buffer[:done]) != expected:
+            what = f"{path.parent.name}/{path.name} fails xxh3 between byte {begin} and {begin + size}"
+            raise Rejected(Problem("CKPT007", what, str(path)))
+
+
+def check_coverage(tensors: Mapping[str, TensorRecord]) -> None:
+    """Every tensor must be covered by its slices exactly: inside its shape, no element twice, none left out.
+
+    Raises :class:`Rejected` (CKPT015) with the tensor's name and the number of elements.
+    """
+    for name, record in tensors.items():
+        boxes = sorted((s.offsets, tuple(map(add, s.offsets, s.sizes))) for s in record.slices)
+        whole = prod(record.shape)
+        if any(min(low, default=0) < 0 or any(map(gt, high, record.shape)) for low, high in boxes):
+            raise Rejected(Problem("CKPT015", f"{name} {list(record.shape)}: a written slice lies outside of it"))
+        covered = sum(prod(map(sub, high, low)) for low, high in boxes)
+        twice = _overlap(boxes)
+        if twice or covered != whole:
+            what = f"{name} {list(record.shape)}: {covered} of {whole} elements were written"
+            raise Rejected(Problem("CKPT015", what + (", some of them twice" if twice else "")))
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two of the boxes (sorted by their low corner) share an element."""
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for low, high in boxes:
+        active = [other for other in active if not low or other[1][0] > low[0]]
+        for other_low, other_high in active:
+            if all(max(a, c) < min(b, d) for a, b, c, d in zip(low, high, other_low, other_high, strict=True)):
+                return True
+        active.append((low, high))
+    return False

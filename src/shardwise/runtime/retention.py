@@ -1,0 +1,47 @@
+"""Which checkpoints stay. Used after a save, once the new checkpoint was read back. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.runtime.commit import DISK, Disk, discard, fsync_directory
+from shardwise.runtime.manifest import Rejected, candidates, check
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest ``last`` (at least 2), and every step that ``every`` divides."""
+
+    last: int
+    every: int | None = None
+
+
+def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
+    """Of the usable ``steps`` those to delete, oldest first: older than ``verified_step``, and not to be kept."""
+    newest = sorted(steps, reverse=True)[: max(keep.last, 2)]
+    older = (step for step in sorted(steps) if step < verified_step and step not in newest)
+    return [step for step in older if not keep.every or step % keep.every]
+
+
+def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -> list[int]:
+    """Delete what need not stay, now that ``verified_step`` was read back; the steps deleted.
+
+    A damaged checkpoint neither counts among the last ones nor is it deleted: somebody may want to look at it.
+    """
+    usable = {step: path for step, path in candidates(directory) if _whole(path)}
+    deleted = []
+    for step in expendable(list(usable), keep, verified_step):
+        discard(usable[step], disk)
+        deleted.append(step)
+    if deleted:
+        fsync_directory(directory, disk)
+    return deleted
+
+
+def _whole(path: Path) -> bool:
+    try:
+        check(path, hashes=False)
+    except Rejected:
+        return False
+    return True

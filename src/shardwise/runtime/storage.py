@@ -1,0 +1,348 @@
+"""How tensors lie in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
+
+DCP's planners decide who writes which slice (each once, also when it is replicated) and which slices a reader needs,
+whatever the layouts; here slices become bytes. A rank's slices of one group of tensors (``model``, ``optim``) are one
+file: a safetensors header and one flat buffer. That buffer is the snapshot too, so a save copies every byte once in
+memory and writes it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.runtime import commit
+from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+READ_BYTES = 64 << 20
+"""Largest block read at once, so that loading needs little memory beside the tensors."""
+
+
+class ShardPlanner(DefaultSavePlanner):
+    """DCP's planner without empty slices: a rank that FSDP left without rows has nothing to write."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            _box(item)
+            if _dtype(item) not in DTYPES:
+                raise TypeError(f"{item.index.fqn} is {_dtype(item)}, which safetensors cannot hold")
+        items = [item for item in plan.items if prod(_box(item)[1]) or not prod(_shape(item))]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file to be: its name, its safetensors header, and where in its body each item begins, in bytes."""
+
+    name: str
+    header: bytes
+    items: tuple[tuple[WriteItem, int], ...]
+    body_bytes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What ``write_data`` says of one slice: the file, what was written into it, and where the slice begins."""
+
+    file: str
+    record: FileRecord
+    begin: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one save goes. Set by the first rank for all, in ``prepare_global_plan``."""
+
+    path: Path
+    rank: int
+    world_size: int
+
+
+class ShardWriter(StorageWriter):
+    """Writes checkpoints into ``directory``: of the step and with the facts (JSON) that ``describe`` was told last.
+
+    ``stage`` copies the slices of this rank into host buffers that are used again at the next save; ``write_data``
+    writes those, or stages first if nobody did. ``finish`` commits.
+    """
+
+    def __init__(self, directory: str | Path, run_id: str, disk: commit.Disk = commit.DISK) -> None:
+        self.directory = Path(directory)
+        self.run_id = run_id
+        self.disk = disk
+        self.generation = 0
+        self._step = 0
+        self._facts = b"{}"
+        self._attempt: commit.Attempt | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._staged: list[Part] | None = None
+
+    def describe(self, step: int, facts: bytes) -> None:
+        """Say what is to be saved next."""
+        self._step, self._facts = step, facts
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.abandon()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator and not self.generation:
+            self.generation = commit.claim(self.directory, self.disk)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the temporary directory (first rank) and tell every rank of it."""
+        path = self.begin(plans)
+        return [dataclasses.replace(plan, storage_data=Target(path, r, len(plans))) for r, plan in enumerate(plans)]
+
+    def begin(self, plans: list[SavePlan]) -> Path:
+        """Make the temporary directory for what all ranks are to write; see commit.begin for what it raises."""
+        need_bytes = len(self._facts) + sum(_item_bytes(item) for plan in plans for item in plan.items)
+        self._attempt = commit.begin(self.directory, self._step, self.generation, need_bytes, self.disk)
+        return self._attempt.path
+
+    def stage(self, plan: SavePlan, planner: SavePlanner, rank: int, world_size: int) -> int:
+        """Copy this rank's slices into host memory; they may change as soon as this returns. The size in bytes."""
+        parts = lay_out(plan, rank, world_size)
+        on_device = False
+        for part in parts:
+            for item, begin in part.items:
+                source = planner.resolve_data(item)
+                assert isinstance(source, Tensor)
+                on_device = on_device or source.is_cuda
+                target = self._buffer(part, pinned=source.is_cuda)[begin : begin + _item_bytes(item)]
+                target.view(source.dtype).view(source.shape).copy_(source.detach(), non_blocking=True)
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        self._staged = parts
+        return sum(part.body_bytes for part in parts)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and sync this rank's files. Raises OSError as the disk does."""
+        target: Target = plan.storage_data
+        if self._staged is None:
+            self.stage(plan, planner, target.rank, target.world_size)
+        results, parts = [], self._staged or []
+        self._staged = None
+        for part in parts:
+            blocks = [memoryview(part.header)]
+            if part.body_bytes:
+                blocks.append(_bytes_of(self._buffers[part.name])[: part.body_bytes])
+            record = commit.write_file(target.path / part.name, blocks, self.disk)
+            for item, begin in part.items:
+                stored = Stored(part.name, record, len(part.header) + begin)
+                results.append(WriteResult(item.index, _item_bytes(item), stored))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.commit(metadata, results)
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> Path:
+        """Check that what was written covers every tensor, then commit (first rank); the checkpoint's directory.
+
+        Raises Rejected (CKPT015) if a slice was not written; else see commit.publish.
+        """
+        if self._attempt is None:
+            raise RuntimeError("nothing was begun")
+        files = {STATE: commit.write_file(self._attempt.path / STATE, [memoryview(self._facts)], self.disk)}
+        stored: dict[MetadataIndex, Stored] = {result.index: result.storage_data for rank in results for result in rank}
+        files |= {entry.file: entry.record for entry in stored.values()}
+        tensors = {name: _record(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
+        check_coverage(tensors)
+        manifest = Manifest(self.run_id, self._step, self.generation, len(results), files, tensors)
+        target = commit.publish(self._attempt, manifest, self.disk)
+        self._attempt = None
+        return target
+
+    def abandon(self) -> None:
+        """Drop what is staged and remove the temporary directory, if this rank made one that is not committed."""
+        self._staged = None
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            commit.abandon(attempt, self.disk)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _buffer(self, part: Part, pinned: bool) -> Tensor:
+        buffer = self._buffers.get(part.name)
+        if buffer is None or len(buffer) < part.body_bytes:
+            buffer = torch.empty(part.body_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffers[part.name] = buffer
+        return buffer
+
+
+class ShardReader(StorageReader):
+    """Reads slices of one committed checkpoint. The bytes must have been checked before (manifest.check_files)."""
+
+    def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
+        self.directory = Path(directory)
+        self.manifest = manifest or read(self.directory)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata from the manifest; storage_data maps each slice to where it lies."""
+        metadata: dict[str, TensorStorageMetadata] = {}
+        where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = {}
+        for name, record in self.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in record.slices]
+            properties = TensorProperties(dtype=TORCH_DTYPES[record.dtype])
+            metadata[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+            where |= {MetadataIndex(name, s.offsets): (s, TORCH_DTYPES[record.dtype]) for s in record.slices}
+        return Metadata(metadata, storage_data=where)  # type: ignore[arg-type]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            where, dtype = self._where[item.storage_index]
+            target = planner.resolve_tensor(item).detach()
+            with open(self.directory / where.file, "rb", buffering=0) as file:
+                _read_box(file.fileno(), where, dtype, item, target)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
+    """The files of one rank. Wide data types come first, so that every slice is aligned for its type."""
+    groups: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        groups.setdefault(item.index.fqn.split(".")[0], []).append(item)
+    parts = []
+    for group, items in sorted(groups.items()):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        placed, begin = [], 0
+        for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
+            (offsets, sizes), end = _box(item), begin + _item_bytes(item)
+            # several slices of one tensor in one file need names of their own
+            name = item.index.fqn if item.index.fqn not in header else f"{item.index.fqn}@{','.join(map(str, offsets))}"
+            header[name] = {"dtype": DTYPES[_dtype(item)], "shape": list(sizes), "data_offsets": [begin, end]}
+            placed.append((item, begin))
+            begin = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
+        parts.append(Part(file, len(text).to_bytes(8, "little") + text, tuple(placed), begin))
+    return parts
+
+
+def _read_box(descriptor: int, where: Slice, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+    """Copy the box that ``item`` names out of a stored slice into ``target``, in blocks of whole rows."""
+    if not where.sizes:
+        target.copy_(_read_rows(descriptor, where.begin, dtype, ()))
+        return
+    row_shape = where.sizes[1:]
+    row_bytes = prod(row_shape) * dtype.itemsize
+    rows = max(1, READ_BYTES // max(row_bytes, 1))
+    inner = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets[1:], item.lengths[1:], strict=True))
+    for first in range(0, item.lengths[0], rows):
+        count = min(rows, item.lengths[0] - first)
+        begin = where.begin + (item.storage_offsets[0] + first) * row_bytes
+        block = _read_rows(descriptor, begin, dtype, (count, *row_shape))
+        target[first : first + count].copy_(block[(slice(None), *inner)])
+
+
+def _read_rows(descriptor: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    size = prod(shape) * dtype.itemsize
+    raw = torch.empty(size, dtype=torch.uint8)
+    view, done = _bytes_of(raw), 0
+    while done < size:
+        count = os.preadv(descriptor, [view[done:]], begin + done)
+        if not count:
+            raise OSError(f"the file ends at byte {begin + done}, {size - done} bytes early")
+        done += count
+    return raw.view(dtype).view(shape)
+
+
+def fill(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Read what this rank holds of ``tensors``, in place. The manifest may list more of them."""
+    reader = ShardReader(directory, manifest)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the host."""
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> TensorRecord:
+    slices = []
+    for chunk in entry.chunks:
+        found = stored.get(MetadataIndex(name, chunk.offsets))
+        if found is not None:
+            slices.append(Slice(tuple(chunk.offsets), tuple(chunk.sizes), found.file, found.begin))
+    return TensorRecord(tuple(entry.size), DTYPES[entry.properties.dtype], tuple(slices))
+
+
+def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is not a tensor; what is not one belongs into the facts")
+    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+
+
+def _shape(item: WriteItem) -> torch.Size:
+    assert item.tensor_data is not None
+    return item.tensor_data.size
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
+def _item_bytes(item: WriteItem) -> int:
+    return prod(_box(item)[1]) * _dtype(item).itemsize
