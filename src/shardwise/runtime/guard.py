@@ -9,18 +9,22 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from shardwise.errors import PreemptedError, Problem, ShardwiseError, TrainingError
 from shardwise.runtime import flight
-from shardwise.runtime.outcome import Exit, Kind, write_exit
-from shardwise.runtime.pages import Page, RankStatus, hang, read_pages
+from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
+from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
 from shardwise.runtime.world import Process
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "clip", "optimizer", "logging", "save", "evaluate", "end")
+PHASES = ("start", "data", "count", "forward", "backward", "reduce", "clip", "optimizer", "logging", "save", "evaluate", "end")
+ABANDONED_S = 10.0
+"""A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
+Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "save", "evaluate", "end"})
 """Phases that may rightly take ten times as long as a step's."""
 
@@ -74,10 +78,14 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="shardwise-watch", daemon=True)
         self._thread.start()
 
-    def begin_step(self, step: int) -> None:
-        """Optimizer step ``step`` (from 1) begins."""
+    def fetch(self, step: int, batches: Iterator[Item]) -> Item:
+        """Optimizer step ``step`` (from 1) begins with its data, the next of ``batches``."""
         self.first_step = self.first_step or step
         self.step = step
+        self.enter("data")
+        item = next(batches)
+        self.enter("count")
+        return item
 
     def enter(self, phase: str) -> None:
         """This rank enters ``phase`` (one of PHASES)."""
@@ -106,6 +114,15 @@ class Guard:
             if waited_s > 0.9 * self.patience_s() and self._dumped_count != status.count:
                 self._dumped_count = status.count
                 self.dump_stacks()
+
+            if waited_s > ABANDONED_S and self.run_failed():
+                self.dump_stacks()
+                os._exit(1)
+
+    def run_failed(self) -> bool:
+        """Whether another rank has written that the run failed."""
+        told = read_exit(self.directory)
+        return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
 
     def dump_stacks(self) -> Path:
         """Write the stack of every thread of this rank under ``hang-step-N/``."""
@@ -159,6 +176,8 @@ def stop_requests() -> Iterator[StopRequest]:
 def watching(run_directory: Path, me: Process, timeout_s: float) -> Iterator[Guard]:
     """Watch one rank's run and leave its outcome in ``exit.json``. What a lost or silent rank does to the others comes
     out as a TrainingError: HANG001 naming the rank that they waited for, or LOST001."""
+    if me.rank == 0:
+        clear_exit(run_directory)
     watch = Guard(run_directory, me.rank, timeout_s, me.fault)
     try:
         yield watch
@@ -190,6 +209,7 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
     if any(mark in text for mark in SILENT):
         problem = hang(statuses, timeout_s, run_directory)
         if problem:
+            end_process(culprit(statuses), me)
             return TrainingError(problem)
     if any(mark in text for mark in (*GONE, *SILENT)):
         own = next((status for status in statuses if status.rank == me.rank), None)
@@ -197,6 +217,17 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
         fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
         return TrainingError(Problem("LOST001", f"another rank went away: {text.splitlines()[0][:200]}", where, fix))
     return error
+
+
+def end_process(late: RankStatus | None, me: Process) -> None:
+    """Kill the rank that stands still, if it is on this host and a child of our own launcher: a stopped process would
+    not answer a request, and until it is gone the launcher waits."""
+    if late is None or late.host != me.host or late.rank == me.rank:
+        return
+    with suppress(OSError, IndexError, ValueError):
+        parent = int(Path(f"/proc/{late.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid():
+            os.kill(late.pid, signal.SIGKILL)
 
 
 def outcome(error: BaseException, status: RankStatus) -> Exit:

@@ -36,11 +36,9 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job = settle(job)
         state, rules, checkpoints = begin(job, mesh, watch, start)
         log, meter = open_log(job, state), Meter(mesh, job.device)
-        for batch in stream(job.windows, job.order, job.share, state.cursor):
-            if state.step >= job.max_steps:
-                break
-            watch.begin_step(state.step + 1)
-            watch.enter("data")
+        batches = stream(job.windows, job.order, job.share, state.cursor)
+        for number in range(state.step + 1, job.max_steps + 1):
+            batch = watch.fetch(number, batches)
             micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
             supervised = count_supervised(batch.supervised_tokens, job.device)
             with meter.measuring(state):

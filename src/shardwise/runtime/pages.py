@@ -23,7 +23,7 @@ DIRECTORY = "ranks"
 @dataclass(frozen=True)
 class RankStatus:
     """Where a rank was when it last wrote. ``count`` is the number of phases entered so far: it compares progress across
-    ranks. Times are CLOCK_MONOTONIC seconds of the rank's host; ``beat_s`` moves as long as its interpreter lives."""
+    ranks, as does ``sequence``, the number of collectives asked for. Times are CLOCK_MONOTONIC seconds of the rank's host; ``beat_s`` moves as long as its interpreter lives."""
 
     rank: int
     pid: int
@@ -50,7 +50,7 @@ class RankStatus:
     @property
     def waiting(self) -> str:
         """The collective it last entered, for people."""
-        return f"{self.collective} #{self.sequence}" if self.collective else f"phase {self.phase}"
+        return self.collective or f"phase {self.phase}"
 
 
 class Page:
@@ -77,7 +77,7 @@ class Page:
         self._write()
 
     def beat(self, collective: str, sequence: int) -> None:
-        """The interpreter lives; its newest collective is ``collective`` number ``sequence``."""
+        """The interpreter lives; its newest collective is ``collective``, the ``sequence``-th."""
         old = self.status
         self.status = RankStatus(
             old.rank, old.pid, old.step, old.count, old.since_s, time.monotonic(), sequence, old.phase, collective, old.host
@@ -129,7 +129,7 @@ def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem 
         return None
     others = [status for status in statuses if status.rank != late.rank]
     ahead = max(others, key=lambda status: (status.count, status.sequence)) if others else late
-    state = "is stopped" if late.stopped else f"is still in phase {late.phase}"
+    state = f"{'is stopped' if late.stopped else 'is still'} in phase {late.phase}"
     return Problem(
         "HANG001",
         f"rank {late.rank} (host {late.host}, pid {late.pid}) has not entered {ahead.waiting} of step {ahead.step} for "
