@@ -230,18 +230,15 @@ def is_prepared(directory: Path) -> bool:
 
 
 def load(directory: Path, verify: bool | None = None) -> Prepared:
-    """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify``, and where that is
-    None, up to 4 GiB."""
+    """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify``, and where that
+    is None, up to 4 GiB."""
     path = directory / MANIFEST
     if not path.is_file():
         what = f"{directory} is not prepared data: it has no {MANIFEST}"
         raise MissingInputError(Problem("DATA001", what, str(directory), "shardwise data prepare makes it"))
     prepared = Prepared(directory, _read_manifest(path))
-    widths = {
-        file.name: np.dtype(split.dtype).itemsize
-        for split in prepared.manifest.splits.values()
-        for file in split.shards
-    }
+    splits = prepared.manifest.splits.values()
+    widths = {file.name: np.dtype(split.dtype).itemsize for split in splits for file in split.shards}
     for file in prepared.files():
         _check_size(directory / file.name, file, widths.get(file.name, 16 if file.name.endswith(".bin") else 1))
     if verify is None:
