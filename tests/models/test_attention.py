@@ -137,5 +137,14 @@ def test_the_operation_is_declared_truly(name: str) -> None:
     torch.library.opcheck(module.attention, (q, k, v, mask.documents, mask.sinks, mask.positions, *settings))
 
 
+@pytest.mark.parametrize("name", ["causal", "documents", "window"])
+def test_a_gradient_of_any_strides(name: str) -> None:
+    """The gradient of a sum is one number, expanded."""
+    tensors = inputs()
+    grads = torch.autograd.grad(run(*tensors, MASKS[name])[0].sum(), tensors)
+    for ours, reference in zip(grads, torch.autograd.grad(dense(*tensors, MASKS[name])[0].sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-10)
+
+
 def test_lse_takes_no_gradient() -> None:
     assert not run(*inputs(), MaskSpec())[1].requires_grad

@@ -63,6 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tens
 def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (laid out as [b,s,h,e]) and of the sinks (empty without sinks) from that of ``out``."""
     saved, rule = Saved(*saved_and_mask[:5]), Rule(*saved_and_mask[5:])
+    grad = _heads_inside(grad)  # a kernel may take it for granted that the last dim is contiguous
     grads = (kernels if kernels.serves(saved.q, rule) else blockwise).backward(grad, saved, rule)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
     return *(_heads_inside(x) for x in grads), grad_sinks

@@ -144,14 +144,14 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         **{key: config[key] for key in required},
         num_key_value_heads=heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, name),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        max_position_embeddings=int(_number(config, "max_position_embeddings", 2048, name)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        initializer_range=float(config.get("initializer_range", 0.02)),
+        initializer_range=_number(config, "initializer_range", 0.02, name),
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
     )
@@ -177,7 +177,7 @@ def _check_architecture(config: dict[str, Any], name: str) -> None:
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     values: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(values.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    theta = _number(values if "rope_theta" in values else config, "rope_theta", 10_000.0, name)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -192,11 +192,18 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
     if missing := [key for key in required if key not in values]:
         what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
         raise ConfigError(Problem("MOD001", what, where, "take the values from the model's own config.json"))
-    scaling = RopeScaling(kind, float(values["factor"]))
-    if kind == "llama3":
-        low, high, original = (values[key] for key in required[1:])
-        scaling = RopeScaling(kind, scaling.factor, float(low), float(high), int(original))
-    return theta, scaling
+    factor, *others = (_number(values, key, None, name) for key in required)
+    if kind == "linear":
+        return theta, RopeScaling(kind, factor)
+    return theta, RopeScaling(kind, factor, others[0], others[1], int(others[2]))
+
+
+def _number(values: dict[str, Any], key: str, default: float | None, name: str) -> float:
+    value = values.get(key, default)
+    if type(value) not in (int, float):
+        what = f"`{key}` must be a number, got {value!r}"
+        raise ConfigError(Problem("CFG004", what, f"config of {name}", f"{key}: a number, without quotes"))
+    return float(value)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
