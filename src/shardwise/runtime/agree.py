@@ -68,7 +68,9 @@ def difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Probl
     for part in ("recipe", "plan"):
         keys = sorted(key for key in {**first[part], **other[part]} if first[part].get(key) != other[part].get(key))
         if keys:
-            told = "; ".join(f"`{key}` {first[part].get(key)} on rank 0, {other[part].get(key)} there" for key in keys[:3])
+            told = "; ".join(
+                f"`{key}` {first[part].get(key)} on rank 0, {other[part].get(key)} there" for key in keys[:3]
+            )
             return Problem(
                 "RUN002",
                 f"rank {rank} (host {other['host']}) has {part} {other['digest'][:4]}, rank 0 has "

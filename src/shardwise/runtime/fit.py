@@ -1,5 +1,5 @@
-"""The fit check: before the first step one forward and backward at the longest packed batch, so that a run that does not
-fit ends at once and not after hours."""
+"""The fit check: before the first step one forward and backward at the longest packed batch, so that a run that does
+not fit ends at once and not after hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches a run: which phase each rank is in, hangs, requests to stop, non-finite steps, and faults that tests order."""
+"""Watches a run: the phase of each rank, hangs, requests to stop, non-finite steps, and faults that tests order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwise.errors import PreemptedError, Problem, ShardwiseError, TrainingError
 from shardwise.runtime import flight
@@ -21,7 +21,20 @@ from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_e
 from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
 from shardwise.runtime.world import Process
 
-PHASES = ("start", "data", "count", "forward", "backward", "reduce", "clip", "optimizer", "logging", "save", "evaluate", "end")
+PHASES = (
+    "start",
+    "data",
+    "count",
+    "forward",
+    "backward",
+    "reduce",
+    "clip",
+    "optimizer",
+    "logging",
+    "save",
+    "evaluate",
+    "end",
+)
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
 Item = TypeVar("Item")
@@ -130,11 +143,13 @@ class Guard:
         path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
-            print(f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},", file=file)
+            print(
+                f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},",
+                file=file,
+            )
             print(f"newest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return path
-
 
 
 class StopRequest:
@@ -168,8 +183,8 @@ def stop_requests() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -213,7 +228,9 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
             return TrainingError(problem)
     if any(mark in text for mark in (*GONE, *SILENT)):
         own = next((status for status in statuses if status.rank == me.rank), None)
-        where = f"rank {me.rank} (host {me.host}) was in phase {own.phase} of step {own.step}" if own else f"rank {me.rank}"
+        where = (
+            f"rank {me.rank} (host {me.host}) was in phase {own.phase} of step {own.step}" if own else f"rank {me.rank}"
+        )
         fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
         return TrainingError(Problem("LOST001", f"another rank went away: {text.splitlines()[0][:200]}", where, fix))
     return error
@@ -232,7 +249,13 @@ def end_process(late: RankStatus | None, me: Process) -> None:
 
 def outcome(error: BaseException, status: RankStatus) -> Exit:
     """What ``exit.json`` says about ``error``."""
-    place = {"rank": status.rank, "host": status.host, "pid": status.pid, "step": status.step, "phase": status.phase}
+    place: dict[str, Any] = {
+        "rank": status.rank,
+        "host": status.host,
+        "pid": status.pid,
+        "step": status.step,
+        "phase": status.phase,
+    }
     if isinstance(error, ShardwiseError):
         codes = [problem.code for problem in error.problems]
         kinds: dict[str, Kind] = {"HANG001": "hang", "LOST001": "peer_lost", "MEM001": "memory", "STOP001": "preempted"}
@@ -255,7 +278,7 @@ def check_skips(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]
     raise TrainingError(
         Problem(
             "NUM001",
-            f"loss or gradients are not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
+            f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
             f"step {step}, samples {shown}",
             "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32; the newest "
             "checkpoint holds the last good weights",

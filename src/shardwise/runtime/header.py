@@ -20,20 +20,29 @@ def header(job: Job) -> str:
     backend = "nccl" if job.device.type == "cuda" else "gloo"
     tokens = batch.global_batch_size(layout.dp) * batch.seq_len
     split = job.prepared.manifest.splits["train"]
+    started = [
+        f"shardwise {shardwise.__version__}",
+        f"run {recipe.run.name}",
+        f"seed {recipe.run.seed}",
+        f"torch {torch.__version__}",
+        f"{layout.world} x {devices} ({backend}, {torch.get_num_threads()} threads)",
+    ]
+    model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
+    loss = f"loss: mean over the supervised ones of the {tokens:,} tokens of a step"
+    kept = f"weights and moments {precision.weights}, compute {precision.compute}"
+    sums = f"gradients summed in {precision.reduce}"
+    text = f"{show_bytes(split.text_bytes)} of text in {split.documents:,} documents"
+    ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,})"
+    batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
+    saves = f"a checkpoint every {job.save_steps} steps into {job.directory}"
     rows = [
-        ("", f"shardwise {shardwise.__version__} · run {recipe.run.name} · seed {recipe.run.seed} · torch {torch.__version__}"
-             f" · {layout.world} x {devices} ({backend}, {torch.get_num_threads()} threads)"),
-        ("model", f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters · loss: mean over the supervised "
-                  f"ones of the {tokens:,} tokens of a step"),
-        ("numbers", f"weights and moments {precision.weights}, compute {precision.compute}, gradients summed in "
-                    f"{precision.reduce} · fp32 products: {precision.matmul} ({job.matmul_why})"),
-        ("data", f"{show_bytes(split.text_bytes)} of text, {show_count(split.tokens)} tokens (vocabulary "
-                 f"{job.prepared.manifest.vocab_size:,}), {split.documents:,} documents"),
-        ("plan", f"{strategy(job)}, micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation "
-                 f"{batch.accumulation}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
-        ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · a checkpoint every "
-                   f"{job.save_steps} steps into {job.directory}"),
-    ]  # fmt: skip
+        ("", " · ".join(started)),
+        ("model", f"{model} · {loss}"),
+        ("numbers", f"{kept}, {sums} · fp32 products: {precision.matmul} ({job.matmul_why})"),
+        ("data", f"{text}, {ids}"),
+        ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
+        ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),
+    ]
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
 
 
@@ -44,4 +53,6 @@ def strategy(job: Job) -> str:
         return "one process"
     if job.plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp} ranks"
-    return f"{name} over {layout.dp_shard} ranks" + (f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else "")
+    return f"{name} over {layout.dp_shard} ranks" + (
+        f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
+    )

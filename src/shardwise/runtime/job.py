@@ -117,8 +117,8 @@ def device_kind(recipe: Recipe) -> DeviceKind:
 
 
 def settle(job: Job) -> Job:
-    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the same run left them
-    in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
+    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the same run left
+    them in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
     remembered: list[Any] = [None]
     if job.rank == 0:
         job.directory.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,9 @@ def settle(job: Job) -> Job:
                 "bring the data back, or start another run: run.name=<another name>",
             )
         )
-    automatic = job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and job.plan.precision.compute == "fp32"
+    automatic = (
+        job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and job.plan.precision.compute == "fp32"
+    )
     choice, why = matmul.settle(job.plan.precision.matmul, automatic, run["matmul"] if run else None)
     job = replace(
         job,

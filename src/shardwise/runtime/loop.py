@@ -24,8 +24,8 @@ AfterStep = Callable[[TrainState, StepStats], None]
 
 
 def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), start: Start = Start()) -> Report:  # noqa: B008
-    """Train as ``recipe`` says, split as ``plan`` says; every rank calls this alike. ``after_step`` functions are called
-    after each step. Raises ShardwiseError: PreemptedError when it was asked to stop, after saving."""
+    """Train as ``recipe`` says, split as ``plan`` says; every rank calls this alike. ``after_step`` functions are
+    called after each step. Raises ShardwiseError: PreemptedError when it was asked to stop, after saving."""
     job = open_job(recipe, plan)
     with (
         guard.watching(job.directory, process(), recipe.run.timeout_s) as watch,
@@ -71,6 +71,7 @@ def evaluates(job: Job, number: int) -> bool:
 
 
 def stopped(job: Job, state: TrainState, signal: str) -> Problem:
+    """What PreemptedError says; ``signal`` is empty on ranks that did not get one."""
     return Problem(
         "STOP001",
         f"asked to stop{f' ({signal})' if signal else ''}: saved at step {state.step} of {job.max_steps}",

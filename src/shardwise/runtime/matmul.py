@@ -1,4 +1,4 @@
-"""A one-off probe of fp32 matrix products on a CPU: some (AMD) run twice as fast through oneDNN at the accuracy of fp32,
+"""A one-off probe of fp32 matrix products on a CPU: some (AMD) run twice as fast through oneDNN at fp32 accuracy,
 others (AMX) would really compute in bf16. Numbers decide, not the name of the processor."""
 
 from __future__ import annotations

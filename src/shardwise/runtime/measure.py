@@ -82,6 +82,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def group_name(groups: list[Any]) -> str:
+    """The name of the process group among boxed arguments; empty if there is none."""
     for value in groups:
         if "ProcessGroup" in value._type().qualified_name():
             return str(dist.ProcessGroup.unbox(value).group_name)
@@ -89,7 +90,7 @@ def group_name(groups: list[Any]) -> str:
 
 
 def payload_bytes(args: tuple[Any, ...]) -> int:
-    """Tensors lie in the arguments bare (base variants), in lists, or in lists of lists; in and out are separate ones."""
+    """The larger of input and output: tensors lie bare in the arguments, in lists, or in lists of lists."""
     sizes = [_bytes(value) for value in args if isinstance(value, (Tensor, list))]
     return max(sizes, default=0)
 
@@ -143,7 +144,9 @@ def state_bytes(state: TrainState) -> dict[str, int]:
 
 
 def _storage_bytes(tensors: Any) -> int:
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (local(t.detach()).untyped_storage() for t in tensors)}
+    storages = {
+        storage.data_ptr(): storage.nbytes() for storage in (local(t.detach()).untyped_storage() for t in tensors)
+    }
     return sum(storages.values())
 
 
@@ -187,10 +190,10 @@ class Meter:
                 yield
             self.traffic = traffic.by_axis(self._axes)
         elif self._steps == self.MEMORY_STEP:
-            base = state_bytes(state)
-            with _peak_bytes(self._device, sum(base.values())) as peak:
+            held = state_bytes(state)
+            with _peak_bytes(self._device, sum(held.values())) as peak:
                 yield
-            self.memory = Memory(base, peak[0], resident_bytes())
+            self.memory = Memory(held, peak[0], resident_bytes())
         else:
             yield
 

@@ -158,7 +158,9 @@ class Log:
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
             if save.kind not in ("committed", "removed"):
-                self.say(f"warning[CKPT018]: the checkpoint of step {save.step} is not there ({save.kind}): {save.what}")
+                self.say(
+                    f"warning[CKPT018]: the checkpoint of step {save.step} is not there ({save.kind}): {save.what}"
+                )
 
     def event(self, kind: str, **facts: Any) -> None:
         """Write one line to events.jsonl."""
@@ -212,7 +214,7 @@ class Screen:
 
 
 def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float) -> str:
-    """``step  120/320 ======----  loss 5.31  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.61 GiB  1:41 left``."""
+    """``step 120/320 ======----  loss 5.31  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.6 GiB  1:41 left``."""
     done = round(16 * record["step"] / max(1, max_steps))
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.0f} %"
     parts = [

@@ -22,8 +22,9 @@ DIRECTORY = "ranks"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far: it compares progress across
-    ranks, as does ``sequence``, the number of collectives asked for. Times are CLOCK_MONOTONIC seconds of the rank's host; ``beat_s`` moves as long as its interpreter lives."""
+    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far: it compares progress
+    across ranks, as does ``sequence``, the number of collectives asked for. Times are CLOCK_MONOTONIC seconds of the rank's
+    host; ``beat_s`` moves as long as its interpreter lives."""
 
     rank: int
     pid: int
@@ -80,7 +81,16 @@ class Page:
         """The interpreter lives; its newest collective is ``collective``, the ``sequence``-th."""
         old = self.status
         self.status = RankStatus(
-            old.rank, old.pid, old.step, old.count, old.since_s, time.monotonic(), sequence, old.phase, collective, old.host
+            old.rank,
+            old.pid,
+            old.step,
+            old.count,
+            old.since_s,
+            time.monotonic(),
+            sequence,
+            old.phase,
+            collective,
+            old.host,
         )
         self._write()
 
@@ -96,7 +106,7 @@ class Page:
 
 
 def read_pages(run_directory: Path) -> list[RankStatus]:
-    """The pages of all ranks that write into this run directory (on several nodes without a shared disk: this node's)."""
+    """The pages of the ranks that write into this run directory (on nodes without a shared disk: this node's)."""
     found = []
     for path in sorted((run_directory / DIRECTORY).glob("[0-9]*")):
         data = path.read_bytes()

@@ -17,8 +17,8 @@ STATE = ("weights", "moments")
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did. ``traffic`` is (axis, kind) -> (bytes, count) of one step on rank 0; parts that were not measured,
-    because the run was too short, are None or empty."""
+    """What a run did. ``traffic`` is (axis, kind) -> (bytes, count) of one step on rank 0; parts that were not
+    measured, because the run was too short, are None or empty."""
 
     directory: Path
     steps: int
@@ -51,7 +51,11 @@ class Report:
     def markdown(self) -> str:
         """The content of report.md."""
         minutes, seconds = divmod(round(self.seconds), 60)
-        lines = [f"# {self.directory.name}", "", f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}."]
+        lines = [
+            f"# {self.directory.name}",
+            "",
+            f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}.",
+        ]
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")
         if self.validation:
@@ -59,9 +63,21 @@ class Report:
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:
-            lines += ["", f"Memory is torch's allocations on rank 0; the whole process takes {show_bytes(self.memory.resident_bytes)}."]
+            lines += [
+                "",
+                f"Memory is torch's allocations on rank 0; the process takes {show_bytes(self.memory.resident_bytes)}.",
+            ]
         if self.after:
-            lines += ["", "Sample before training:", "", *_quote(self.before), "", "and after:", "", *_quote(self.after)]
+            lines += [
+                "",
+                "Sample before training:",
+                "",
+                *_quote(self.before),
+                "",
+                "and after:",
+                "",
+                *_quote(self.after),
+            ]
         lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
         return "\n".join(lines) + "\n"
 
@@ -115,7 +131,9 @@ def _row(
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return ["  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3))]).rstrip() for row in rows]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3))]).rstrip() for row in rows
+    ]
 
 
 def _quote(text: str) -> list[str]:

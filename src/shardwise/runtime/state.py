@@ -13,8 +13,8 @@ from shardwise.techniques import optim
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): halved when a step overflows, doubled after
-    ``growth_steps`` good ones. ``value`` stays 1 where gradients cannot underflow."""
+    """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): halved when a step overflows, doubled
+    after ``growth_steps`` good ones. ``value`` stays 1 where gradients cannot underflow."""
 
     value: float = 1.0
     good_steps: int = 0
@@ -41,9 +41,9 @@ class LossScale:
 class TrainState:
     """The only mutable object of a run.
 
-    ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``: input
-    tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``: steps
-    skipped since the last good one.
+    ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
+    input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
+    steps skipped since the last good one.
     """
 
     parts: list[nn.Module]

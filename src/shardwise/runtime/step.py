@@ -44,12 +44,14 @@ class Rules:
     enter: Callable[[str], None] = lambda phase: None
 
 
-def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules, stop: bool = False) -> StepStats:
+def step(
+    state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules, stop: bool = False
+) -> StepStats:
     """Train on this rank's micro-batches of one optimizer step.
 
     ``supervised`` counts the supervised tokens of all ranks and micro-batches: every loss is divided by it, so that
-    gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by all ranks
-    alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
+    gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by all
+    ranks alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
     """
     plan, layout = rules.plan, rules.plan.layout
     loss = accumulate(state, batches, supervised, rules)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
@@ -80,7 +81,7 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
     if is_worker():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield mesh(layout, kind)
         dist.barrier()
