@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -57,11 +58,11 @@ def sort_words(words: list[str]) -> Words:
         word = rest.pop(0)
         if word.startswith("--") and len(word) > 2:
             found.overrides.append(_flag(word[2:], rest, keys))
-        elif word.startswith("-") and len(word) > 1 and not Path(word).exists():
+        elif word.startswith("-") and len(word) > 1 and not os.path.exists(word):
             raise UsageError(
                 Problem("CLI001", f"unknown option `{word}`", "the command line", "`shardwise --help` lists them")
             )
-        elif "=" in word and not Path(word).exists():
+        elif "=" in word and not os.path.exists(word):
             found.overrides.append(word)
         elif found.path is None:
             found.path = Path(word)
@@ -96,13 +97,13 @@ def recipe_file(path: Path | None) -> Path | None:
     """The recipe that ``path`` names: a file, a run directory, or one that ships with the package (``quickstart``)."""
     if path is None:
         return None
-    if path.is_dir():
-        if not (path / "recipe.yaml").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "recipe.yaml"):
             fix = "name a recipe, or a run directory with a recipe.yaml"
             raise MissingInputError(Problem("CFG011", f"{path} holds no recipe.yaml", str(path), fix))
         return path / "recipe.yaml"
     shipped = recipes_directory() / f"{path.name.removesuffix('.yaml')}.yaml"
-    if not path.exists() and path.parent == Path(".") and shipped.is_file():
+    if not os.path.exists(path) and path.parent == Path(".") and os.path.isfile(shipped):
         return shipped
     return path
 

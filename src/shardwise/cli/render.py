@@ -66,7 +66,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
 def traffic_lines(estimate: Estimate) -> list[str]:
     """What one rank sends in one step: payload, by axis and link."""
     rows = [
-        (t.axis, t.kind.replace("_", "-"), t.category, f"{t.count:,} x", show_payload(t.bytes), t.link)
+        (t.axis, t.kind.replace("_", "-"), t.category, show_payload(t.bytes), f"in {t.count:,} calls", t.link)
         for t in estimate.traffic
     ]
     return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
@@ -113,7 +113,7 @@ def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
 
 def why_lines(plan: Plan) -> list[str]:
     """A reason for every value."""
-    flat = {
+    flat = asdict(plan) | {
         f"{section}.{key}": value
         for section, values in asdict(plan).items()
         if isinstance(values, dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def _load(options: Options, words: Words) -> Loaded:
         "run.nproc": options.nproc,
     }
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
-    if words.path is not None and words.path.is_dir():
+    if words.path is not None and os.path.isdir(words.path):
         overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
     return read_recipe(recipe_file(words.path) or recipe_file(Path("quickstart")), overrides)
 

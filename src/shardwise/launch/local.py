@@ -97,7 +97,8 @@ def _silence_agent() -> None:
 def _failed(failures: dict[int, Any], run_directory: Path) -> Ended:
     """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence."""
     outcome = read_exit(run_directory)
-    rank, first = min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode >= 0))
+    # timestamps are whole seconds; a rank that ended by SIGTERM was stopped by the agent because another had failed
+    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     killed = {r: f for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
     if killed and (outcome is None or outcome.kind == "peer_lost" or outcome.rank in killed):
         rank, first = min(killed.items(), key=lambda item: item[1].timestamp)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +63,16 @@ class Standing:
 def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing:
     """Whether this recipe may use ``directory``. Its own unfinished run is resumed; another's is never touched
     (OUT001). ``resume`` says that continuing is meant, and that there must be something to continue (CKPT001)."""
-    step = newest_step(directory)
+    try:
+        step = newest_step(directory)
+    except OSError as error:
+        raise OutputError(_unwritable(directory, error)) from None
     if resume:
         if step is None:
             what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
             raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
         return Standing(step)
-    if not directory.is_dir() or step is None:
+    if step is None:
         return Standing()
     what = f'{directory} holds run "{directory.name}" at step {step}'
     fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
@@ -106,7 +110,8 @@ def check_writable(directory: Path) -> None:
         probe.rename(renamed)
         renamed.unlink()
     except OSError as error:
-        probe.unlink(missing_ok=True) if directory.is_dir() else None
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
         raise OutputError(_unwritable(directory, error)) from None
 
 

@@ -8,6 +8,7 @@ expansion have limits. Only the event parser is taken from ruamel.yaml.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,9 +91,9 @@ def read(path: Path) -> Document:
         raise MissingInputError(
             Problem("CFG011", f"{path} is a directory, not a file", fix="name the YAML file")
         ) from None
-    except OSError as error:
-        near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if path.parent.is_dir() else ""
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+    except (OSError, ValueError) as error:
+        near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if os.path.isdir(path.parent) else ""
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
         fix = f"there are: {near}" if near else "check the path"
         raise MissingInputError(Problem("CFG011", f"cannot read {path}: {reason}", fix=fix)) from None
     if len(content) > MAX_BYTES:

@@ -1,0 +1,110 @@
+"""Ranks on this machine: started with the right environment, stopped together, and their first cause told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import Problem
+from shardwise.launch.local import launch
+from shardwise.launch.worker import LAUNCHER
+from shardwise.runtime.outcome import read_exit
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = "tests.launch.fake_rank"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait; fail after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids(directory: Path) -> list[int]:
+    return [int((directory / f"rank-{rank}").read_text().split()[0]) for rank in range(2)]
+
+
+def test_ranks_get_their_environment_and_leave_ours_alone(tmp_path: Path) -> None:
+    handlers, before = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    ended = launch([str(tmp_path), "fine"], 2, tmp_path, module=RANK)
+    assert (ended.exit_code, ended.problem) == (0, None)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        words = (tmp_path / f"rank-{rank}").read_text().split()[1:]
+        assert words[:2] == [f"RANK={rank}", "WORLD_SIZE=2"]
+        assert words[2:4] == [f"OMP_NUM_THREADS={threads}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+    assert dict(os.environ) == before and LAUNCHER not in os.environ
+    assert signal.getsignal(signal.SIGTERM) is handlers
+
+
+def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text("{}")
+    ended = launch([str(tmp_path), "fail"], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 78
+    assert ended.problem == Problem("CFG001", "unknown key `x`", "r.yaml:1 (rank 0, step 7)", "remove it")
+    assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_saw(tmp_path: Path) -> None:
+    ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 1 and ended.problem is not None
+    assert ended.problem.code == "RUN004"
+    assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) was killed by SIGKILL"
+    assert f"shardwise train --resume {tmp_path}" in ended.problem.fix
+    outcome = read_exit(tmp_path)
+    assert outcome is not None and (outcome.kind, outcome.rank, outcome.restartable) == ("crash", 0, True)
+
+
+def test_a_rank_that_leaves_no_cause(tmp_path: Path) -> None:
+    ended = launch([str(tmp_path), "vanish"], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 5 and ended.problem is not None
+    assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) ended with exit code 5 and left no cause"
+
+
+def start(directory: Path, deed: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.launch.launcher", str(directory), deed]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = start(tmp_path, "stop")
+    until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=20)
+    assert (launcher.returncode, output) == (75, "75 STOP001\n")
+    assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
+
+
+def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = start(tmp_path, "sleep")
+    until(lambda: all((tmp_path / f"rank-{rank}").exists() and pids(tmp_path)[rank] for rank in range(1)))
+    until(lambda: (tmp_path / "rank-1").exists() and bool((tmp_path / "rank-1").read_text()))
+    ranks = pids(tmp_path)
+    assert all(alive(pid) for pid in ranks)
+    launcher.kill()
+    launcher.communicate(timeout=10)
+    until(lambda: not any(alive(pid) for pid in ranks), seconds=5.0)

@@ -1,0 +1,139 @@
+"""Run directories: names (B-78), another's run (B-69), what cannot be written (B-70), a full disk (B-71)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shardwise.errors import MissingInputError, OutputError, ShardwiseError
+from shardwise.launch import rundir
+from shardwise.runtime.outcome import Exit, write_exit
+from shardwise.spec.load import dump_recipe, load_recipe
+
+
+def refused(error: ShardwiseError) -> tuple[str, int, str, str]:
+    (problem,) = error.problems
+    return problem.code, error.exit_code, problem.what, problem.fix
+
+
+def make_run(directory: Path, *overrides: str, step: int = 400) -> None:
+    (directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (directory / "checkpoints" / ".tmp-step-00000999-g1").mkdir()
+    (directory / "recipe.yaml").write_text(dump_recipe(load_recipe(None, overrides)))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a\nb", "x" * 101, "é", "\U0001f600", "-rf", "", ".", "..", "a/b", ".hidden", "a b"]
+)
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(OutputError) as caught:
+        rundir.check_name(name)
+    code, exit_code, what, fix = refused(caught.value)
+    assert (code, exit_code, fix) == ("OUT006", 73, "`--run my-run-1`")
+    assert what.endswith("run names are letters, digits, . _ -, at most 100, and start with a letter or digit")
+    assert what.isprintable()
+
+
+def test_names_that_are_fine(tmp_path: Path) -> None:
+    for name in ("quickstart-1", "a", "2026.01_x", "x" * 100):
+        assert rundir.check_name(name) == name
+    assert rundir.free_name(tmp_path, "my recipe") == "my-recipe-1"
+    (tmp_path / "my-recipe-1").mkdir()
+    (tmp_path / "my-recipe-10").mkdir()
+    assert rundir.free_name(tmp_path, "my recipe") == "my-recipe-2"
+    assert rundir.newest_run(tmp_path, "my-recipe") == tmp_path / "my-recipe-10"
+
+
+def test_another_recipes_run_is_never_touched(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "optim.learning_rate=1")
+    with pytest.raises(OutputError) as caught:
+        rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False)
+    assert refused(caught.value) == (
+        "OUT001",
+        73,
+        f'{tmp_path / "a"} holds run "a" at step 400, of another recipe',
+        "`--resume`, or another `--run` or `--out`; nothing is overwritten",
+    )
+    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True).resume_step == 400
+
+
+def test_its_own_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", step=20)
+    same = load_recipe(None, ["run.nproc=2", "parallel=zero3", "run.name=other", "save_steps=7"])
+    assert rundir.check_standing(tmp_path / "a", same, resume=False).resume_step == 20
+    write_exit(tmp_path / "a", Exit("done", 0, "done"))
+    with pytest.raises(OutputError) as caught:
+        rundir.check_standing(tmp_path / "a", same, resume=False)
+    assert refused(caught.value)[2] == f'{tmp_path / "a"} holds run "a" at step 20, finished'
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False).resume_step is None
+    with pytest.raises(MissingInputError) as caught:
+        rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True)
+    code, exit_code, what, _ = refused(caught.value)
+    assert (code, exit_code) == ("CKPT001", 66)
+    assert what == f"no checkpoint in {tmp_path / 'a'} (looked for checkpoints/step-*)"
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "file", "it is a file"), (tmp_path / "file" / "x", "part of the path is a file")):
+        with pytest.raises(OutputError) as caught:
+            rundir.check_writable(path)
+        assert refused(caught.value)[:3] == ("OUT002", 73, f"cannot write {path}: {reason}")
+    with pytest.raises(OutputError) as caught:
+        rundir.check_writable(tmp_path / ("x" * 300))
+    assert refused(caught.value)[2].endswith("the name is too long")
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EROFS, "read-only file system"),
+        (errno.ENOSPC, "no space left"),
+        (errno.EACCES, "permission denied"),
+        (errno.EDQUOT, "over the disk quota"),
+    ],
+)
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+def test_each_step_of_the_probe_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, call: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, call)), fail)
+    with pytest.raises(OutputError) as caught:
+        rundir.check_writable(tmp_path / "run")
+    assert refused(caught.value)[:3] == ("OUT002", 73, f"cannot write {tmp_path / 'run'}: {reason}")
+    assert not list(tmp_path.rglob(".probe*"))
+
+
+def test_a_directory_that_can_be_written_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
+    rundir.check_writable(tmp_path / "runs" / "a")
+    assert list((tmp_path / "runs" / "a").iterdir()) == []
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: Usage(0, 0, 31_000_000_000))
+    parameters = 1_183_000_000
+    with pytest.raises(OutputError) as caught:
+        rundir.check_space(tmp_path / "not" / "yet", parameters, keep=3)
+    assert refused(caught.value) == (
+        "OUT003",
+        73,
+        f"a checkpoint is ~14.2 GB, keep 3 + 1 in flight needs 56.8 GB, 31.0 GB free on {tmp_path}",
+        "a larger disk with `--out`, or `checkpoint.save_total_limit: 2`",
+    )
+    assert rundir.check_space(tmp_path, 100, keep=2) == 3600

@@ -1,0 +1,124 @@
+"""Clusters: read from a string, from the table, or found on this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError, UsageError
+from shardwise.spec import cluster as module
+from shardwise.spec.cluster import devices, find_device, local_cluster, parse_cluster
+from shardwise.spec.host import available_memory_bytes, cores
+
+
+def test_the_cluster_of_the_sketch() -> None:
+    found = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
+    assert (found.nodes, found.devices_per_node, found.world, found.kind) == (2, 8, 16, "cuda")
+    assert found.device.name == "RTX Pro 6000"
+    assert 90 * 2**30 < found.device.memory_bytes <= 96 * 2**30
+    assert found.network_bytes_per_s == 25e9
+    assert found.link_bytes_per_s == 63e9
+    assert found.assumptions == (
+        "200 Gb/s between nodes, shared by the GPUs of a node",
+        "GPUs of a node talk over PCIe, peer to peer",
+        "1,000.0 GiB of host memory a node",
+        "figures of the RTX Pro 6000 are partly verified",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "count", "device", "network_bytes_per_s"),
+    [
+        ("8xH100", 1, 8, "H100-SXM-80GB", 12.5e9),
+        ("h100-80gb", 1, 1, "H100-SXM-80GB", 12.5e9),
+        ("4x8xH100+400Gb/node", 4, 8, "H100-SXM-80GB", 50e9),
+        ("4x8xH200+8x400Gb/node", 4, 8, "H200-SXM", 400e9),
+        ("2x4xA100-40GB+50GB/s", 2, 4, "A100-SXM-40GB", 50e9),
+        (" 1xrtx pro 6000 blackwell ", 1, 1, "RTX Pro 6000", 12.5e9),
+        ("2xMI300X", 1, 2, "MI300X", 12.5e9),
+    ],
+)
+def test_strings(text: str, nodes: int, count: int, device: str, network_bytes_per_s: float) -> None:
+    found = parse_cluster(text)
+    assert (found.nodes, found.devices_per_node, found.device.name) == (nodes, count, device)
+    assert found.network_bytes_per_s == network_bytes_per_s
+    again = parse_cluster(str(found))
+    assert (again.nodes, again.devices_per_node, again.device) == (nodes, count, found.device)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "fix"),
+    [
+        ("8xH101", "CLU002", "did you mean H100-SXM-80GB?"),
+        ("0xH100", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("8x", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("8xH100+fast", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("8xTPUv4", "CLU002", "known: "),
+    ],
+)
+def test_strings_that_are_refused(text: str, code: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(text)
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200-SXM"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX Pro 6000"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_names_as_drivers_say_them(said: str, name: str) -> None:
+    assert find_device(said).name == name
+
+
+def test_the_table_is_complete_and_says_how_far_it_is_verified() -> None:
+    table = devices()
+    assert len(table) == 27
+    assert {device.verified for device in table.values()} == {"yes", "partial", "no"}
+    for device in table.values():
+        assert device.memory_bytes > 15 * 2**30 and device.bf16_flops > 5e13 and device.hbm_bytes_per_s > 5e11
+        assert device.matmul_share is None or 0.4 < device.matmul_share < 1
+
+
+def test_cpus_share_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * 2**30)
+    found = parse_cluster("2x4xCPU")
+    assert (found.kind, found.world, found.device.memory_bytes) == ("cpu", 8, 2 * 2**30)
+    here = local_cluster(1, "cpu")
+    assert (here.device.memory_bytes, here.host_memory_bytes) == (8 * 2**30, 8 * 2**30)
+
+
+def test_this_machine() -> None:
+    found = local_cluster(device="cpu")
+    assert found.devices_per_node == min(2, cores())
+    assert 0 < found.device.memory_bytes * found.devices_per_node <= available_memory_bytes() * 1.5
+
+
+def test_more_processes_than_there_are_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-75."""
+    monkeypatch.setattr(module, "cores", lambda: 4)
+    monkeypatch.setattr(module, "gpus", list)
+    for ask, what, fix in (
+        ((9, "auto"), "9 processes asked, 4 cores found", "`--nproc 4`"),
+        ((8, "cuda"), "8 GPU processes asked, 0 GPUs found", "`--device cpu --nproc 2`"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            local_cluster(*ask)  # type: ignore[arg-type]
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.what, problem.fix, caught.value.exit_code) == ("DEV001", what, fix, 2)
+    monkeypatch.setattr(module, "gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * 2**30), ("unheard of", 40 * 2**30)])
+    found = local_cluster()
+    assert (found.world, found.kind, found.device.memory_bytes) == (2, "cuda", 40 * 2**30)
+    with pytest.raises(UsageError):
+        local_cluster(3)
