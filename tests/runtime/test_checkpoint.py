@@ -16,7 +16,8 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, OutputError, PolicyError, ShardwiseError
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import commit
-from shardwise.runtime.checkpoint import Checkpoints, Event, latest, read, verify
+from shardwise.runtime.checkpoint import Checkpoints, Event, read
+from shardwise.runtime.locate import newest, verify
 from shardwise.runtime.manifest import MANIFEST
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime import checkpoint_ranks as work
@@ -235,7 +236,7 @@ def test_saving_goes_on_while_the_state_changes(tmp_path: Path) -> None:
     for tensor in state.values():
         tensor.fill_(7)
     facts["list"].append(2)
-    assert checkpoints.poll() == [] and latest(tmp_path) is None
+    assert checkpoints.poll() == [] and newest(tmp_path) is None
     gate.opened.set()
     assert kinds(checkpoints.wait()) == [("committed", 1)]
     loaded, found, _, _ = resume(tmp_path)
@@ -268,7 +269,7 @@ def test_fifty_saves_are_each_the_state_of_their_call(tmp_path: Path) -> None:
 def test_synchronous_saving_is_done_when_it_returns(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, Checkpoint(asynchronous=False), "run")
     checkpoints.save(values(1), {"step": 1}, 1)
-    assert latest(tmp_path) == tmp_path / "step-00000001"
+    assert newest(tmp_path) == tmp_path / "step-00000001"
     assert kinds(checkpoints.poll()) == [("committed", 1)]
 
 
@@ -394,7 +395,7 @@ def test_an_unlisted_file_is_not_read_and_named(two_steps: Path) -> None:
     state, facts, lines, _ = resume(two_steps)
     assert facts == {"step": 2, "cursor": 20} and same(state, values(2))
     assert lines == [
-        "warning[CKPT018]: step-00000002/model-00002-of-00002.safetensors is not in the manifest; it was not read"
+        "warning[CKPT019]: step-00000002/model-00002-of-00002.safetensors is not in the manifest; it was not read"
     ]
     assert verify(two_steps)[0].unlisted == ("model-00002-of-00002.safetensors",)
 

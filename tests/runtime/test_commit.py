@@ -262,3 +262,11 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / MANIFEST).unlink()
     assert expire(tmp_path, Keep(2), 4) == [1]
     assert steps(tmp_path) == [4, 3, 2]
+
+
+def test_what_decides_about_a_checkpoint_does_not_import_torch() -> None:
+    """So that the command line can look at checkpoints in no time."""
+    modules = "commit, locate, manifest, retention"
+    program = f"import sys; from shardwise.runtime import {modules}; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60).returncode == 0

@@ -283,38 +283,11 @@ class Checkpoints:
 
     def _tell(self, log: Log, step: int, directory: Path, newest_step: int) -> None:
         for name in manifest.unlisted(directory, manifest.read(directory)):
-            log(f"warning[CKPT018]: {directory.name}/{name} is not in the manifest; it was not read")
+            log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
         for problem in self.rejected:
             log(str(problem))
         if self.rejected:
             log(f"using {step_name(step)}; {newest_step - step} steps will be redone")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One checkpoint of a directory: ``problem`` is None if every byte is as it was written."""
-
-    step: int
-    path: Path
-    problem: Problem | None
-    unlisted: tuple[str, ...] = ()
-
-
-def latest(directory: str | Path) -> Path | None:
-    """The newest committed checkpoint by manifest and sizes (hashes are not read). Changes nothing."""
-    return newest(Path(directory))
-
-
-def verify(directory: str | Path) -> list[Verdict]:
-    """Read every byte of every checkpoint in ``directory``, newest first. Changes nothing."""
-    verdicts = []
-    for step, path in candidates(directory):
-        try:
-            record = manifest.check(path)
-            verdicts.append(Verdict(step, path, None, tuple(manifest.unlisted(path, record))))
-        except Rejected as error:
-            verdicts.append(Verdict(step, path, error.problems[0]))
-    return verdicts
 
 
 def read(path: str | Path, tensors: Tensors) -> Facts:

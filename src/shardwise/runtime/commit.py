@@ -93,6 +93,7 @@ def claim(directory: Path, disk: Disk = DISK) -> int:
 
 
 def generations(directory: Path) -> list[int]:
+    """The numbers that were claimed and not yet superseded."""
     return [int(match[1]) for name in os.listdir(directory) if (match := _GENERATION.fullmatch(name))]
 
 
@@ -199,6 +200,7 @@ def discard(path: Path, disk: Disk = DISK) -> None:
 
 
 def remove_tree(path: Path, disk: Disk = DISK) -> None:
+    """Delete a directory and all in it; a link in it, not what it points to."""
     for folder, folders, files in os.walk(path, topdown=False):
         for name in files:
             disk.unlink(Path(folder, name))

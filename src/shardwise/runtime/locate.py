@@ -1,14 +1,15 @@
-"""From what a user names as a checkpoint to the directory that holds it, or to words that help. No torch here."""
+"""Which checkpoints are there and whole, and which of them a user means; if none, words that help. No torch here."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
-from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, foreign
+from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, foreign, unlisted
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -50,6 +51,28 @@ def newest(directory: Path) -> Path | None:
             continue
         return path
     return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint of a directory: ``problem`` is None if every byte is as it was written."""
+
+    step: int
+    path: Path
+    problem: Problem | None
+    unlisted: tuple[str, ...] = ()
+
+
+def verify(directory: str | Path) -> list[Verdict]:
+    """Read every byte of every checkpoint in ``directory``, newest first. Changes nothing."""
+    verdicts = []
+    for step, path in candidates(directory):
+        try:
+            record = check(path)
+            verdicts.append(Verdict(step, path, None, tuple(unlisted(path, record))))
+        except Rejected as error:
+            verdicts.append(Verdict(step, path, error.problems[0]))
+    return verdicts
 
 
 def _nearest(path: Path) -> Path | None:

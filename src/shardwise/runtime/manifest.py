@@ -91,6 +91,7 @@ class Manifest:
 
 
 def step_name(step: int) -> str:
+    """The directory of a committed step."""
     return f"step-{step:08d}"
 
 
