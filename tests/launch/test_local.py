@@ -101,8 +101,8 @@ def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, numb
 
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = start(tmp_path, "sleep")
-    until(lambda: all((tmp_path / f"rank-{rank}").exists() and pids(tmp_path)[rank] for rank in range(1)))
-    until(lambda: (tmp_path / "rank-1").exists() and bool((tmp_path / "rank-1").read_text()))
+    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
     ranks = pids(tmp_path)
     assert all(alive(pid) for pid in ranks)
     launcher.kill()

@@ -18,6 +18,9 @@ from shardwise.cli.options import add_command
 from shardwise.cli.show import print_error
 from shardwise.errors import Problem, ShardwiseError, UsageError
 
+Refused = typer.BadParameter.__mro__[2]
+"""ClickException, from click or from the copy of it inside newer typers."""
+
 app = typer.Typer(
     name="shardwise",
     no_args_is_help=True,
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print_error(error, as_json=as_json)
         return error.exit_code
-    except typer.BadParameter.__mro__[2] as error:
+    except Refused as error:
         print_error(UsageError(_usage_problem(error)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -77,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ShardwiseError.exit_code
 
 
-def _usage_problem(error: Exception) -> Problem:
-    return Problem("CLI001", str(error), "the command line", "`shardwise --help`, or `shardwise <command> --help`")
+def _usage_problem(error: typer.BadParameter) -> Problem:
+    return Problem(
+        "CLI001", error.format_message(), "the command line", "`shardwise --help`, or `shardwise <command> --help`"
+    )
 
 
 def _defect(error: Exception) -> Problem:

@@ -191,9 +191,15 @@ def _override(reading: _Reading, argument: str) -> None:
         dotted = whole
     key = reading.keys.canonical(dotted)
     if key == dotted and value is not None and not isinstance(value, (str, list, dict)):
-        only_text = reading.takes(key, "string") and not (reading.takes(key, "integer") or reading.takes(key, "number"))
-        value = text if only_text and "enum" not in reading.keys.leaves[key] else value
+        value = text if _is_text(reading.keys.leaves[key]) else value
     _take(reading, dotted, value, where, replace=True)
+
+
+def _is_text(schema: Schema) -> bool:
+    """Whether any text is a value and nothing else (but null) is."""
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    free = [option.get("type") == "string" and not {"enum", "const"} & set(option) for option in options]
+    return any(free) and not any(option.get("type") in ("integer", "number", "boolean") for option in options)
 
 
 def _shorten(reading: _Reading) -> None:

@@ -1,0 +1,185 @@
+"""What the commands print, without starting a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import train
+from shardwise.cli.app import main
+from shardwise.errors import Problem
+from shardwise.launch.local import Ended
+from shardwise.models.resolve import resolve
+from shardwise.spec.load import load_plan, load_recipe, recipe_keys
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_print_config_is_a_recipe(shardwise: Run) -> None:
+    code, out, _ = shardwise("train", "--print-config", "--lr", "1e-3", "recompute=full", "--max-steps", "5")
+    assert code == 0
+    Path("r.yaml").write_text(out)
+    recipe = load_recipe("r.yaml")
+    assert (recipe.optim.learning_rate, recipe.recompute.mode, recipe.train.max_steps) == (1e-3, "full", 5)
+    assert list(Path().iterdir()) == [Path("r.yaml")]
+    _, out, _ = shardwise("train", "--print-config", "--json", "r.yaml")
+    assert json.loads(out) == recipe.model_dump(mode="json")
+
+
+def test_flags_and_settings_are_the_same_thing(shardwise: Run) -> None:
+    ways = (
+        ["seq_len=64"],
+        ["train.seq_len=64"],
+        ["--seq-len", "64"],
+        ["--seq_len=64"],
+        ["--train.seq-len=64"],
+        ["--sequence-len", "64"],
+    )
+    found = {shardwise("train", "--print-config", *words)[1] for words in ways}
+    assert len(found) == 1 and "seq_len: 64" in found.pop()
+    _, out, _ = shardwise("train", "--print-config", "--compile", "--nproc", "1", "--checkpoint.asynchronous", "false")
+    assert "compile: true" in out and "nproc: 1" in out and "asynchronous: false" in out
+
+
+def test_schema(shardwise: Run) -> None:
+    code, out, _ = shardwise("schema")
+    assert code == 0 and json.loads(out)["properties"]["train"]
+    _, out, _ = shardwise("schema", "--keys")
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == recipe_keys()
+    assert "train.seq_len: a whole number ≥ 2 (default 2048)" in lines
+
+
+def test_plan_of_the_sketch(shardwise: Run) -> None:
+    words = ("--model", "meta-llama/Llama-3.1-70B", "--cluster", "2x8xRTX-PRO-6000+200Gb/node", "--seq-len", "4096")
+    code, out, err = shardwise("plan", *words, "--global-batch", "64", "-o", "plan.yaml")
+    assert (code, err) == (0, "")
+    assert out.startswith(
+        "Llama-3.1-70B (70.6 B parameters) on 2 nodes x 8 x RTX Pro 6000 (95.0 GiB each)\nassumed: 200 Gb/s"
+    )
+    for setting in ("DDP over 16", "ZeRO-1 over 16", "ZeRO-2 over 16", "ZeRO-3 over 16", "ZeRO-3 over 8, 2 replicas"):
+        assert setting in out
+    assert "does not fit" in out and "memory of the fullest rank" in out and "all-gather" in out
+    plan = load_plan("plan.yaml")
+    assert (plan.layout.world, plan.batch.seq_len, plan.batch.global_batch_size(16)) == (16, 4096, 64)
+    _, shown, _ = shardwise("plan", "--plan", "plan.yaml")
+    assert f"{plan.estimate.peak_bytes:,}" in shown
+    _, text, _ = shardwise("plan", *words, "--global-batch", "64", "--json")
+    facts = json.loads(text)
+    assert facts["model"]["parameters"] == 70_553_706_496
+    assert facts["plan"]["estimate"]["peak_bytes"] == plan.estimate.peak_bytes
+    assert len(facts["settings"]) >= 5
+
+
+def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:
+    code, out, _ = shardwise("train", "--dry-run", "--nproc", "1")
+    assert code == 0
+    assert "model   llama-5.4m" in out and "plan    DDP over 1" in out and "nothing was started" in out
+    assert list(Path().iterdir()) == []
+    _, out, _ = shardwise("train", "--dry-run", "--nproc", "1", "--json")
+    assert json.loads(out)["run"] == "runs/quickstart-1"
+
+
+def test_nodes_print_their_lines(shardwise: Run) -> None:
+    code, out, _ = shardwise("train", "run.nodes=2", "--nproc", "1", "--run", "a")
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines() if "torchrun" in line]
+    assert len(lines) == 2 and "--node-rank 1" in lines[1]
+    assert lines[0].endswith("-m shardwise train runs/a/recipe.yaml --plan runs/a/plan.yaml")
+    assert load_plan("runs/a/plan.yaml").layout.world == 2
+    assert load_recipe("runs/a/recipe.yaml").run.nodes == 2
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Replace the launch: calls are kept; how the ranks end stands in the first place of the list."""
+    calls: list[tuple[object, ...]] = [(Ended(0),)]
+
+    def launch(*arguments: object) -> Ended:
+        calls.append(arguments)
+        result = calls[0][0]
+        assert isinstance(result, Ended)
+        return result
+
+    monkeypatch.setattr(train.local, "launch", launch)
+    return calls
+
+
+def texts() -> str:
+    Path("text").mkdir(exist_ok=True)
+    for number in range(8):
+        (Path("text") / f"{number}.txt").write_text("some words that are tokenised \n" * 400)
+    return "data.path=text"
+
+
+SMALL = ("data.cache=cache", "--nproc", "1", "data.tokenizer.vocab_size=300", "model.config.vocab_size=300")
+
+
+def test_train_writes_what_ranks_read_and_starts_them(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    code, _, err = shardwise("train", texts(), *SMALL, "--run", "a", "--allow-fresh-start")
+    assert (code, err) == (0, "")
+    words, nproc, directory, port = ended[1]
+    assert (nproc, directory, port) == (1, Path("runs/a"), 0)
+    assert words == ["train", "runs/a/recipe.yaml", "--plan", "runs/a/plan.yaml", "--allow-fresh-start"]
+    recipe = load_recipe("runs/a/recipe.yaml")
+    assert (recipe.run.name, recipe.run.device, recipe.run.nproc) == ("a", "cpu", 1)
+    assert resolve(recipe).vocab_size == 300
+    assert load_plan("runs/a/plan.yaml").layout.world == 1
+
+
+def test_a_failure_of_a_rank_is_printed_once_with_its_code(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    ended[0] = (Ended(65, Problem("DATA004", "bad line", "x.jsonl:3 (rank 0)", "repair it")),)
+    code, _, err = shardwise("train", texts(), *SMALL)
+    assert (code, err) == (65, "error[DATA004]: bad line\nwhere: x.jsonl:3 (rank 0)\nfix:   repair it\n")
+    code, out, _ = shardwise("train", texts(), *SMALL, "--json")
+    assert code == 65
+    assert json.loads(out)["error"] == {
+        "exit_code": 65,
+        "problems": [{"code": "DATA004", "what": "bad line", "where": "x.jsonl:3 (rank 0)", "fix": "repair it"}],
+    }
+    ended[0] = (Ended(75, Problem("STOP001", "saved at step 3 of 9", "", "shardwise train --resume runs/a")),)
+    code, out, err = shardwise("train", texts(), *SMALL)
+    assert (code, err) == (75, "")
+    assert out.endswith("stopped: saved at step 3 of 9\nnext     shardwise train --resume runs/a\n")
+
+
+def test_runs_are_numbered_and_resumed(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    for _ in range(2):
+        shardwise("train", texts(), *SMALL)
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["quickstart-1", "quickstart-2"]
+    Path("runs/quickstart-2/checkpoints/step-00000005").mkdir(parents=True)
+    for words in (
+        ("--resume", *SMALL, texts()),
+        ("--resume", "runs/quickstart-2"),
+        ("--resume", "--run", "quickstart-2"),
+    ):
+        code, _, err = shardwise("train", *words)
+        assert code == 0, err
+        assert err == "resuming runs/quickstart-2 from step 5\n"
+        assert ended[-1][2] == Path("runs/quickstart-2")
+
+
+def test_data_that_cannot_be_prepared_leaves_no_run_behind(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    Path("text").mkdir()
+    Path("text/a.jsonl").write_text('{"text": "x"\n')
+    code, _, err = shardwise("train", "data.path=text", "data.cache=cache", "--nproc", "1")
+    assert code == 65 and err.startswith("error[DATA004]")
+    assert not Path("runs/quickstart-1").exists() and len(ended) == 1

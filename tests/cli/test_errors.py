@@ -1,0 +1,259 @@
+"""The command line: errors said once, with their exit codes, before anything is written; JSON where asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import app, schema, train
+from shardwise.cli.app import main
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import dump_plan
+from shardwise.spec.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ("train", "--sequence-lenn", "4"),
+            78,
+            "error[CFG001]: unknown key `sequence_lenn`\nwhere: `sequence_lenn=4` on the command line\n"
+            "fix:   did you mean `train.seq_len`?\n",
+        ),
+        (
+            ("train", "--optm.lr=3"),
+            78,
+            "error[CFG001]: unknown key `optm.lr`\nwhere: `optm.lr=3` on the command line\n"
+            "fix:   did you mean `optim.learning_rate`?\n",
+        ),
+        (
+            ("train", "nowhere.yaml"),
+            66,
+            "error[CFG011]: cannot read nowhere.yaml: no such file\nfix:   check the path\n",
+        ),
+        (
+            ("train", "--nproc", "4096"),
+            2,
+            f"error[DEV001]: 4096 processes asked, {len(os.sched_getaffinity(0))} cores found\nwhere: run.nproc\n"
+            f"fix:   `--nproc {len(os.sched_getaffinity(0))}`\n",
+        ),
+        (
+            ("train", "--device", "cuda", "--nproc", "8"),
+            2,
+            "error[DEV001]: 8 GPU processes asked, 0 GPUs found\nwhere: run.nproc\n"
+            f"fix:   `--device cpu --nproc {min(2, len(os.sched_getaffinity(0)))}`\n",
+        ),
+        (
+            ("train", "--run", "../x"),
+            73,
+            "error[OUT006]: `../x` cannot be a run's name: run names are letters, digits, . _ -, at most 100, and "
+            "start with a letter or digit\nwhere: run.name\nfix:   `--run my-run-1`\n",
+        ),
+        (
+            ("train", "--bogus"),
+            2,
+            "error[CLI001]: unknown option `--bogus`\nwhere: the command line\nfix:   `shardwise --help` lists them\n",
+        ),
+        (
+            ("train", "--seq-len"),
+            2,
+            "error[CLI001]: `--seq-len` needs a value\nwhere: the command line\nfix:   `--seq-len <value>`\n",
+        ),
+        (
+            ("train", "a.yaml", "b.yaml"),
+            2,
+            "error[CLI001]: two recipes: `a.yaml` and `b.yaml`\nwhere: the command line\n"
+            "fix:   name one; settings are written key=value\n",
+        ),
+        (
+            ("train", "--port", "x"),
+            2,
+            "error[CLI001]: Invalid value for '--port': Input should be a valid integer, unable to parse string as an "
+            "integer\nwhere: the command line\n"
+            "fix:   `shardwise --help`, or `shardwise <command> --help`\n",
+        ),
+        (
+            ("fly",),
+            2,
+            "error[CLI001]: No such command 'fly'.\nwhere: the command line\n"
+            "fix:   `shardwise --help`, or `shardwise <command> --help`\n",
+        ),
+        (
+            ("plan", "--explain", "everything"),
+            2,
+            "error[CLI001]: nothing to explain about `everything`\nwhere: --explain\n"
+            "fix:   one of memory, network, why\n",
+        ),
+        (
+            ("plan", "--cluster", "8xH101"),
+            78,
+            "error[CLU002]: unknown device `H101`\nwhere: --cluster\nfix:   did you mean H100-SXM-80GB?\n",
+        ),
+        (
+            ("train", "--resume", "--run", "gone"),
+            66,
+            "error[CFG011]: cannot read gone: no such file\nfix:   check the path\n",
+        ),
+    ],
+)
+def test_errors(shardwise: Run, words: tuple[str, ...], code: int, message: str) -> None:
+    if "--resume" in words:
+        words = ("train", "--resume", "gone")
+    found, out, err = shardwise(*words)
+    assert (found, out, err) == (code, "", message)
+    assert list(Path().iterdir()) == []
+
+
+def test_the_same_as_an_object(shardwise: Run) -> None:
+    code, out, err = shardwise("train", "trian.seq_len=3", "optim.beta2=1", "--json")
+    assert (code, err) == (78, "")
+    error = json.loads(out)["error"]
+    assert error["exit_code"] == 78
+    assert [problem["code"] for problem in error["problems"]] == ["CFG001", "CFG005"]
+    assert set(error["problems"][0]) == {"code", "what", "where", "fix"}
+
+
+def test_a_path_that_is_too_long_is_an_error_like_any_other(shardwise: Run) -> None:
+    code, _, err = shardwise("train", "x" * 5000)
+    assert code == 66 and err.startswith("error[CFG011]: cannot read xxx")
+    code, _, err = shardwise("train", "--out", "x" * 5000, "--run", "a")
+    assert code == 73 and err.startswith("error[OUT002]: cannot write xxx") and "the name is too long" in err
+
+
+def test_a_defect_ends_with_70_and_keeps_its_traceback(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of ours\nsecond line")
+
+    monkeypatch.setattr(schema, "recipe_schema", broken)
+    code, out, err = shardwise("schema")
+    assert (code, out) == (70, "")
+    first, where, fix = err.splitlines()
+    assert first == "error[BUG001]: a defect of shardwise: ZeroDivisionError: of ours"
+    assert fix == "fix:   report it with that file, or see it with --debug"
+    kept = Path(where.removeprefix("where: the full traceback is in "))
+    assert "Traceback (most recent call last)" in kept.read_text()
+    kept.unlink()
+    code, _, err = shardwise("schema", "--debug")
+    assert code == 70 and "Traceback (most recent call last)" in err
+    Path(err.partition("is in ")[2].splitlines()[0]).unlink()
+
+
+def test_ctrl_c_ends_with_130(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema, "recipe_schema", interrupted)
+    code, out, _ = shardwise("schema")
+    assert (code, out) == (130, "")
+
+
+def test_control_characters_of_a_file_never_reach_the_terminal(shardwise: Run) -> None:
+    Path("r.yaml").write_text('"a\\u001b[31m": 1\n')
+    code, _, err = shardwise("train", "r.yaml")
+    assert code == 78
+    assert "\x1b" not in err and "unknown key `a\\x1b[31m`" in err
+
+
+def test_a_port_in_use(shardwise: Run) -> None:
+    """B-73."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = shardwise("train", "--port", str(port))
+    assert code == 69
+    assert err.startswith(f"error[NET001]: port {port} is in use by pid {os.getpid()} (")
+    assert list(Path().iterdir()) == []
+
+
+def test_a_plan_for_other_machines(shardwise: Run) -> None:
+    """B-26."""
+    Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(dp_replicate=8, ranks_per_node=8))))
+    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
+    assert (code, err) == (
+        78,
+        "error[RUN001]: plan.yaml is for 8 processes, 1 will be started\nwhere: plan.yaml\n"
+        "fix:   `run.nproc=8`, or leave out --plan to plan again for 1\n",
+    )
+
+
+def test_another_runs_directory(shardwise: Run) -> None:
+    """B-69."""
+    Path("runs/a/checkpoints/step-00000400").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text("train: {seq_len: 7}\n")
+    code, _, err = shardwise("train", "--run", "a")
+    assert (code, err) == (
+        73,
+        'error[OUT001]: runs/a holds run "a" at step 400, of another recipe\nwhere: runs/a\n'
+        "fix:   `--resume`, or another `--run` or `--out`; nothing is overwritten\n",
+    )
+
+
+def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-71."""
+    monkeypatch.setattr(train.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
+    code, _, err = shardwise("train", "--dry-run", "--nproc", "1")
+    assert code == 73
+    assert err.startswith("error[OUT003]: a checkpoint is ~64.8 MB, keep 2 + 1 in flight needs 216.")
+
+
+class _Usage:
+    free = 1000
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    program = (
+        "import sys; from shardwise.cli.app import main; main(['--help']); print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        environment = {"PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stdout.endswith("set()\n")
+    # processor time: what the clock shows when nothing else runs
+    assert min(seconds) < 0.5, f"shardwise --help took {min(seconds):.2f} s"
+
+
+def test_every_command_has_help(shardwise: Run) -> None:
+    code, out, _ = shardwise("--help")
+    names = [command.name for command in app.app.registered_commands]
+    assert code == 0 and names == ["train", "plan", "generate", "export", "schema"]
+    for name in [*names, "data"]:
+        assert name in out
+        code, text, _ = shardwise(str(name), "--help")
+        assert (code == 0 and "--debug" in text) or name == "data"

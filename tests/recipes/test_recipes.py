@@ -1,0 +1,59 @@
+"""Every recipe that ships is short, says what it is, and can be planned for machines that it is meant for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.options import recipes_directory
+from shardwise.models.resolve import resolve
+from shardwise.planner.search import choose
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.load import load_recipe
+
+MEANT_FOR = {
+    "quickstart": "2xCPU",
+    "pretrain-small": "1xH100",
+    "continue-8b": "8xH100",
+    "llama-70b-zero3": "4x8xH100+400Gb/node",
+    "llama-8b-hsdp": "2x8xH100+400Gb/node",
+}
+FILES = sorted(recipes_directory().glob("*.yaml"))
+
+
+def test_the_list_is_complete() -> None:
+    assert {path.stem for path in FILES} == set(MEANT_FOR)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_short_and_begins_with_what_it_is(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 25
+    assert lines[0].startswith("# ") and len(lines[0]) > 40
+    assert max(map(len, lines)) <= 130
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_can_be_planned_and_fits(path: Path) -> None:
+    recipe = load_recipe(path)
+    cluster = parse_cluster(MEANT_FOR[path.stem])
+    plan = choose(recipe, resolve(recipe), cluster)
+    assert plan.layout.world == cluster.world
+    assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
+    if path.stem == "llama-70b-zero3":
+        assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")
+    if path.stem == "llama-8b-hsdp":
+        assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
+
+
+def test_the_quickstart_is_the_model_that_it_says() -> None:
+    recipe = load_recipe(recipes_directory() / "quickstart.yaml")
+    spec = resolve(recipe)
+    assert (spec.num_hidden_layers, spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads) == (
+        6,
+        256,
+        8,
+        4,
+    )
+    assert spec.name == "llama-5.4m"
