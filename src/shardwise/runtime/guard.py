@@ -239,7 +239,7 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
 def end_process(late: RankStatus | None, me: Process) -> None:
     """Kill the rank that stands still, if it is on this host and a child of our own launcher: a stopped process would
     not answer a request, and until it is gone the launcher waits."""
-    if late is None or late.host != me.host or late.rank == me.rank:
+    if late is None or late.host != me.host or late.pid == os.getpid():
         return
     with suppress(OSError, IndexError, ValueError):
         parent = int(Path(f"/proc/{late.pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -117,8 +117,8 @@ def device_kind(recipe: Recipe) -> DeviceKind:
 
 
 def settle(job: Job) -> Job:
-    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the same run left
-    them in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
+    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the run left them
+    in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
     remembered: list[Any] = [None]
     if job.rank == 0:
         job.directory.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,9 @@ DIRECTORY = "ranks"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far: it compares progress
-    across ranks, as does ``sequence``, the number of collectives asked for. Times are CLOCK_MONOTONIC seconds of the rank's
-    host; ``beat_s`` moves as long as its interpreter lives."""
+    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far and ``sequence`` the number
+    of collectives asked for: both compare progress across ranks. Times are CLOCK_MONOTONIC seconds of the rank's host;
+    ``beat_s`` moves as long as its interpreter lives."""
 
     rank: int
     pid: int

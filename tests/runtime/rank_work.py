@@ -1,0 +1,164 @@
+"""What the tests of the runtime ask of the pool's ranks. Every function is told (rank, world) first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardwise.data.batch import MicroBatch
+from shardwise.errors import ShardwiseError
+from shardwise.methods import pretrain
+from shardwise.models.decoder import Decoder
+from shardwise.runtime import agree, build, reduce, world
+from shardwise.runtime.slices import local, local_slice
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import Rules, StepStats, step
+from shardwise.spec.plan import Plan, Precision
+from shardwise.spec.recipe import Optim, Recipe
+from shardwise.techniques import optim
+from tests.parity.cases import TIED
+
+CPU = torch.device("cpu")
+
+
+def mixed_step(rank: int, world: int) -> tuple[bool, bool]:
+    """A sharded layer and a plain one in one optimizer: are they in separate groups, and do both move?"""
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 6), "head": nn.Linear(6, 4, bias=False)})
+    fully_shard(model["head"], mesh=init_device_mesh("cpu", (world,)))
+    optimizer = optim.build([model], Optim(learning_rate=0.1), Plan())
+    kinds = [{isinstance(p, DTensor) for p in group["params"]} for group in optimizer.param_groups]
+    before = {name: local(p.detach()).clone() for name, p in optim.named([model]).items()}
+    model["head"](model["embed"](torch.arange(4))).square().sum().backward()
+    optimizer.step()
+    moved = [not torch.equal(local(p.detach()), before[name]) for name, p in optim.named([model]).items()]
+    return all(len(kind) == 1 for kind in kinds) and len(kinds) == 2, all(moved)
+
+
+def slices_fit(rank: int, ranks: int, replicas: int, shape: tuple[int, ...]) -> bool:
+    """Whether a fully sharded parameter, filled slice by slice, is the global tensor when gathered."""
+    sizes = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard",) if replicas == 1 else ("dp_replicate", "dp_shard"))
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    fully_shard(module, mesh=mesh)
+    module.to_empty(device="cpu")
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    build.put(module.weight, whole[local_slice(module.weight)])
+    return torch.equal(module.weight.full_tensor(), whole)
+
+
+def state_of(plan: Plan, settings: Optim) -> TrainState:
+    """The tied tiny model, built as a run builds it."""
+    recipe = Recipe.model_validate({"optim": settings.model_dump()})
+    return build.build(recipe, TIED, plan, world.mesh(plan.layout, "cpu"), CPU)
+
+
+def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[float, dict[str, Tensor]]:
+    """The global norm, and every gradient after clipping, gathered; gradients are set to those of :func:`gradient`."""
+    state = state_of(plan, Optim())
+    for name, parameter in state.parameters().items():
+        whole = gradient(name, tuple(parameter.shape))
+        grad = torch.empty_like(parameter)
+        local(grad).copy_(whole[local_slice(parameter)])
+        parameter.grad = grad
+    squares = reduce.local_squares(state.trained(), ranks)
+    verdict = reduce.agree(squares, torch.zeros((), dtype=torch.float64), stop=False)
+    reduce.scale_gradients(state.trained(), reduce.clip_coefficient(verdict.norm, max_norm))
+    grads = {name: p.grad for name, p in state.parameters().items()}
+    return verdict.norm, {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+def gradient(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A gradient in fp64 that depends on the name alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))), dtype=torch.float64)
+
+
+def verdicts(rank: int, ranks: int, bad: int | None, stopping: int | None) -> tuple[bool, bool, int]:
+    """What the ranks agree on when rank ``bad`` has a NaN and rank ``stopping`` wants to stop; and a count."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), torch.nan if rank == bad else 1.0)
+    squares = reduce.local_squares([weight], ranks)
+    verdict = reduce.agree(squares, torch.zeros(()), stop=rank == stopping)
+    return verdict.finite, verdict.stop, reduce.count_supervised(rank + 1, CPU)
+
+
+ROWS, LENGTH, STEPS = 8, 12, 4
+
+
+def rows(number: int) -> MicroBatch:
+    """The global batch of a step: every row has another number of supervised tokens."""
+    draw = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, TIED.vocab_size, (ROWS, LENGTH), generator=draw)
+    labels = ids.roll(-1, 1)
+    for row in range(ROWS):
+        labels[row, : row + 1] = -100
+    return MicroBatch(ids, labels, torch.arange(LENGTH).expand(ROWS, LENGTH), None, LENGTH)
+
+
+def part(batch: MicroBatch, start: int, length: int) -> MicroBatch:
+    """Some rows of a batch."""
+    some = slice(start, start + length)
+    return MicroBatch(batch.ids[some], batch.labels[some], batch.positions[some], None, LENGTH)
+
+
+def rules_of(plan: Plan, settings: Optim) -> Rules:
+    def loss(model: Decoder, batch: MicroBatch, denominator: float) -> Tensor:
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    return Rules(plan, settings, STEPS, loss)  # type: ignore[arg-type]
+
+
+def few_steps(
+    rank: int, ranks: int, plan: Plan, poison: int | None = None, steps: int = STEPS
+) -> tuple[list[StepStats], dict[str, Tensor]]:
+    """``steps`` steps on this rank's share of the global batches; during step ``poison`` the last rank has NaN for the
+    weight of its last norm. Returns the stats and the whole tensors of the state."""
+    settings = Optim(learning_rate=1e-2, max_grad_norm=0.5)
+    state, rules = state_of(plan, settings), rules_of(plan, settings)
+    own = ROWS // plan.layout.dp
+    size = own // plan.batch.accumulation
+    stats = []
+    for number in range(steps):
+        start = plan.layout.dp_rank(rank) * own
+        batches = [part(rows(number), start + k * size, size) for k in range(plan.batch.accumulation)]
+        supervised = reduce.count_supervised(sum(batch.supervised_tokens() for batch in batches), CPU)
+        norm_weight = local(state.parameters()["norm.weight"].detach())
+        kept = norm_weight.clone()
+        if number == poison and rank == ranks - 1:
+            norm_weight.fill_(torch.nan)
+        stats.append(step(state, batches, supervised, rules))
+        if number == poison:
+            norm_weight.copy_(kept)
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t.clone() for n, t in state.tensors().items()}
+    return stats, whole
+
+
+def fp64(plan: Plan) -> Plan:
+    """``plan`` with everything in fp64."""
+    return replace(plan, precision=Precision("fp64", "fp64", "fp64"))
+
+
+def disagree(rank: int, ranks: int, change: dict[str, Any]) -> list[str]:
+    """Compare recipes when the last rank's differs; the codes and texts of the problem, or nothing."""
+    recipe = Recipe.model_validate(change if rank == ranks - 1 else {})
+    try:
+        agree.agree(recipe, Plan())
+    except ShardwiseError as error:
+        return [error.problems[0].code, error.problems[0].what]
+    return []
+
+
+def gathered_names(rank: int, ranks: int, plan: Plan) -> tuple[list[str], bool]:
+    """The names of a state's tensors on this rank, and whether head and embedding are one parameter."""
+    state = state_of(plan, Optim())
+    model = state.parts[0]
+    tied = model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+    dist.barrier()
+    return list(state.tensors()), tied

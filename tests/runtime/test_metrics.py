@@ -1,0 +1,122 @@
+"""metrics.jsonl, the progress line and the numbers in them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.models.config import ModelSpec
+from shardwise.runtime import metrics
+from shardwise.runtime.metrics import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats
+
+SPEC = ModelSpec("m", 100, 8, 16, 2, 2, 1, 4)
+
+
+def state_at(step: int) -> TrainState:
+    layer = torch.nn.Linear(1, 1)
+    return TrainState([layer], torch.optim.AdamW(layer.parameters()), step=step, tokens=step * 64)
+
+
+def stats(loss: float = 1.5, skipped: bool = False) -> StepStats:
+    return StepStats(loss, 0.5, 1e-3, 64, 60, skipped, stop=False)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_step_is_there_once_after_a_kill(tmp_path: Path) -> None:
+    """Killed after the line of step 7, half of step 8's written; the newest checkpoint is step 5."""
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    for step in range(1, 8):
+        log.step(state_at(step), stats(loss=1.0), torch.device("cpu"))
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 8, "los')
+    log = Log(tmp_path, 0, 5, 10, Speed(1.0, 0.0))
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
+    for step in range(6, 11):
+        log.step(state_at(step), stats(loss=2.0), torch.device("cpu"))
+    log.close()
+    assert [(line["step"], line["loss"]) for line in lines(path)] == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 11)]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["events.jsonl", "metrics.jsonl"]
+
+
+def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:
+    log = Log(tmp_path, 0, 0, 10, Speed(flops_per_token=10.0, peak_flops=1e9))
+    log.step(state_at(1), stats(), torch.device("cpu"))
+    log.close()
+    [line] = lines(tmp_path / "metrics.jsonl")
+    assert {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "memory_bytes"} <= set(line)
+    assert (line["step"], line["tokens"], line["loss"], line["skipped"]) == (1, 64, 1.5, False)
+    assert line["mfu"] == pytest.approx(10.0 * float(str(line["tokens_per_s"])) / 1e9, abs=1e-4)
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), stats(), torch.device("cpu"))
+    log.event("end")
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
+    keep_until(tmp_path / "metrics.jsonl", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_flops_by_hand() -> None:
+    """Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16: 576. Two layers and a head of 100 x 8: 1,952
+    parameters, times 6; and causal attention, 6 x 2 layers x 32 tokens x 8."""
+    assert flops_per_token(SPEC, 32) == 6 * 1952 + 6 * 2 * 32 * 8
+    from dataclasses import replace
+
+    assert flops_per_token(replace(SPEC, tie_word_embeddings=True), 32) == flops_per_token(SPEC, 32)
+
+
+def test_mfu_is_unknown_without_a_peak() -> None:
+    assert Speed(10.0, 0.0).mfu(100.0) is None
+    assert Speed(10.0, 4000.0).mfu(100.0) == 0.25
+
+
+def test_the_measured_peak_is_a_plausible_number() -> None:
+    assert 1e8 < metrics.measure_peak_flops(torch.float32, size=128) < 1e14
+
+
+RECORD = {
+    "step": 120,
+    "loss": 5.314,
+    "learning_rate": 2.8e-3,
+    "grad_norm": 0.741,
+    "tokens_per_s": 8120.4,
+    "mfu": 0.241,
+    "memory_bytes": int(0.61 * 2**30),
+    "skipped": False,
+}
+
+
+def test_the_progress_line() -> None:
+    text = "step 120/320 ======----------  loss 5.314  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.61 GiB  1:41 left"
+    assert progress_line(RECORD, 320, 101.0) == text
+    assert "MFU n/a" in progress_line(RECORD | {"mfu": None}, 320, 1.0)
+    assert progress_line(RECORD | {"skipped": True}, 320, 1.0).endswith("skipped: not finite")
+
+
+def test_without_a_terminal_lines_are_plain_and_few() -> None:
+    out = io.StringIO()
+    screen = Screen(320, out)
+    for step in range(1, 321):
+        screen.show(RECORD | {"step": step}, 1.0)
+    text = out.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [1, 320]
+
+
+def test_clock() -> None:
+    assert [clock(0), clock(101), clock(3 * 3600 + 65)] == ["0:00", "1:41", "3:01:05"]

@@ -1,0 +1,92 @@
+"""Joining the world: its size, the mesh, ranks that do not belong together, the probe of matrix products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError
+from shardwise.prove.pool import RankPool
+from shardwise.runtime.agree import difference, flatten
+from shardwise.runtime.matmul import Probe, probe
+from shardwise.runtime.world import device_of, process, world
+from shardwise.spec.layout import Layout
+from tests.runtime import rank_work
+
+
+def test_one_process_needs_no_launcher() -> None:
+    with world(Layout(), "cpu", 10.0) as mesh:
+        assert mesh is None
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert not dist.is_initialized()
+
+
+def test_an_error_inside_takes_the_group_down_as_well() -> None:
+    with pytest.raises(ZeroDivisionError), world(Layout(), "cpu", 10.0):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def test_a_plan_for_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError) as raised, world(Layout(dp_shard=8), "cpu", 10.0):
+        pass
+    [problem] = raised.value.problems
+    assert problem.code == "RUN001" and raised.value.exit_code == 78
+    assert "the plan is for 8 processes (dp_shard 8), but 4 were started" in problem.what
+    assert "start 8 processes" in problem.fix
+
+
+def test_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("SHARDWISE_FAULT", "data:1:0")
+    me = process()
+    assert (me.rank, me.local_rank, me.world_size, me.local_world_size, me.threads) == (5, 1, 8, 4, 3)
+    assert me.fault == "data:1:0"
+    assert device_of("cuda") == torch.device("cuda", 1)
+
+
+def test_ranks_with_another_recipe_are_refused_by_every_rank(ranks: RankPool) -> None:
+    for code, what in ranks.run(rank_work.disagree, {"optim": {"learning_rate": 1e-4}}, world=3):
+        assert code == "RUN002"
+        assert "rank 2" in what and "`optim.learning_rate` 0.0003 on rank 0, 0.0001 there" in what
+
+
+def test_ranks_that_agree_go_on(ranks: RankPool) -> None:
+    assert ranks.run(rank_work.disagree, {}, world=2) == [[], []]
+
+
+def test_another_version_is_named_before_anything_else() -> None:
+    first = {"host": "a", "digest": "1f3a", "versions": {"torch": "2.13.0"}, "recipe": {}, "plan": {}}
+    other = {"host": "b", "digest": "9c02", "versions": {"torch": "2.12.1"}, "recipe": {"x": 1}, "plan": {}}
+    problem = difference(first, other, 3)
+    assert problem.code == "RUN003"
+    assert problem.what == "torch 2.13.0 on rank 0 (host a), 2.12.1 on rank 3 (host b)"
+    assert problem.fix == "install the same versions everywhere: pip install torch==2.13.0"
+
+
+def test_a_difference_in_the_plan_names_the_key() -> None:
+    same = {"host": "a", "digest": "1f3a", "versions": {}, "recipe": {"a": 1}}
+    problem = difference(same | {"plan": {"batch.accumulation": 1}}, same | {"plan": {"batch.accumulation": 2}}, 1)
+    assert problem.code == "RUN002" and "`batch.accumulation` 1 on rank 0, 2 there" in problem.what
+
+
+def test_flatten() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_medium_is_chosen_only_when_it_is_exact_and_faster() -> None:
+    assert Probe(1e-4, 2e-4, 1.9).choice == "medium"
+    assert Probe(1e-4, 6e-1, 4.0).choice == "highest"  # this processor would compute in bf16
+    assert Probe(1e-4, 1e-4, 1.01).choice == "highest"
+
+
+def test_the_probe_tells_fp32_from_bf16_and_leaves_the_setting_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    found = probe()
+    assert torch.get_float32_matmul_precision() == before
+    assert 0 < found.error_highest < 1e-3  # of sums of 512 products of standard normals
+    assert found.error_medium > 0 and found.gain > 0
