@@ -11,7 +11,6 @@ travel only between this process and the ranks it started.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import os
 import pickle
 import signal
@@ -229,7 +228,7 @@ def perform(rank: int, job: Job, store: Any) -> Any:
     fresh = dist.PrefixStore(job.prefix, store)
     dist.init_process_group("gloo", store=fresh, rank=rank, world_size=job.world, timeout=timeout)
     try:
-        importlib.invalidate_caches()
+        dist.barrier()  # or a rank with little to do may leave while another still connects to it
         fn, args = pickle.loads(job.work)
         return fn(rank, job.world, *args)
     finally:
