@@ -200,7 +200,7 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
 
 def _number(values: dict[str, Any], key: str, default: float | None, name: str) -> float:
     value = values.get(key, default)
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         what = f"`{key}` must be a number, got {value!r}"
         raise ConfigError(Problem("CFG004", what, f"config of {name}", f"{key}: a number, without quotes"))
     return float(value)
