@@ -45,7 +45,7 @@ def fresh_sharding_propagation() -> Iterator[None]:
 
 @contextmanager
 def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Calls ``resized(storage, bytes)`` at every ``UntypedStorage.resize_``: the way FSDP2 frees and refills weights."""
+    """Calls ``resized(storage, bytes)`` at every ``UntypedStorage.resize_``: so FSDP2 frees and refills weights."""
     import torch
 
     resize = torch.UntypedStorage.resize_

@@ -16,6 +16,7 @@ VARIANTS = ("narrow", "wide")
 
 
 def well_known() -> list[ModelSpec]:
+    """The models of the built-in table."""
     return [from_hf(config, name) for name, config in CONFIGS.items()]
 
 
@@ -31,6 +32,7 @@ def make(specs: list[ModelSpec]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Write the file that the package carries."""
     data = json.dumps(make(well_known()), separators=(",", ":")).encode()
     Path(__file__).with_name(SHIPPED).write_bytes(gzip.compress(data, mtime=0))
 

@@ -34,6 +34,7 @@ def saves(ops: tuple[Op, ...]) -> frozenset[int]:
 
 
 def treated(plan: Plan, block: int) -> bool:
+    """Whether the block of this number recomputes."""
     return plan.remat.mode != "none" and block % plan.remat.every == 0
 
 
@@ -70,7 +71,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
             if treated(plan, index):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
                 if plan.remat.mode == "selective":
-                    options["context_fn"] = partial(_contexts, _products(block))
+                    options["context_fn"] = partial(_counted, _products(block))
                 block.forward = partial(checkpoint, block.forward, **options)
     return parts
 
@@ -81,7 +82,7 @@ def _products(block: nn.Module) -> int:
     return sum(isinstance(module, nn.Linear) for module in block.modules())
 
 
-def _contexts(products: int) -> Any:
+def _counted(products: int) -> Any:
     """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last."""
     import torch
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
