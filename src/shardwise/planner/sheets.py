@@ -108,6 +108,7 @@ def pack(sheet: Sheet) -> list[Any]:
 
 
 def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
+    """The sheet of ``spec``, whose depth and name are not packed."""
     stem, block, tail = (_unpack_unit(unit) for unit in packed)
     return Sheet(spec.name, stem, (block,), (0,) * spec.num_hidden_layers, tail, spec.tie_word_embeddings)
 

@@ -35,6 +35,7 @@ class Weights(Protocol):
 
 
 def full_name(name: Hashable, weight: str) -> str:
+    """The canonical name of a weight of a block (by number) or of the root."""
     return f"layers.{name}.{weight}" if isinstance(name, int) else weight
 
 
