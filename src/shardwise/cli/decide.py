@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.host import total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -19,6 +21,17 @@ def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
     if text is not None:
         return parse_cluster(text)
     return local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+
+
+def cluster_of_ranks(recipe: Recipe) -> Cluster:
+    """This machine as every rank sees it alike. Ranks that torchrun started each make the plan; memory that is free
+    changes from one moment to the next, so on CPUs they count what the machine has."""
+    cluster = cluster_of(recipe)
+    if cluster.kind == "cuda":
+        return cluster
+    memory = total_memory_bytes()
+    device = replace(cluster.device, memory_bytes=memory // cluster.devices_per_node)
+    return replace(cluster, device=device, host_memory_bytes=memory, assumptions=())
 
 
 def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None) -> Plan:

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.cli.decide import cluster_of, plan_of
+from shardwise.cli.decide import cluster_of_ranks, plan_of
 from shardwise.cli.show import print_error
 from shardwise.errors import PreemptedError, Problem, ShardwiseError
 from shardwise.launch import rundir
@@ -51,7 +51,7 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
     world, local_world = started()
     run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
     recipe = recipe.model_copy(update={"run": run})
-    cluster = cluster_of(recipe)
+    cluster = cluster_of_ranks(recipe)
     plan = plan_of(recipe, resolve(recipe), cluster, plan_file)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
     train(recipe, plan, start=Start(allow_fresh_start=fresh))

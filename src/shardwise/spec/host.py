@@ -50,9 +50,20 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[s
     return found
 
 
+def total_memory_bytes() -> int:
+    """Memory of this machine, or what its control group may use of it; the same whenever it is asked."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, _ in _LIMITS:
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
 def available_memory_bytes() -> int:
     """Memory that new allocations can have: what the kernel calls available, or what a control group leaves of it."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total_memory_bytes()
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -1,0 +1,93 @@
+"""Inside a rank: the first cause is left in exit.json, printed by one rank only, and no traceback hides it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import work as module
+from shardwise.cli.work import work
+from shardwise.errors import DataError, OutputError, PreemptedError, Problem
+from shardwise.launch.worker import LAUNCHER
+from shardwise.runtime.outcome import Exit, read_exit, write_exit
+from shardwise.spec.load import dump_recipe, load_recipe
+from shardwise.spec.recipe import Recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    Path("runs/a").mkdir(parents=True)
+    return load_recipe(None, ["run.name=a"])
+
+
+def run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> int:
+    def train(*_: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(module, "_train", train)
+    return work(recipe, None, resume=False, fresh=False, debug=False)
+
+
+PROBLEM = Problem("DATA004", "bad line", "x.jsonl:3", "repair it")
+
+
+def test_a_cause_is_written_and_printed_with_its_rank(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(recipe, monkeypatch, DataError(PROBLEM)) == 65
+    outcome = read_exit(Path("runs/a"))
+    assert outcome is not None
+    assert (outcome.kind, outcome.exit_code, outcome.rank, outcome.message) == ("error", 65, 1, "bad line")
+    assert outcome.problems == [{"code": "DATA004", "what": "bad line", "where": "x.jsonl:3", "fix": "repair it"}]
+    assert capsys.readouterr().err == "[rank 1] error[DATA004]: bad line\nwhere: x.jsonl:3\nfix:   repair it\n"
+
+
+def test_what_follows_from_another_ranks_failure_is_neither_written_nor_printed(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_exit(Path("runs/a"), Exit("error", 65, "first", rank=0))
+    assert run(recipe, monkeypatch, DataError(PROBLEM)) == 65
+    outcome = read_exit(Path("runs/a"))
+    assert outcome is not None and outcome.message == "first"
+    assert capsys.readouterr().err == ""
+
+
+def test_our_launcher_prints_for_its_ranks(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(LAUNCHER, "1")
+    assert run(recipe, monkeypatch, PreemptedError(Problem("STOP001", "saved"))) == 75
+    outcome = read_exit(Path("runs/a"))
+    assert outcome is not None and outcome.kind == "preempted"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_defect_keeps_its_traceback_in_the_run(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(recipe, monkeypatch, ZeroDivisionError("of ours")) == 70
+    assert "Traceback (most recent call last)" in Path("runs/a/traceback-rank-1.txt").read_text()
+    err = capsys.readouterr().err
+    assert err.startswith("[rank 1] error[BUG001]: a defect of shardwise: ZeroDivisionError: of ours\n")
+    assert "Traceback" not in err
+
+
+def test_ranks_of_torchrun_do_not_touch_another_run(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/a/checkpoints/step-00000004").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text(dump_recipe(load_recipe(None, ["train.seq_len=9"])))
+    monkeypatch.setenv("RANK", "0")
+    assert run(recipe, monkeypatch, None) == OutputError.exit_code
+    assert "error[OUT001]: runs/a holds run" in capsys.readouterr().err
+
+
+def test_success(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(recipe, monkeypatch, None) == 0
+    assert read_exit(Path("runs/a")) is None
