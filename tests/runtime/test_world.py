@@ -78,10 +78,10 @@ def test_flatten() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
-def test_medium_is_chosen_only_when_it_is_exact_and_faster() -> None:
+def test_medium_is_chosen_only_when_it_is_exact() -> None:
     assert Probe(1e-4, 2e-4, 1.9).choice == "medium"
     assert Probe(1e-4, 6e-1, 4.0).choice == "highest"  # this processor would compute in bf16
-    assert Probe(1e-4, 1e-4, 1.01).choice == "highest"
+    assert Probe(1e-4, 2e-4, 0.6).choice == "medium"  # a disturbed clock does not change the numbers of a run
 
 
 def test_the_probe_tells_fp32_from_bf16_and_leaves_the_setting_alone() -> None:

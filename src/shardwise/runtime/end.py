@@ -70,7 +70,6 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
         (job.directory / "report.md").write_text(report.markdown(), encoding="utf-8")
         log.say("\n".join(closing_lines(report, f"{target.name}/")))
         log.event("end", step=state.step, tokens=state.tokens)
-    log.close()
     return report
 
 

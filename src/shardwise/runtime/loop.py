@@ -35,33 +35,33 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         agree(recipe, plan)
         job = settle(job)
         state, rules, checkpoints = begin(job, mesh, watch, start)
-        log, meter = open_log(job, state), Meter(mesh, job.device)
-        batches = stream(job.windows, job.order, job.share, state.cursor)
-        for number in range(state.step + 1, job.max_steps + 1):
-            batch = watch.fetch(number, batches)
-            micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
-            supervised = count_supervised(batch.supervised_tokens, job.device)
-            with meter.measuring(state):
-                stats = step(state, micro_batches, supervised, rules, bool(stop))
-            state.cursor = batch.cursor
-            watch.enter("logging")
-            log.step(state, stats, job.device, typical=not meter.measured)
-            guard.check_skips(state.skipped_in_row, recipe.run.max_skipped_steps, state.step, batch.sample_ids)
-            for call in after_step:
-                call(state, stats)
-            if evaluates(job, state.step):
-                watch.enter("evaluate")
-                evaluate_now(job, state, log)
-            last = stats.stop or state.step == job.max_steps
-            if last or state.step % job.save_steps == 0:
-                watch.enter("save")
-                checkpoints.save(state.tensors(), state.facts(), state.step, finite=not stats.skipped)
-            log.follow(checkpoints.poll())
-            if stats.stop and state.step < job.max_steps:
-                close(checkpoints, log)
-                raise PreemptedError(stopped(job, state, stop.name))
-        watch.enter("end")
-        return finish(job, state, checkpoints, log, meter)
+        with open_log(job, state) as log:
+            meter = Meter(mesh, job.device)
+            batches = stream(job.windows, job.order, job.share, state.cursor)
+            for number in range(state.step + 1, job.max_steps + 1):
+                batch = watch.fetch(number, batches)
+                micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
+                supervised = count_supervised(batch.supervised_tokens, job.device)
+                with meter.measuring(state):
+                    stats = step(state, micro_batches, supervised, rules, bool(stop))
+                state.cursor = batch.cursor
+                watch.enter("logging")
+                log.step(state, stats, job.device, typical=not meter.measured)
+                guard.check_skips(state.skipped_in_row, recipe.run.max_skipped_steps, number, batch.sample_ids)
+                for call in after_step:
+                    call(state, stats)
+                if evaluates(job, number):
+                    watch.enter("evaluate")
+                    evaluate_now(job, state, log)
+                if stats.stop or number == job.max_steps or number % job.save_steps == 0:
+                    watch.enter("save")
+                    checkpoints.save(state.tensors(), state.facts(), number, finite=not stats.skipped)
+                log.follow(checkpoints.poll())
+                if stats.stop and number < job.max_steps:
+                    close(checkpoints, log)
+                    raise PreemptedError(stopped(job, state, stop.name))
+            watch.enter("end")
+            return finish(job, state, checkpoints, log, meter)
 
 
 def evaluates(job: Job, number: int) -> bool:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -110,6 +110,12 @@ class Log:
             self._metrics = Lines(run_directory / "metrics.jsonl")
             self._events = Lines(run_directory / "events.jsonl")
             self._screen = Screen(max_steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
 
     def start_clock(self) -> None:
         """The next step begins now: what came before (saving, evaluation) is not part of its time."""

@@ -1,0 +1,184 @@
+"""A run from beginning to end in one process, interrupted in every way that one process can be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import DataError, PreemptedError, TrainingError
+from shardwise.runtime.outcome import read_exit
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats
+from tests.runtime import small_run
+from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loop")
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Path:
+    """A run that nothing interrupted."""
+    made = recipe(root, "whole", evaluate={"eval_steps": 4})
+    train_here(made)
+    return directory(made)
+
+
+class Broken(Exception):
+    pass
+
+
+def at(step: int, act: Any) -> Any:
+    """An ``after_step`` that acts once."""
+
+    def after(state: TrainState, stats: StepStats) -> None:
+        if state.step == step:
+            act(state)
+
+    return (after,)
+
+
+def fail(state: TrainState) -> None:
+    raise Broken
+
+
+def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert {"recipe.yaml", "plan.yaml", "metrics.jsonl", "events.jsonl", "report.md", "run.json", "exit.json"} <= names
+    assert [line[0] for line in numbers(whole)] == list(range(1, 9))
+    assert sorted(path.name for path in (whole / "checkpoints").glob("step-*")) == ["step-00000006", "step-00000008"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (whole / "hf").iterdir()}
+    found = read_exit(whole)
+    assert found is not None and found.kind == "done"
+    losses = [line[2] for line in numbers(whole)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_report_compares_what_was_measured(whole: Path) -> None:
+    text = (whole / "report.md").read_text()
+    assert "8 steps, 512 tokens" in text
+    for row in ("memory: weights", "memory: moments", "memory a rank", "all-reduce over control", "step time"):
+        assert f"| {row} |" in text
+    assert "bits a byte" in text and "Sample before training" in text
+
+
+def test_validation_happens_when_asked_and_at_the_end(whole: Path) -> None:
+    events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "validation"] == [4, 8]
+    assert [event["step"] for event in events if event["event"] == "checkpoint committed"] == [3, 6, 8]
+
+
+def test_the_exported_model_is_the_trained_one(whole: Path) -> None:
+    """transformers loads hf/, tied, and its loss on the validation text is what the run reported (fp32: 1e-4)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(whole / "hf")
+    ids = torch.tensor([tokenizer("line 3 4 says 16").input_ids])
+    with torch.no_grad():
+        assert model(ids, labels=ids).loss < 5.5  # ln 320 is 5.77
+
+
+def test_validation_and_samples_do_not_change_a_number(root: Path, whole: Path) -> None:
+    made = recipe(root, "plain")
+    train_here(made)
+    assert numbers(directory(made)) == numbers(whole)
+    assert weights_hash(directory(made)) == weights_hash(whole)
+
+
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: int) -> None:
+    made = recipe(root, f"broken-{step}")
+    with pytest.raises(Broken):
+        train_here(made, at(step, fail))
+    found = read_exit(directory(made))
+    assert found is not None and (found.kind, found.step, found.phase) == ("crash", step, "logging")
+    train_here(made)
+    assert numbers(directory(made)) == numbers(whole)
+    assert weights_hash(directory(made)) == weights_hash(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number: signal.Signals) -> None:
+    made = recipe(root, f"stopped-{number.name}")
+    with pytest.raises(PreemptedError) as raised:
+        train_here(made, at(4, lambda state: os.kill(os.getpid(), number)))
+    assert raised.value.exit_code == 75
+    assert f"asked to stop ({number.name}): saved at step 5 of 8" in str(raised.value)
+    assert (directory(made) / "checkpoints" / "step-00000005" / "manifest.json").exists()
+    found = read_exit(directory(made))
+    assert found is not None and (found.kind, found.restartable) == ("preempted", True)
+    train_here(made)
+    assert numbers(directory(made)) == numbers(whole)
+    assert weights_hash(directory(made)) == weights_hash(whole)
+
+
+def test_numbers_that_stay_bad_stop_the_run_and_are_not_saved(root: Path) -> None:
+    made = recipe(root, "poisoned", run={"max_skipped_steps": 1})
+
+    def poison(state: TrainState) -> None:
+        state.parameters()["norm.weight"].data.fill_(torch.nan)
+
+    with pytest.raises(TrainingError) as raised:
+        train_here(made, at(4, poison))
+    [problem] = raised.value.problems
+    assert problem.code == "NUM001" and problem.where.startswith("step 6, samples ")
+    assert [path.name for path in (directory(made) / "checkpoints").glob("step-*")] == ["step-00000003"]
+    assert [line[-1] for line in numbers(directory(made))] == [False] * 4 + [True] * 2
+
+
+def test_a_poisoned_step_is_not_saved_even_when_it_is_the_turn_to_save(root: Path) -> None:
+    made = recipe(root, "unsaved", run={"max_skipped_steps": 2})
+
+    def poison(state: TrainState) -> None:
+        state.parameters()["norm.weight"].data.fill_(torch.nan)
+
+    with pytest.raises(TrainingError):
+        train_here(made, at(5, poison))
+    assert [path.name for path in (directory(made) / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_other_data_are_not_taken_for_the_same_run(root: Path, tmp_path: Path) -> None:
+    made = recipe(root, "data")
+    with pytest.raises(Broken):
+        train_here(made, at(1, fail))
+    shutil.copytree(root / "text", tmp_path / "text")
+    (tmp_path / "text" / "0.txt").write_text("something else entirely\n" * 50)
+    with pytest.raises(DataError) as raised:
+        train_here(recipe(root, "data", data={"path": str(tmp_path / "text")}))
+    assert raised.value.problems[0].code == "DATA013"
+
+
+def test_no_memory_is_explained_by_category(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.runtime import fit
+
+    def dear(*_: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(fit, "accumulate", dear)
+    with pytest.raises(TrainingError) as raised:
+        train_here(recipe(root, "large"))
+    [problem] = raised.value.problems
+    assert problem.code == "MEM001"
+    assert "while trying the longest batch" in problem.what
+    assert "train.micro_batch_size=2" in problem.fix and "recompute.mode=full" in problem.fix
+    found = read_exit(directory(recipe(root, "large")))
+    assert found is not None and found.kind == "memory"
+
+
+def test_another_bug_is_not_taken_for_want_of_memory() -> None:
+    from shardwise.runtime.fit import explain_memory
+
+    with pytest.raises(RuntimeError, match="shapes"), explain_memory(small_run.plan(), torch.device("cpu"), "x"):
+        raise RuntimeError("shapes cannot be multiplied")
