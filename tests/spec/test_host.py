@@ -1,0 +1,71 @@
+"""What this machine has, asked of the kernel and of the GPU driver's library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.spec import host
+from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
+
+
+class Driver:
+    """The four calls of a CUDA driver with two GPUs, with the signatures of cuda.h."""
+
+    def __getitem__(self, name: str) -> Callable[..., int]:
+        calls: dict[str, Callable[..., int]] = {
+            "cuInit": lambda flags: 0,
+            "cuDeviceGetCount": lambda count: self.put(count, 2),
+            "cuDeviceGet": lambda device, index: self.put(device, 100 + index),
+            "cuDeviceGetName": lambda name, length, device: self.put_text(name, f"GPU {device.value}", length),
+            "cuDeviceTotalMem_v2": lambda memory, device: self.put(memory, 2**37 + device.value),
+        }
+        return calls[name]
+
+    @staticmethod
+    def put(pointer: Any, value: int) -> int:
+        pointer._obj.value = value
+        return 0
+
+    @staticmethod
+    def put_text(buffer: Any, text: str, length: int) -> int:
+        assert length == 256
+        buffer.value = text.encode()
+        return 0
+
+
+def test_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert gpus() == [("GPU 100", 2**37 + 100), ("GPU 101", 2**37 + 101)]
+
+
+def test_a_torch_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(host, "version", lambda name: "2.13.0+cpu")
+    assert gpus() == []
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(host, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert gpus() == []
+
+
+def test_memory_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores() >= 1
+    assert 0 < available_memory_bytes() <= total_memory_bytes()
+    limit, usage = tmp_path / "max", tmp_path / "current"
+    limit.write_text(str(3 * 2**20))
+    usage.write_text(str(2**20))
+    monkeypatch.setattr(host, "_LIMITS", ((str(limit), str(usage)),))
+    assert (total_memory_bytes(), available_memory_bytes()) == (3 * 2**20, 2 * 2**20)
+    limit.write_text("max\n")
+    assert total_memory_bytes() > 2**28
