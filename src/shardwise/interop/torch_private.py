@@ -69,3 +69,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
     trace = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
     return trace.get("entries") or []
+
+
+def group_size(name: str) -> int:
+    """How many ranks the process group of this name has."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name).size()

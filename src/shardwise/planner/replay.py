@@ -13,7 +13,7 @@ MARK = -1
 
 @dataclass
 class Replay:
-    """``peak`` is by category at the highest moment; ``moments`` holds the same for each mark."""
+    """``peak`` is by category at the highest moment; ``moments`` holds the same for each mark, the first time."""
 
     peak_bytes: int = 0
     peak: dict[str, int] = field(default_factory=dict)
@@ -41,5 +41,5 @@ def replay(events: Iterable[Event]) -> Replay:
             totals[category] -= size
             total -= size
         else:
-            result.moments[key] = dict(totals)
+            result.moments.setdefault(key, dict(totals))
     return result

@@ -48,6 +48,7 @@ class _Step:
 
     def micro_batch(self, index: int) -> None:
         tape, last = self.tape, len(self.blocks) - 1
+        tape.mark("start of forward")
         self.weights.before_forward(ROOT)
         self.forward(self.sheet.stem, "stem")
         for i, block in enumerate(self.blocks):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
-from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, watch_resizes
+from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
 from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
@@ -53,8 +53,9 @@ def fake_world(layout: Layout, rank: int = 0) -> Iterator[DeviceMesh | None]:
 
 @dataclass
 class Measured:
-    """One step of one rank. ``state`` are bytes by category; ``saved_bytes`` is what forward leaves for backward (of
-    the first micro-batch); ``peak_bytes`` the most alive at any moment."""
+    """One step of one rank, as the runtime did it or as the planner says. ``state`` are bytes by category;
+    ``saved_bytes`` is what the first micro-batch's forward leaves for its backward, gathered weights included;
+    ``peak_bytes`` the most alive at any moment."""
 
     sent: Sent = field(default_factory=Counter)
     state: dict[str, int] = field(default_factory=dict)
@@ -63,8 +64,8 @@ class Measured:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts collectives, and bytes alive on fake tensors of one mode. FSDP2 empties and refills the storage of
-    gathered weights; that is ``resized`` here, apart from the rest."""
+    """Counts collectives, and bytes alive on fake tensors of one mode. FSDP2 frees gathered weights by emptying their
+    storage, so resizes count too."""
 
     def __init__(self, fake: FakeTensorMode, axes: dict[str, str]) -> None:
         super().__init__()
@@ -72,16 +73,11 @@ class Tracker(TorchDispatchMode):
         self.sent: Sent = Counter()
         self.storages = Storages(self._freed)
         self.sizes: dict[int, int] = {}
-        self.resized: set[int] = set()
         self.alive_bytes = self.peak_bytes = 0
-
-    def resized_bytes(self) -> int:
-        return sum(self.sizes.get(index, 0) for index in self.resized)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         stored = self.storages.known.get(storage._cdata)
         if stored is not None:
-            self.resized.add(stored.index)
             self._count(stored.index, size)
 
     def _count(self, index: int, size: int) -> None:
@@ -91,7 +87,13 @@ class Tracker(TorchDispatchMode):
 
     def _freed(self, index: int) -> None:
         self.alive_bytes -= self.sizes.pop(index)
-        self.resized.discard(index)
+
+    def _axis(self, group: str) -> str:
+        """The mesh axis of a group; FSDP2 makes groups of its own to gather from part of the sharding ranks."""
+        if group in self.axes:
+            return self.axes[group]
+        size = group_size(group)
+        return "world" if size == dist.get_world_size() else f"dp_shard/{size}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -103,7 +105,7 @@ class Tracker(TorchDispatchMode):
             groups = [value for value in args if isinstance(value, torch.ScriptObject)]
             size = payload_bytes(args)
             # Along one axis the group of the whole world is the axis's own: a control message is told by its size.
-            axis = "world" if size <= CONTROL_BYTES else self.axes.get(group_name(groups), "world")
+            axis = "world" if size <= CONTROL_BYTES else self._axis(group_name(groups))
             self.sent[axis, kind, size] += 1
         out = func(*args, **(kwargs or {}))
         for tensor in plain_tensors(out):
@@ -124,7 +126,7 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, optim_settings: Optim | 
             parts = _parts(spec, plan, mesh, fake, tracker)
             with fake, tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
-                _step(state, plan, settings, lambda phase: None)
+                _step(state, plan, settings, lambda phase: None, 1)  # FSDP2 sets itself up in its first forward
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
                 return _measured_step(state, plan, settings, tracker)
@@ -154,14 +156,14 @@ def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Trac
 
     def enter(phase: str) -> None:
         if phase == "forward":
-            before.append(tracker.alive_bytes - tracker.resized_bytes())
+            before.append(tracker.alive_bytes)
         if phase == "backward" and not result.saved_bytes:
-            result.saved_bytes = tracker.alive_bytes - tracker.resized_bytes() - before[0]
+            result.saved_bytes = tracker.alive_bytes - before[0]
         if phase == "optimizer":
             gradients = [p.grad for p in state.trained() if p.grad is not None]
             result.state["gradients"] = _storage_bytes(gradients)
 
-    _step(state, plan, settings, enter)
+    _step(state, plan, settings, enter, plan.batch.accumulation)
     result.sent = Counter(tracker.sent)
     result.peak_bytes = tracker.peak_bytes
     result.state["weights"] = _storage_bytes(list(state.parameters().values()))
@@ -170,11 +172,10 @@ def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Trac
     return result
 
 
-def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str], None]) -> None:
+def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str], None], micro_batches: int) -> None:
     shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
     batches = [
-        MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0)
-        for _ in range(plan.batch.accumulation)
+        MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0) for _ in range(micro_batches)
     ]
 
     def loss(model: Any, batch: MicroBatch, denominator: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The order in which techniques are composed, and the folds over it: ``cost`` for the planner, ``apply`` for the runtime."""
+"""The order in which techniques are composed, and the folds over it: the planner's ``cost``, the runtime's ``apply``."""
 
 from __future__ import annotations
 

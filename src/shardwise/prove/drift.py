@@ -1,0 +1,73 @@
+"""The drift test: what ``cost`` predicts of a plan and what the real ``apply`` does in a fake world, side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.planner.price import collectives
+from shardwise.planner.replay import replay
+from shardwise.planner.schedule import schedule
+from shardwise.planner.sheets import variant
+from shardwise.planner.trace import trace
+from shardwise.prove.world import Measured, measure
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques import optim
+
+PEAK_TOLERANCE = 0.03
+"""Of the peak of a step that takes at least ``PEAK_FROM_BYTES``."""
+PEAK_FROM_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A plan on one rank, predicted and measured. Empty :meth:`differences` means that the plan describes the run."""
+
+    plan: Plan
+    rank: int
+    predicted: Measured
+    measured: Measured
+
+    def differences(self) -> list[str]:
+        """What is not equal, to the byte. Compiled blocks may save less than was predicted, never more."""
+        found = []
+        for key in sorted({*self.predicted.sent, *self.measured.sent}):
+            want, got = self.predicted.sent[key], self.measured.sent[key]
+            if want != got:
+                axis, kind, size = key
+                found.append(f"{kind} of {size:,} bytes on {axis}: {want} predicted, {got} measured")
+        for name, want in self.predicted.state.items():
+            if want != self.measured.state[name]:
+                found.append(f"{name}: {want:,} bytes predicted, {self.measured.state[name]:,} measured")
+        saved, real = self.predicted.saved_bytes, self.measured.saved_bytes
+        if saved != real and not (self.plan.compile and real < saved):
+            found.append(f"saved for backward: {saved:,} bytes predicted, {real:,} measured")
+        if self.measured.peak_bytes >= PEAK_FROM_BYTES and abs(self.peak_error) > PEAK_TOLERANCE:
+            found.append(f"peak: {self.predicted.peak_bytes:,} bytes predicted, {self.measured.peak_bytes:,} measured")
+        return found
+
+    @property
+    def peak_error(self) -> float:
+        return self.predicted.peak_bytes / self.measured.peak_bytes - 1
+
+
+def predict(sheet: Sheet, plan: Plan, rank: int = 0) -> Measured:
+    """What the planner says of one rank."""
+    costed = techniques.cost(sheet, plan)
+    result = replay(schedule(costed, plan, rank))
+    sent: Counter[tuple[str, str, int]] = Counter()
+    for (axis, kind, _, size), calls in collectives(costed).items():
+        sent[axis, kind, size] += calls
+    start, end = (sum(result.moments[mark].values()) for mark in ("start of forward", "end of forward"))
+    state = optim.state_bytes(costed, plan, rank)
+    state["gradients"] = result.moments["end of backward"]["gradients"]
+    return Measured(sent, state, end - start, result.peak_bytes)
+
+
+def drift(spec: ModelSpec, plan: Plan, rank: int = 0, sheet: Sheet | None = None) -> Drift:
+    """Predicts and measures ``plan`` on ``rank`` of its world; traces the model unless its ``sheet`` is given."""
+    sheet = sheet or trace(spec, variant(plan.precision))
+    return Drift(plan, rank, predict(sheet, plan, rank), measure(spec, plan, rank))

@@ -1,0 +1,113 @@
+"""Every admissible subset of techniques: what it sends, holds and saves in a fake world is what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.sheets import variant
+from shardwise.planner.trace import trace
+from shardwise.prove.drift import drift
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.sheet import Sheet
+
+# Sizes that 8 and 512 do not divide, so that padding is at work.
+SPEC = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
+DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero1", "hsdp-zero2", "hsdp-zero3")
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision("bf16"),
+    "bf16, reduced in bf16": Precision("bf16", reduce="bf16"),
+    "bf16 weights": Precision("bf16", "bf16"),
+}
+REMATS = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "every 2": Remat("full", 2)}
+
+
+@cache
+def sheet(spec: ModelSpec, which: str) -> Sheet:
+    return trace(spec, which)
+
+
+def layout(dial: str, world: int) -> Layout:
+    if dial == "ddp":
+        return Layout(dp_replicate=world)
+    if dial.startswith("hsdp"):
+        return Layout(dp_replicate=2, dp_shard=world // 2)
+    return Layout(dp_shard=world)
+
+
+def check(plan: Plan, spec: ModelSpec = SPEC, ranks: tuple[int, ...] = (0,)) -> None:
+    for rank in ranks:
+        found = drift(spec, plan, rank, sheet(spec, variant(plan.precision)))
+        assert not found.differences(), f"rank {rank} of {plan}"
+
+
+def plan_of(dial: str, world: int, **settings: object) -> Plan:
+    strategy = dial.removeprefix("hsdp-")
+    plan = Plan(layout(dial, world), Batch(2, 1, 32, 64), Shard(strategy, bucket_bytes=100_000))  # type: ignore[arg-type]
+    return replace(plan, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dial", DIALS)
+def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
+    for accumulation in (1, 3):
+        batch = Batch(2, accumulation, 32, 64)
+        check(plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat]), ranks=(7,))
+
+
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("world", [2, 8, 512])
+def test_first_middle_and_last_rank(dial: str, world: int) -> None:
+    if world == 2 and dial.startswith("hsdp"):
+        pytest.skip("two ranks cannot both shard and replicate")
+    plan = plan_of(dial, world, batch=Batch(2, 2, 32, 64), precision=PRECISIONS["bf16"], remat=REMATS["full"])
+    check(plan, ranks=(0, world // 2, world - 1))
+
+
+@pytest.mark.parametrize(("dial", "precision"), list(product(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS)))
+def test_tied_embeddings(dial: str, precision: str) -> None:
+    for accumulation in (1, 3):
+        plan = plan_of(dial, 8, batch=Batch(2, accumulation, 32, 40), precision=PRECISIONS[precision])
+        check(plan, replace(SPEC, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_reshard_to_part_of_the_ranks(k: int) -> None:
+    for accumulation in (1, 3):
+        shard = Shard("zero3", k)
+        check(plan_of("zero3", 8, shard=shard, batch=Batch(2, accumulation, 32, 64), precision=PRECISIONS["bf16"]))
+
+
+def test_no_reshard_after_forward() -> None:
+    check(plan_of("zero3", 8, shard=Shard("zero3", False), batch=Batch(2, 3, 32, 64)))
+
+
+def test_one_process() -> None:
+    for precision in PRECISIONS.values():
+        check(plan_of("ddp", 1, precision=precision))
+
+
+@pytest.mark.parametrize("dial", ["ddp", "zero3"])
+def test_fp16_and_fp64(dial: str) -> None:
+    for precision in (Precision("fp16"), Precision("fp64", "fp64", "fp64")):
+        check(plan_of(dial, 8, precision=precision))
+
+
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
+    spec = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+    batch = Batch(4, 2, 1024, 1024)
+    plan = plan_of(dial, 8, batch=batch, shard=Shard(dial.removeprefix("hsdp-")), remat=REMATS[remat])  # type: ignore[arg-type]
+    for precision in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
+        found = drift(spec, replace(plan, precision=precision), 0, sheet(spec, variant(precision)))
+        assert found.measured.peak_bytes > 2**30
+        assert not found.differences()
+        assert abs(found.peak_error) < 0.03
