@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from shardwise.data.batch import MicroBatch
 from shardwise.errors import ShardwiseError
 from shardwise.methods import pretrain
 from shardwise.models.decoder import Decoder
-from shardwise.runtime import agree, build, reduce, world
+from shardwise.runtime import agree, build, export, generate, measure, reduce, world
 from shardwise.runtime.slices import local, local_slice
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, StepStats, step
 from shardwise.spec.plan import Plan, Precision
 from shardwise.spec.recipe import Optim, Recipe
 from shardwise.techniques import optim
-from tests.parity.cases import TIED
+from tests.parity.cases import TIED, UNTIED
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,9 @@ def mixed_step(rank: int, world: int) -> tuple[bool, bool]:
 def slices_fit(rank: int, ranks: int, replicas: int, shape: tuple[int, ...]) -> bool:
     """Whether a fully sharded parameter, filled slice by slice, is the global tensor when gathered."""
     sizes = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard",) if replicas == 1 else ("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(
+        "cpu", sizes, mesh_dim_names=("dp_shard",) if replicas == 1 else ("dp_replicate", "dp_shard")
+    )
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(shape, device="meta"))
     fully_shard(module, mesh=mesh)
@@ -162,3 +165,42 @@ def gathered_names(rank: int, ranks: int, plan: Plan) -> tuple[list[str], bool]:
     tied = model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     dist.barrier()
     return list(state.tensors()), tied
+
+
+def traffic_of_a_step(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
+    """What the second step sends, by axis and kind."""
+    settings = Optim()
+    mesh = world.mesh(plan.layout, "cpu")
+    state = build.build(Recipe(), TIED, plan, mesh, CPU)
+    meter, rules = measure.Meter(mesh, CPU), rules_of(plan, settings)
+    for number in range(2):
+        with meter.measuring(state):
+            step(state, [part(rows(number), rank, 1)], 10, rules)
+    return meter.traffic
+
+
+def whole_weights(rank: int, ranks: int, plan: Plan) -> dict[str, Tensor]:
+    """Every parameter of a fresh model, gathered."""
+    return {name: export.whole(parameter) for name, parameter in state_of(plan, Optim()).parameters().items()}
+
+
+class NoTokenizer:
+    """Stands for a tokenizer that has no files."""
+
+    def copy_to(self, directory: Path) -> None:
+        pass
+
+
+def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan) -> None:
+    """Read a model's directory into this layout and export it again."""
+    recipe = Recipe.model_validate({"model": {"path": source}})
+    state = build.build(recipe, UNTIED, plan, world.mesh(plan.layout, "cpu"), CPU)
+    export.export(state.parameters(), UNTIED, NoTokenizer(), Path(target), torch.float32)  # type: ignore[arg-type]
+    dist.barrier()
+
+
+def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) -> tuple[list[int], bool]:
+    """What a sharded model writes after three ids, and whether its weights are shards afterwards."""
+    state = state_of(plan, Optim())
+    ids = generate.generate(state.parts, [1, 2, 3], sampling, CPU)
+    return ids, all(isinstance(parameter, DTensor) for parameter in state.parameters().values())

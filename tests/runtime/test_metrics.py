@@ -101,8 +101,20 @@ RECORD = {
 }
 
 
+PARTS = (
+    "step 120/320 ======----------",
+    "loss 5.314",
+    "lr 2.8e-03",
+    "grad_norm 0.74",
+    "8,120 tok/s",
+    "MFU 24 %",
+    "0.61 GiB",
+    "1:41 left",
+)
+
+
 def test_the_progress_line() -> None:
-    text = "step 120/320 ======----------  loss 5.314  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.61 GiB  1:41 left"
+    text = "  ".join(PARTS)
     assert progress_line(RECORD, 320, 101.0) == text
     assert "MFU n/a" in progress_line(RECORD | {"mfu": None}, 320, 1.0)
     assert progress_line(RECORD | {"skipped": True}, 320, 1.0).endswith("skipped: not finite")

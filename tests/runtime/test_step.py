@@ -66,7 +66,7 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
 
 
 def test_fp16_gradients_are_unscaled_before_they_are_clipped(ranks: RankPool) -> None:
-    """Loss and norm of the first step, with a scale of 2^16, are those of fp32 within fp16's resolution: 2^-11 a number,
+    """With a scale of 2^16, loss and norm of the first step are those of fp32 within fp16's resolution: 2^-11 a number,
     1e-2 for a norm through three layers. A scale left in would be 65,536 times off."""
     full, half = (replace(ONE, precision=precision) for precision in (Precision(), Precision(compute="fp16")))
     (a, _), (b, _) = (ranks.run(rank_work.few_steps, plan, world=1)[0] for plan in (full, half))

@@ -62,7 +62,7 @@ def test_a_group_follows_the_curve_of_the_run_at_its_own_height() -> None:
 
 
 def test_moments_are_there_before_the_first_step_and_the_step_is_torchs() -> None:
-    """Five steps equal those of an AdamW without groups, fused kernels or prepared moments (fp64: 1e-12 is rounding)."""
+    """Five steps equal those of an AdamW without groups, fused kernels or prepared moments (fp64, rounding)."""
     settings = Optim(learning_rate=1e-2, weight_decay=0.0, beta1=0.8, beta2=0.9, eps=1e-6)
     mine, theirs = (Decoder(UNTIED).double() for _ in range(2))
     theirs.load_state_dict(mine.state_dict())
@@ -148,5 +148,7 @@ def test_schedules_in_closed_form(schedule: str, max_steps: int, warmup: int, st
     else:
         done = (step - warmup) / max(1, max_steps - warmup)
     done = min(1.0, max(0.0, done))
-    shape = {"constant": 1.0, "linear": 1 - done, "wsd": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
+    shape = {"constant": 1.0, "linear": 1 - done, "wsd": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        schedule
+    ]
     assert rate == pytest.approx(low + (high - low) * shape, abs=1e-12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +64,3 @@ def continue_text(
     """What the model writes after ``prompt``."""
     ids = [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]
     return tokenizer.decode(generate(parts, ids, sampling, device))
-
-
-def tokenizer_directory(path: Path) -> Path:
-    """Where the tokenizer of a run's or a model's directory is."""
-    return path / "hf" if (path / "hf").is_dir() else path

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -165,8 +165,3 @@ def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
 
 def _share(done: int, length: int) -> float:
     return min(1.0, max(0.0, done / max(1, length)))
-
-
-def trained(parts: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
-    """The parameters that get gradients, each once."""
-    return [parameter for parameter in named(parts).values() if parameter.requires_grad]

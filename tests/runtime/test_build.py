@@ -1,0 +1,92 @@
+"""From a plan to weights: the same for every layout, read or drawn; and out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.models import hf
+from shardwise.models.decoder import Decoder
+from shardwise.models.init import fill
+from shardwise.prove.pool import RankPool
+from shardwise.runtime.generate import Sampling, choose, generate
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Plan, Precision, Shard
+from tests.parity.cases import TIED, UNTIED
+from tests.runtime import rank_work
+
+LAYOUTS = [
+    (1, Layout(), "ddp"),
+    (2, Layout(dp_replicate=2), "ddp"),
+    (3, Layout(dp_shard=3), "zero3"),
+    (4, Layout(dp_replicate=2, dp_shard=2), "zero1"),
+]
+
+
+def plan_of(layout: Layout, strategy: str, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    return Plan(layout=layout, shard=Shard(strategy=strategy), precision=precision)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
+def test_initial_weights_do_not_depend_on_the_layout(
+    ranks: RankPool, world: int, layout: Layout, strategy: str
+) -> None:
+    expected = {
+        name: fill(name, parameter.shape, [slice(0, size) for size in parameter.shape], 0, TIED)
+        for name, parameter in Decoder(TIED).named_parameters()
+    }
+    for weights in ranks.run(rank_work.whole_weights, plan_of(layout, strategy), world=world):
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
+def test_trained_weights_are_read_and_written_in_any_layout(
+    ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
+) -> None:
+    model = Decoder(UNTIED)
+    parameters = dict(model.named_parameters())
+    hf.write_weights(tmp_path / "in", UNTIED, lambda name: parameters[name].detach())
+    plan = plan_of(layout, strategy)
+    ranks.run(rank_work.copy_model, str(tmp_path / "in"), str(tmp_path / "out"), plan, world=world)
+    assert (tmp_path / "in" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_weights_have_the_type_that_the_plan_says(ranks: RankPool) -> None:
+    for world, layout, strategy in LAYOUTS[:3]:
+        plan = plan_of(layout, strategy, Precision(compute="bf16", weights="bf16"))
+        for weights in ranks.run(rank_work.whole_weights, plan, world=world):
+            assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+def test_a_sharded_model_writes_what_a_whole_one_writes(ranks: RankPool) -> None:
+    """Greedy and sampled, in fp64; weights are shards again afterwards."""
+    model = Decoder(TIED).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(fill(name, parameter.shape, [slice(0, size) for size in parameter.shape], 0, TIED))
+    fp64 = Precision("fp64", "fp64", "fp64")
+    for sampling in (Sampling(6), Sampling(6, temperature=1.0, seed=3)):
+        expected = generate([model], [1, 2, 3], sampling, torch.device("cpu"))
+        for strategy in ("zero2", "zero3"):
+            plan = plan_of(Layout(dp_shard=2), strategy, fp64)
+            assert ranks.run(rank_work.generated, plan, sampling, world=2) == [(expected, True)] * 2
+
+
+def test_generation_ends_at_the_end_of_text() -> None:
+    model = Decoder(TIED)
+    first = generate([model], [1], Sampling(3), torch.device("cpu"))[0]
+    assert generate([model], [1], Sampling(3, eot_id=first), torch.device("cpu")) == []
+
+
+def test_temperature() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0])
+    assert choose(logits, 0.0, torch.Generator()) == 1
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.tensor([choose(logits, 0.5, draw) for _ in range(2000)])
+    shares = torch.bincount(drawn, minlength=3) / 2000
+    torch.testing.assert_close(shares, torch.softmax(logits / 0.5, 0), atol=0.04, rtol=0)  # four standard errors
