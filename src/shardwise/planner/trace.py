@@ -196,11 +196,13 @@ def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...
         makes = tuple(local[index] for index in event.makes if index not in others)
         frees = tuple(local[index] for index in event.frees if index in local and index not in kept)
         kind, flops, per = _arithmetic(event)
-        if not makes and kind == "elementwise":
-            if frees and ops:
-                ops[-1] = replace(ops[-1], frees=ops[-1].frees + frees)
-            continue
         weight = next((run.weights[index] for index in event.reads if index in run.weights), "")
+        if not makes and kind == "elementwise":
+            if ops:
+                # In place, as a norm multiplies by its weight: the operation before made what is changed.
+                changed = weight if event.op is torch.ops.aten.mul_.Tensor else ""
+                ops[-1] = replace(ops[-1], frees=ops[-1].frees + frees, weight=ops[-1].weight or changed)
+            continue
         reads = tuple(local[index] for index in event.reads if index in local)
         name = str(event.op).removesuffix(".default")
         ops.append(Op(kind, name, makes, frees, reads, weight, flops, per))

@@ -47,7 +47,6 @@ class Replicated:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
         self.embedding = sheet.stem.weights[0]
         self.bytes = BYTES[plan.precision.weights]
-        self.casts = plan.precision.compute != plan.precision.weights
         sizes = [(name, prod(map(int, weight.shape)) * self.bytes) for name, weight in named_weights(sheet)]
         self.size = dict(sizes)
         self.buckets = buckets(sizes, plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
@@ -66,9 +65,9 @@ class Replicated:
     def after_backward(self, group: int) -> None: ...
 
     def cast(self, unit: Unit, name: Hashable) -> None:
-        if self.casts and name != "stem":
+        if name != "stem":
             for weight in unit.weights:
-                if weight.name != "head.weight":
+                if weight.name != "head.weight" and weight.used_as != self.plan.precision.weights:
                     size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
                     self.tape.make(("cast", name, weight.name), "gathered", size)
 

@@ -88,12 +88,15 @@ class Tracker(TorchDispatchMode):
     def _freed(self, index: int) -> None:
         self.alive_bytes -= self.sizes.pop(index)
 
-    def _axis(self, group: str) -> str:
-        """The mesh axis of a group; FSDP2 makes groups of its own to gather from part of the sharding ranks."""
-        if group in self.axes:
-            return self.axes[group]
-        size = group_size(group)
-        return "world" if size == dist.get_world_size() else f"dp_shard/{size}"
+    def _sent(self, kind: str, args: Any) -> None:
+        """Books a collective, unless its group is this rank alone. Along one axis the group of the whole world is the
+        axis's own: a control message is told by its size. FSDP2 makes groups to gather from part of an axis."""
+        group = group_name([value for value in args if isinstance(value, torch.ScriptObject)])
+        size, ranks = payload_bytes(args), group_size(group)
+        if ranks > 1:
+            part = "world" if ranks == dist.get_world_size() else f"dp_shard/{ranks}"
+            axis = "world" if size <= CONTROL_BYTES else self.axes.get(group, part)
+            self.sent[axis, kind, size] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -101,12 +104,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1  # any number will do: it decides nothing that is counted
         if func.namespace == "c10d" and func._schema.name.partition("::")[2] in KINDS:
-            kind = KINDS[func._schema.name.partition("::")[2]]
-            groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-            size = payload_bytes(args)
-            # Along one axis the group of the whole world is the axis's own: a control message is told by its size.
-            axis = "world" if size <= CONTROL_BYTES else self._axis(group_name(groups))
-            self.sent[axis, kind, size] += 1
+            self._sent(KINDS[func._schema.name.partition("::")[2]], args)
         out = func(*args, **(kwargs or {}))
         for tensor in plain_tensors(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:

@@ -1,4 +1,4 @@
-"""The order in which techniques are composed, and the folds over it: the planner's ``cost``, the runtime's ``apply``."""
+"""The order of the techniques, and the folds over it: ``cost`` in the planner, ``apply`` in the runtime."""
 
 from __future__ import annotations
 

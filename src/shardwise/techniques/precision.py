@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, torch_type
+from shardwise.techniques.patterns import rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,19 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         )
     if precision.reduce == "bf16" and precision.compute == "fp64":
         problems.append(Problem("PLAN012", "gradients of fp64 would be reduced in bf16", "precision.reduce", "fp64"))
+    if precision.modules and plan.shard.strategy != "ddp" and plan.remat.mode == "selective":
+        # Seen with torch 2.13: selective checkpointing counts operations that FSDP2's inner units do once only.
+        what = "selective recompute does not work around sharded modules that have a type of their own"
+        problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or leave out precision.modules"))
+    head = compute_type(precision, "head")
+    if head != precision.compute:
+        what = f"the output layer is asked to compute in {head}, but it is one with the loss, which computes in "
+        fix = "leave `head` out of precision.modules"
+        problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
+    norm = compute_type(precision, "norm")
+    if norm not in (precision.compute, "fp32"):
+        what = f"norms are asked to compute in {norm}"
+        problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
     return problems
 
 
@@ -65,7 +79,32 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
             unit, weights=tuple(map(typed, unit.weights)), tensors=tuple(map(typed, unit.tensors))
         )
 
-    return sheet.rewritten(rewritten)
+    sheet = sheet.rewritten(rewritten)
+    return _with_patterns(sheet, plan) if plan.precision.modules else sheet
+
+
+def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
+    """Blocks in which other modules match a pattern become kinds of their own."""
+    kinds: dict[tuple[int, tuple[tuple[str, Number], ...]], int] = {}
+    blocks: list[Unit] = []
+    order = []
+    for index, kind in enumerate(sheet.order):
+        types = _own_types(sheet.blocks[kind], plan, f"layers.{index}.")
+        key = (kind, tuple(types.items()))
+        if key not in kinds:
+            kinds[key] = len(blocks)
+            blocks.append(rewrite(sheet.blocks[kind], types))
+        order.append(kinds[key])
+    stem = rewrite(sheet.stem, _own_types(sheet.stem, plan, ""))
+    tail = rewrite(sheet.tail, _own_types(sheet.tail, plan, ""))
+    return dataclasses.replace(sheet, stem=stem, blocks=tuple(blocks), order=tuple(order), tail=tail)
+
+
+def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Number]:
+    """The modules of a unit that do not compute in the plan's type."""
+    modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in unit.weights)
+    types = {module: compute_type(plan.precision, prefix + module) for module in modules}
+    return {module: number for module, number in types.items() if number != plan.precision.compute}
 
 
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
@@ -80,8 +119,10 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
             continue
         for name, module in part.named_modules():
             number = compute_type(plan.precision, name)
-            if number != plan.precision.weights and isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding)) and number != plan.precision.weights:
                 _cast_at_use(module, torch_type(number), torch_type(plan.precision.compute))
+            elif number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
+                _cast_around(module, torch_type(number), torch_type(plan.precision.compute))
     return parts
 
 
@@ -100,3 +141,9 @@ def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -
         return functional.linear(x.to(inside), module.weight.to(inside), bias).to(outside)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
+    """For a module that casts its own weight, or whose weight has the type already."""
+    plain = module.forward
+    module.forward = lambda x: plain(x.to(inside) if x.is_floating_point() else x).to(outside)

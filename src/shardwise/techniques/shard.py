@@ -127,10 +127,10 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
     sheet = sheet.rewritten(cut)
     blocks = tuple(
-        dataclasses.replace(block, collectives=block.collectives + _sends(block.weights, plan, root=False))
+        dataclasses.replace(block, collectives=block.collectives + _unit_sends(block.weights, plan, root=False))
         for block in sheet.blocks
     )
-    root = _sends(sheet.stem.weights + sheet.tail.weights, plan, root=True)
+    root = _unit_sends(sheet.stem.weights + sheet.tail.weights, plan, root=True)
     stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + root)
     return dataclasses.replace(sheet, blocks=blocks, stem=stem)
 
@@ -144,6 +144,20 @@ def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
     size = dict(sizes)
     totals = [sum(size[name] for name in names) // own * wire for names in buckets(sizes, plan.shard.bucket_bytes)]
     return tuple(Collective("all_reduce", "dp_replicate", "gradients", total) for total in totals)
+
+
+def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, root: bool) -> tuple[Collective, ...]:
+    """Modules that compute in a type of their own are gathered apart from the rest of their unit."""
+    common = tuple(weight for weight in weights if weight.used_as == plan.precision.compute)
+    sends = _sends(common, plan, root=root) if common else ()
+    others: dict[str, tuple[Tensor, ...]] = {}
+    for weight in weights:
+        if weight.used_as != plan.precision.compute:
+            module = weight.name.rpartition(".")[0]
+            others[module] = (*others.get(module, ()), weight)
+    for own in others.values():
+        sends += _sends(own, plan, root=root)
+    return sends
 
 
 def _sends(weights: tuple[Tensor, ...], plan: Plan, *, root: bool) -> tuple[Collective, ...]:
@@ -196,7 +210,9 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         number = compute_type(plan.precision, name)
         if number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
             own = MixedPrecisionPolicy(torch_type(number), reduce, output_dtype=outside)
-            fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=reshard)
+            # Outside the blocks it is kept after forward, as the root is.
+            inner = reshard if name.startswith("layers.") else False
+            fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner)
     for unit in units(part):
         # None lets FSDP2 keep the root, whose weights backward needs first.
         fully_shard(

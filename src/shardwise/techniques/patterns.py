@@ -1,0 +1,130 @@
+"""precision.modules on paper: what changes in a unit when some of its modules compute in a type of their own.
+
+Such a module converts its input, computes, and converts its result back. A linear layer then saves the converted input
+instead of the one it was given; a norm in the type of statistics saves the wide copy that it would have made anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.spec.plan import Number
+from shardwise.spec.sheet import Op, Tensor, Unit
+
+
+@dataclass
+class _Draft:
+    """A unit being rewritten."""
+
+    tensors: list[Tensor]
+    forward: list[Op]
+    plain: list[Op]
+    backward: list[Op]
+    saved: set[int]
+
+    def add(self, like: int, dtype: str) -> int:
+        self.tensors.append(replace(self.tensors[like], dtype=dtype))
+        return len(self.tensors) - 1
+
+    def release(self, tensor: int, reads: int) -> None:
+        """``tensor`` is no longer saved if no backward operation reads it (``reads`` counts those that still do)."""
+        if reads or tensor not in self.saved:
+            return
+        self.saved.discard(tensor)
+        for op, plain in zip(list(self.forward), self.plain, strict=True):
+            if tensor in plain.frees and tensor not in op.frees:
+                index = self.forward.index(op)
+                self.forward[index] = replace(op, frees=(*op.frees, tensor))
+
+
+def rewrite(unit: Unit, types: dict[str, Number]) -> Unit:
+    """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
+    draft = _Draft(
+        list(unit.tensors), list(unit.forward), list(unit.forward_plain), list(unit.backward), set(unit.saved)
+    )
+    for module, number in types.items():
+        weight = f"{module}.weight"
+        products = [op for op in draft.forward if op.weight == weight and op.kind == "matmul"]
+        if products:
+            _linear(draft, weight, number, dict(unit.weight_gradients)[weight])
+        elif module.endswith("norm"):
+            _norm(draft, weight)
+    weights = tuple(
+        replace(weight, used_as=types.get(weight.name.removesuffix(".weight"), weight.used_as))
+        for weight in unit.weights
+    )
+    return replace(
+        unit,
+        weights=weights,
+        tensors=tuple(draft.tensors),
+        forward=tuple(draft.forward),
+        forward_plain=tuple(draft.plain),
+        backward=tuple(draft.backward),
+        saved=frozenset(draft.saved),
+    )
+
+
+def _linear(draft: _Draft, weight: str, number: Number, gradient: int) -> None:
+    index = next(i for i, op in enumerate(draft.forward) if op.weight == weight and op.kind == "matmul")
+    given, result = draft.forward[index].reads[0], draft.forward[index].allocates[0]
+    inside, product = draft.add(given, number), draft.add(result, number)
+    for ops, keep in ((draft.forward, True), (draft.plain, False)):
+        op = ops[index]
+        ops[index : index + 1] = [
+            Op("elementwise", "cast", (inside,), (), (given,)),
+            replace(op, allocates=(product,), reads=(inside,), frees=() if keep else (inside,)),
+            Op("elementwise", "cast", (result,), (product, *op.frees), (product,)),
+        ]
+    draft.saved.add(inside)
+    draft.tensors[gradient] = replace(draft.tensors[gradient], dtype=number)
+    _linear_backward(draft, weight, gradient, (given, inside))
+    draft.release(given, sum(given in op.reads for op in draft.backward))
+
+
+def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
+    """The incoming gradient is converted once, both products are in the module's type, the outgoing one is converted."""
+    given, inside = inputs
+    number = draft.tensors[inside].dtype
+    first = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
+    second = next(i for i, op in enumerate(draft.backward) if op.weight == weight and op.kind == "matmul")
+    incoming = draft.backward[first].reads[0]
+    converted = draft.add(incoming, number)
+    outgoing = draft.backward[second].allocates[0]
+    wide = draft.add(outgoing, number)
+    op = draft.backward[second]
+    frees = (*(tensor for tensor in op.frees if tensor != given), inside, converted)
+    draft.backward[second : second + 1] = [
+        replace(op, allocates=(wide,), reads=(converted,), frees=frees),
+        Op("elementwise", "cast", (outgoing,), (wide,), (wide,)),
+    ]
+    draft.backward[first] = replace(draft.backward[first], reads=(converted, inside))
+    draft.backward.insert(first, Op("elementwise", "cast", (converted,), (), (incoming,)))
+    if given in op.frees:
+        # Whoever still reads the given input is now the last to do so.
+        last = max((i for i, other in enumerate(draft.backward) if given in other.reads), default=None)
+        if last is not None:
+            draft.backward[last] = replace(draft.backward[last], frees=(*draft.backward[last].frees, given))
+
+
+def _norm(draft: _Draft, weight: str) -> None:
+    start = next(i for i, op in enumerate(draft.forward) if op.name == "aten._to_copy" and _norm_of(draft, i) == weight)
+    given, wide = draft.forward[start].reads[0], draft.forward[start].allocates[0]
+    for index, op in enumerate(draft.forward):
+        if wide in op.frees:
+            draft.forward[index] = replace(op, frees=tuple(tensor for tensor in op.frees if tensor != wide))
+    draft.saved.add(wide)
+    copy = next(i for i, op in enumerate(draft.backward) if op.reads == (given,) and op.name == "aten._to_copy")
+    dropped = draft.backward[copy].allocates[0]
+    draft.backward[copy] = replace(draft.backward[copy], allocates=(), reads=())
+    for index, op in enumerate(draft.backward):
+        reads = tuple(wide if tensor == dropped else tensor for tensor in op.reads)
+        frees = tuple(tensor for tensor in op.frees if tensor != dropped)
+        if given in frees:
+            frees = (*frees, wide)
+        draft.backward[index] = replace(op, reads=reads, frees=frees)
+    draft.release(given, sum(given in op.reads for op in draft.backward))
+
+
+def _norm_of(draft: _Draft, start: int) -> str:
+    """The norm that begins at this operation: the first whose weight is read from here on."""
+    return next((op.weight for op in draft.forward[start:] if op.weight), "")
