@@ -66,7 +66,7 @@ def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:
 def test_the_report_compares_what_was_measured(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     assert "8 steps, 512 tokens" in text
-    for row in ("memory: weights", "memory: moments", "memory a rank", "all-reduce over control", "step time"):
+    for row in ("memory: weights", "memory: moments", "memory a rank", "step time"):
         assert f"| {row} |" in text
     assert "bits a byte" in text and "Sample before training" in text
 

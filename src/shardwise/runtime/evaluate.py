@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.stream import EvaluationBatch
 from shardwise.methods import pretrain
+from shardwise.runtime.reduce import sum_over_world
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def evaluate(
         sums[1] += batch.supervised_tokens
         sums[2] += batch.text_bytes
     reshard(parts)
-    dist.all_reduce(sums)
+    sum_over_world(sums)
     nats, tokens, text_bytes = sums.tolist()
     return Validation(nats, int(tokens), text_bytes)
 

@@ -41,8 +41,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             for number in range(state.step + 1, job.max_steps + 1):
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
-                supervised = count_supervised(batch.supervised_tokens, job.device)
                 with meter.measuring(state):
+                    supervised = count_supervised(batch.supervised_tokens, job.device)
                     stats = step(state, micro_batches, supervised, rules, bool(stop))
                 state.cursor = batch.cursor
                 watch.enter("logging")

@@ -132,13 +132,10 @@ class Memory:
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:
-    """Bytes of the weights' and moments' local shards on this rank."""
+    """Bytes of the weights' and moments' local shards on this rank (each moment with its step count)."""
     parameters = state.parameters()
     moments = [
-        value
-        for parameter in parameters.values()
-        for name, value in state.optimizer.state.get(parameter, {}).items()
-        if name != "step"
+        value for parameter in parameters.values() for value in state.optimizer.state.get(parameter, {}).values()
     ]
     return {"weights": _storage_bytes(parameters.values()), "moments": _storage_bytes(moments)}
 

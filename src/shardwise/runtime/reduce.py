@@ -35,8 +35,14 @@ def count_supervised(tokens: int, device: torch.device) -> int:
     """The supervised tokens of the whole optimizer step: the sum of each rank's count (over its micro-batches). One
     all-reduce of 8 bytes."""
     count = torch.tensor([tokens], dtype=torch.int64, device=device)
-    dist.all_reduce(count)
+    sum_over_world(count)
     return int(count)
+
+
+def sum_over_world(numbers: Tensor) -> None:
+    """Sum ``numbers`` over all ranks, in place; one process sends nothing."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(numbers)
 
 
 def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
@@ -75,7 +81,7 @@ def agree(squares: Tensor, loss: Tensor, stop: bool) -> Verdict:
             torch.tensor(float(stop), dtype=torch.float64, device=device),
         ]
     )
-    dist.all_reduce(numbers)
+    sum_over_world(numbers)
     total, mean, stops = (float(number) for number in numbers.cpu())
     return Verdict(total, mean, stops > 0)
 
