@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.prove.pool import RankPool
-from shardwise.runtime.state import LossScale
+from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from tests.runtime import rank_work
@@ -63,6 +63,16 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
     constant = LossScale()
     constant.update(finite=False)
     assert constant.value == 1.0
+
+
+def test_a_search_for_the_loss_scale_is_no_sign_of_a_poisoned_run() -> None:
+    layer = torch.nn.Linear(1, 1)
+    state = TrainState([layer], torch.optim.AdamW(layer.parameters()), scale=LossScale(8.0, enabled=True))
+    for value, in_row in [(4.0, 0), (2.0, 0), (1.0, 0), (1.0, 1), (1.0, 2)]:
+        state.count(64, skipped=True)
+        assert (state.scale.value, state.skipped_in_row) == (value, in_row)
+    state.count(64, skipped=False)
+    assert (state.skipped_in_row, state.step, state.updates, state.tokens) == (0, 6, 1, 384)
 
 
 def test_fp16_gradients_are_unscaled_before_they_are_clipped(ranks: RankPool) -> None:

@@ -55,7 +55,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     evaluate_now(job, state, log)
                 if stats.stop or number == job.max_steps or number % job.save_steps == 0:
                     watch.enter("save")
-                    checkpoints.save(state.tensors(), state.facts(), number, finite=not stats.skipped)
+                    checkpoints.save(state.tensors(), state.facts(), number, finite=not state.skipped_in_row)
                 log.follow(checkpoints.poll())
                 if stats.stop and number < job.max_steps:
                     close(checkpoints, log)

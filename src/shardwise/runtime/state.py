@@ -43,7 +43,7 @@ class TrainState:
 
     ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
     input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
-    steps skipped since the last good one.
+    steps skipped since the last good one (those of a search for the loss scale do not count).
     """
 
     parts: list[nn.Module]
@@ -75,11 +75,13 @@ class TrainState:
         return found
 
     def count(self, tokens: int, skipped: bool) -> None:
-        """Book one optimizer step over ``tokens`` input tokens."""
+        """Book one optimizer step over ``tokens`` input tokens. An overflow that a smaller loss scale may cure is part
+        of the search for that scale, and no sign of a poisoned run."""
         self.step += 1
         self.tokens += tokens
         self.updates += not skipped
-        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+        searching = self.scale.enabled and self.scale.value > 1.0
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped and not searching else 0
         self.scale.update(finite=not skipped)
 
     def facts(self) -> dict[str, Any]:
