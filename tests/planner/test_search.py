@@ -1,0 +1,148 @@
+"""The rule of the dial, pins, and what a plan says of itself; without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.models.config import load_spec
+from shardwise.planner.search import MARGIN, choose, settings
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.recipe import Parallel, Precision, Recipe, Recompute, Train
+
+EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
+ONE_B = load_spec("meta-llama/Llama-3.2-1B")
+SEVENTY_B = load_spec("meta-llama/Llama-3.1-70B")
+
+
+def recipe(**sections: object) -> Recipe:
+    return Recipe.model_validate({"train": Train(seq_len=4096, global_batch_size=64), **sections})
+
+
+def test_a_model_that_fits_is_replicated() -> None:
+    plan = choose(recipe(), ONE_B, parse_cluster("8xH100"))
+    assert plan.shard.strategy == "ddp"
+    assert plan.layout.dp_replicate == 8
+    assert "first that stays below 80%" in plan.why["shard.strategy"]
+
+
+def test_the_first_stage_that_fits_is_taken() -> None:
+    """8 B parameters: 96 GB of fp32 state do not fit 80 GB, whatever the activations; a stage that cuts them does."""
+    cluster = parse_cluster("8xH100")
+    plan = choose(recipe(), EIGHT_B, cluster)
+    assert plan.shard.strategy != "ddp"
+    assert plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
+    for weaker in settings(recipe(), EIGHT_B, cluster):
+        if weaker.shard.strategy == plan.shard.strategy:
+            break
+        assert weaker.estimate.peak_bytes > MARGIN * weaker.estimate.capacity_bytes
+
+
+def test_recomputation_and_smaller_micro_batches_come_after_sharding() -> None:
+    plan = choose(recipe(), EIGHT_B, parse_cluster("8xRTX-5090"))
+    assert (plan.shard.strategy, plan.batch.micro_batch_size * plan.batch.accumulation * 8) == ("zero3", 64)
+    assert plan.remat.mode != "none"
+
+
+def test_state_of_seventy_billion_parameters_is_sixteen_bytes_each() -> None:
+    """1,129 GB of fp32 weights, gradients and moments; eight H100 have 640: it must not be said to fit."""
+    plan = choose(recipe(), SEVENTY_B, parse_cluster("8xH100"))
+    assert plan.estimate.peak_bytes > plan.estimate.capacity_bytes
+    assert "nothing stays below" in plan.why["shard.strategy"]
+    estimate = plan.estimate.memory
+    state = 8 * (estimate["weights"] + estimate["moments"])
+    assert state == pytest.approx(12 * 70.55e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("zero1", "zero1"), ("zero2", "zero2"), ("fsdp", "zero3"), ("ddp", "ddp")]
+)
+def test_a_pin_wins(strategy: str, expected: str) -> None:
+    plan = choose(recipe(parallel=Parallel(strategy=strategy)), ONE_B, parse_cluster("4xH100"))  # type: ignore[arg-type]
+    assert plan.shard.strategy == expected
+    assert plan.why["shard.strategy"] == "pinned"
+
+
+def test_hybrid_shards_in_the_node_and_replicates_across() -> None:
+    plan = choose(recipe(parallel=Parallel(strategy="hsdp")), ONE_B, parse_cluster("2x8xH100"))
+    assert (plan.layout.dp_replicate, plan.layout.dp_shard) == (2, 8)
+    links = {(traffic.axis, traffic.kind): traffic.link for traffic in plan.estimate.traffic}
+    assert links["dp_shard", "all_gather"] == "node"
+    assert links["dp_replicate", "all_reduce"] == "network"
+
+
+def test_degrees_alone_make_a_hybrid() -> None:
+    plan = choose(recipe(parallel=Parallel(strategy="zero2", dp_shard=4)), ONE_B, parse_cluster("8xH100"))
+    assert (plan.shard.strategy, plan.layout.dp_replicate, plan.layout.dp_shard) == ("zero2", 2, 4)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(strategy="zero3", dp_shard=3),
+        Parallel(strategy="hsdp", dp_replicate=2, dp_shard=2),
+        Parallel(strategy="ddp", dp_shard=8),
+    ],
+)
+def test_degrees_that_do_not_multiply_to_the_world(parallel: Parallel) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose(recipe(parallel=parallel), ONE_B, parse_cluster("8xH100"))
+    problem = error.value.problems[0]
+    assert problem.code == "PLAN001"
+    assert "8 devices" in problem.what
+    assert problem.fix
+
+
+def test_every_problem_of_the_pins_is_told() -> None:
+    parallel = Parallel(strategy="zero3", reshard_after_forward=3)
+    with pytest.raises(ConfigError) as error:
+        choose(recipe(parallel=parallel, recompute=Recompute(mode="full", every=99)), ONE_B, parse_cluster("8xH100"))
+    assert {problem.code for problem in error.value.problems} == {"PLAN013", "PLAN015"}
+
+
+def test_the_dial_is_priced_for_each_setting() -> None:
+    cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
+    plans = settings(recipe(), SEVENTY_B, cluster)
+    assert [plan.shard.strategy for plan in plans] == ["ddp", "zero1", "zero2", "zero3", "zero3"]
+    assert len({(plan.remat, plan.batch.micro_batch_size) for plan in plans}) == 1
+    for plan in plans:
+        assert sum(plan.estimate.memory.values()) == plan.estimate.peak_bytes
+
+
+def test_accumulation_multiplies_what_zero3_gathers() -> None:
+    """With m micro-batches zero3 gathers 2m times and reduces m times; zero2 gathers once."""
+    train = Train(seq_len=2048, micro_batch_size=1, gradient_accumulation_steps=4)
+    sent = {}
+    for strategy in ("zero1", "zero2", "zero3"):
+        pinned = Parallel(strategy=strategy)  # type: ignore[arg-type]
+        plan = choose(Recipe(train=train, parallel=pinned), ONE_B, parse_cluster("8xH100"))
+        sent[strategy] = {traffic.kind: traffic for traffic in plan.estimate.traffic if traffic.category != "control"}
+    blocks = ONE_B.num_hidden_layers
+    assert sent["zero3"]["all_gather"].count == 4 * (2 * blocks + 1)
+    assert sent["zero2"]["all_gather"].count == sent["zero1"]["all_gather"].count == blocks + 1
+    assert sent["zero2"]["reduce_scatter"].count == 4 * (blocks + 1)
+    assert sent["zero1"]["reduce_scatter"].count == blocks + 1
+
+
+def test_convergence_settings_are_left_alone() -> None:
+    for cluster in ("8xH100", "2xH100", "64xRTX-5090"):
+        plan = choose(recipe(precision=Precision(weights="fp32")), ONE_B, parse_cluster(cluster))
+        assert plan.batch.global_batch_size(plan.layout.dp) == 64
+        assert plan.batch.seq_len == 4096
+        assert plan.precision.weights == "fp32"
+
+
+def test_planning_a_known_model_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from shardwise.planner.search import choose\n"
+        "from shardwise.models.config import load_spec\n"
+        "from shardwise.spec.cluster import parse_cluster\n"
+        "from shardwise.spec.recipe import Recipe\n"
+        "choose(Recipe(), load_spec('meta-llama/Llama-3.1-8B'), parse_cluster('8xH100'))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
