@@ -219,11 +219,8 @@ def test_signals_are_flags_inside_and_as_before_outside() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_too_many_bad_steps_stop_the_run_and_name_the_samples() -> None:
-    guard.check_skips(3, 3, 9, [1, 2])
-    with pytest.raises(TrainingError) as raised:
-        guard.check_skips(4, 3, 9, list(range(40, 60)))
-    [problem] = raised.value.problems
+def test_a_poisoned_run_is_told_with_its_samples() -> None:
+    problem = guard.poisoned(4, 3, 9, list(range(40, 60)))
     assert problem.code == "NUM001"
     assert "4 steps in a row" in problem.what and "max_skipped_steps is 3" in problem.what
     assert problem.where == "step 9, samples 40, 41, 42, 43, 44, 45, 46, 47, ..."

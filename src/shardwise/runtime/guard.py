@@ -269,18 +269,14 @@ def outcome(error: BaseException, status: RankStatus) -> Exit:
     return Exit("crash", ShardwiseError.exit_code, last, **place)
 
 
-def check_skips(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -> None:
-    """Stop a run whose numbers stay non-finite. Raises TrainingError NUM001; nothing of the poisoned steps was applied
-    or saved. ``ids`` are this rank's samples of the step."""
-    if skipped_in_row <= allowed:
-        return
+def poisoned(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -> Problem:
+    """NUM001 for a run whose numbers stay non-finite; nothing of the poisoned steps was applied or saved. ``ids`` are
+    this rank's samples of the step."""
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
-    raise TrainingError(
-        Problem(
-            "NUM001",
-            f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
-            f"step {step}, samples {shown}",
-            "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32; the newest "
-            "checkpoint holds the last good weights",
-        )
+    return Problem(
+        "NUM001",
+        f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
+        f"step {step}, samples {shown}",
+        "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32; the newest "
+        "checkpoint holds the last good weights",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.data.stream import stream
-from shardwise.errors import PreemptedError, Problem
+from shardwise.errors import PreemptedError, Problem, TrainingError
 from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
@@ -47,7 +47,10 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 state.cursor = batch.cursor
                 watch.enter("logging")
                 log.step(state, stats, job.device, typical=not meter.measured)
-                guard.check_skips(state.skipped_in_row, recipe.run.max_skipped_steps, number, batch.sample_ids)
+                if state.skipped_in_row > recipe.run.max_skipped_steps:
+                    close(checkpoints, log)
+                    allowed = recipe.run.max_skipped_steps
+                    raise TrainingError(guard.poisoned(state.skipped_in_row, allowed, number, batch.sample_ids))
                 for call in after_step:
                     call(state, stats)
                 if evaluates(job, number):
