@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.host import reachable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -123,7 +124,7 @@ def _candidate(backend: Backend) -> str:
 
 
 def _download(path: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     wanted = [
@@ -136,7 +137,8 @@ def _download(path: str, revision: str | None) -> Path:
         "config.json",
     ]
     try:
-        directory = Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
+        offline = not reachable(constants.ENDPOINT)
+        directory = Path(snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         what = f"no tokenizer at `{path}`: no such directory, and the Hub gives none ({type(error).__name__})"
         fix = "data.tokenizer.path=<directory with tokenizer.json>, or a Hub id (gated ones need `hf auth login`)"

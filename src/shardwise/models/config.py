@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem, UnavailableError
 from shardwise.models import known
+from shardwise.spec.host import reachable
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 
@@ -279,7 +280,8 @@ def _fetch(source: str, revision: str | None) -> Path:
 
     at = source if revision is None else f"{source} at revision {revision}"
     try:
-        return Path(huggingface_hub.hf_hub_download(source, "config.json", revision=revision))
+        offline = not reachable(huggingface_hub.constants.ENDPOINT)
+        return Path(huggingface_hub.hf_hub_download(source, "config.json", revision=revision, local_files_only=offline))
     except LocalEntryNotFoundError as error:
         fix = f"check the network, or download it elsewhere and give its directory; {_nearest(source)}"
         raise UnavailableError(

@@ -15,6 +15,7 @@ from shardwise.errors import DataError, MissingInputError, PolicyError, Problem,
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.tensorfile import Entry
+from shardwise.spec.host import reachable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -69,7 +70,12 @@ def weights_directory(source: str, revision: str | None = None) -> Path:
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"])
+            huggingface_hub.snapshot_download(
+                source,
+                revision=revision,
+                allow_patterns=["*.safetensors", "*.json"],
+                local_files_only=not reachable(huggingface_hub.constants.ENDPOINT),
+            )
         )
     except LocalEntryNotFoundError as error:
         fix = "check the network, or download it elsewhere and give its directory"
