@@ -1,0 +1,183 @@
+"""Faults to plant into the real code, each as a small patch: what the drift test must see.
+
+Patches touch what ``apply`` and the step do, never what ``cost`` predicts. The names are those of docs/proofs.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.methods import pretrain
+from shardwise.models import layers
+from shardwise.models.config import ModelSpec
+from shardwise.runtime import reduce
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.techniques import optim, precision, remat, replicas, shard
+
+Planted = Callable[[], AbstractContextManager[Any]]
+
+SPEC = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
+LARGE = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+"""A step of this takes more than a gibibyte, from where on peaks are compared."""
+
+fully_shard, buckets, policy = fsdp.fully_shard, replicas.buckets, fsdp.MixedPrecisionPolicy
+agree, fresh_moments, products = reduce.agree, optim.fresh_moments, remat._products
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``seen`` is in what the drift test says of ``plan`` once the fault is ``planted``."""
+
+    planted: Planted
+    plan: Plan
+    seen: str
+    spec: ModelSpec = SPEC
+
+
+def plan_of(dial: str, **settings: Any) -> Plan:
+    """Eight ranks, two of them replicas in a hybrid; two micro-batches."""
+    strategy = dial.removeprefix("hsdp-")
+    replicas = 8 if dial == "ddp" else 2 if dial.startswith("hsdp") else 1
+    layout = Layout(dp_replicate=replicas, dp_shard=8 // replicas)
+    plan = Plan(layout, Batch(2, 2, 32, 64), Shard(strategy, bucket_bytes=100_000))  # type: ignore[arg-type]
+    return replace(plan, **settings)
+
+
+def sharded_with(**changed: Any) -> Planted:
+    """``fully_shard`` called with other settings."""
+    return lambda: patch.object(fsdp, "fully_shard", lambda module, **given: fully_shard(module, **given | changed))
+
+
+def never(name: str) -> Planted:
+    """A switch of FSDP2 that is not set."""
+    return lambda: patch.object(fsdp.FSDPModule, name, lambda self, *given, **named: None)
+
+
+def more_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
+    *before, last = buckets(sizes, bucket_bytes)
+    return [*before, last[:1], last[1:]]
+
+
+def reduced_in_fp32(param_dtype: Any, reduce_dtype: Any, **named: Any) -> Any:
+    return policy(param_dtype, torch.float32, **named)
+
+
+def with_a_copy(parameter: nn.Parameter) -> dict[str, Tensor]:
+    return {**fresh_moments(parameter), "master": parameter.detach().float().clone()}
+
+
+def moments_in_fp32(parameter: nn.Parameter) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in fresh_moments(parameter).items()}
+
+
+def agree_twice(*given: Any) -> Any:
+    agree(*given)
+    return agree(*given)
+
+
+def full_logits(model: Any, batch: Any, chunk_tokens: int, denominator: float) -> Tensor:
+    logits = model(batch.ids, batch.positions, pretrain.mask(batch))
+    return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator
+
+
+@contextmanager
+def wide_norm() -> Iterator[None]:
+    """Written plainly, so that autograd saves what each operation of the norm needs."""
+
+    def forward(self: layers.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype) * self.weight.to(x.dtype)
+
+    with patch.object(layers.RMSNorm, "forward", forward):
+        yield
+
+
+@contextmanager
+def gradients_stay() -> Iterator[None]:
+    """``zero_grad`` that fills with zeros instead of letting go."""
+    clear = torch.optim.Optimizer.zero_grad
+    with patch.object(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: clear(self, False)):
+        yield
+
+
+BF16 = Precision("bf16")
+DRIFT: dict[str, Fault] = {
+    "weights are not freed after forward": Fault(
+        sharded_with(reshard_after_forward=False), plan_of("zero3"), "all_gather"
+    ),
+    "the root is freed after forward": Fault(sharded_with(reshard_after_forward=True), plan_of("zero3"), "all_gather"),
+    "two blocks are one unit": Fault(
+        lambda: patch.object(shard, "units", lambda part: [list(part.layers), part]), plan_of("zero3"), "all_gather"
+    ),
+    "the whole model is one unit": Fault(
+        lambda: patch.object(shard, "units", lambda part: [part]), plan_of("zero2"), "reduce_scatter"
+    ),
+    "weights are gathered for every micro-batch": Fault(
+        never("set_reshard_after_backward"), plan_of("zero2"), "all_gather"
+    ),
+    "gradients are scattered for every micro-batch": Fault(
+        never("set_requires_gradient_sync"), plan_of("zero1"), "reduce_scatter"
+    ),
+    "replicas are summed for every micro-batch": Fault(
+        never("set_requires_all_reduce"), plan_of("hsdp-zero3"), "all_reduce"
+    ),
+    "a bucket too many": Fault(
+        lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"
+    ),
+    "a vote too many": Fault(
+        lambda: patch.object(reduce, "agree", agree_twice), plan_of("zero3"), "all_reduce of 24 bytes on world"
+    ),
+    "gradients travel in fp32 instead of bf16": Fault(
+        lambda: patch.object(fsdp, "MixedPrecisionPolicy", reduced_in_fp32),
+        plan_of("zero3", precision=Precision("bf16", reduce="bf16")),
+        "reduce_scatter",
+    ),
+    "weights stay in fp32 instead of bf16": Fault(
+        lambda: patch.object(precision, "apply", lambda parts, plan, mesh: parts),
+        plan_of("zero3", precision=Precision("bf16", "bf16")),
+        "weights:",
+    ),
+    "a copy of the weights in full precision is kept": Fault(
+        lambda: patch.object(optim, "fresh_moments", with_a_copy),
+        plan_of("zero3", precision=Precision("bf16", "bf16")),
+        "moments:",
+    ),
+    "moments in fp32 instead of bf16": Fault(
+        lambda: patch.object(optim, "fresh_moments", moments_in_fp32),
+        plan_of("ddp", precision=Precision("bf16", "bf16")),
+        "moments:",
+    ),
+    "SwiGLU saves silu(gate)": Fault(
+        lambda: patch.object(layers, "swiglu", lambda gate, up: functional.silu(gate) * up),
+        plan_of("zero3"),
+        "saved for backward",
+    ),
+    "norms save wide copies": Fault(wide_norm, plan_of("zero3", precision=BF16), "saved for backward"),
+    "all logits are kept": Fault(
+        lambda: patch.object(pretrain, "loss", full_logits), plan_of("ddp"), "saved for backward"
+    ),
+    "nothing is recomputed": Fault(
+        lambda: patch.object(torch.utils.checkpoint, "checkpoint", lambda function, *given, **named: function(*given)),
+        plan_of("zero3", remat=Remat("full")),
+        "saved for backward",
+    ),
+    "selective recompute keeps a product too many": Fault(
+        lambda: patch.object(remat, "_products", lambda block: products(block) + 1),
+        plan_of("zero3", remat=Remat("selective")),
+        "saved for backward",
+    ),
+    "gradients live on through the next forward": Fault(
+        gradients_stay, plan_of("ddp", batch=Batch(4, 1, 1024, 1024), shard=Shard()), "peak:", LARGE
+    ),
+}
