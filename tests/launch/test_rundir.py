@@ -58,13 +58,13 @@ def test_another_recipes_run_is_never_touched(tmp_path: Path) -> None:
         f'{tmp_path / "a"} holds run "a" at step 400, of another recipe',
         "`--resume`, or another `--run` or `--out`; nothing is overwritten",
     )
-    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True).resume_step == 400
+    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True) == 400
 
 
 def test_its_own_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Path) -> None:
     make_run(tmp_path / "a", step=20)
     same = load_recipe(None, ["run.nproc=2", "parallel=zero3", "run.name=other", "save_steps=7"])
-    assert rundir.check_standing(tmp_path / "a", same, resume=False).resume_step == 20
+    assert rundir.check_standing(tmp_path / "a", same, resume=False) == 20
     write_exit(tmp_path / "a", Exit("done", 0, "done"))
     with pytest.raises(OutputError) as caught:
         rundir.check_standing(tmp_path / "a", same, resume=False)
@@ -72,7 +72,7 @@ def test_its_own_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Pa
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
-    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False).resume_step is None
+    assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False) is None
     with pytest.raises(MissingInputError) as caught:
         rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True)
     code, exit_code, what, _ = refused(caught.value)

@@ -115,7 +115,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
             "run": str(directory),
             "plan": render.label(plan),
             "disk_bytes": space,
-            "resume_step": standing.resume_step,
+            "resume_step": standing,
         }
         print_json(facts) if options.json else say(
             f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
@@ -130,8 +130,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     ]
     if cluster.nodes > 1:
         return _print_nodes(recipe, words[1:], cluster, options.port)
-    if standing.resume_step is not None:
-        note(f"resuming {directory} from step {standing.resume_step}", as_json=options.json)
+    if standing is not None:
+        note(f"resuming {directory} from step {standing}", as_json=options.json)
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)

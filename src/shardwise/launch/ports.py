@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+
+import psutil
 
 from shardwise.errors import Problem, UnavailableError, UsageError
-
-_LISTENING = "0A"
 
 
 def check_port(port: int) -> None:
@@ -34,19 +33,10 @@ def _taken(port: int, what: str) -> Problem:
 
 def _holder(port: int) -> str:
     """`` by pid 4121 (python train.py)``, where this user may see it."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-        except OSError:
-            continue
-        inodes |= {row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port}
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(descriptor.readlink()) in wanted for descriptor in (process / "fd").iterdir()):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                return f" by pid {process.name} ({b' '.join(words).decode(errors='replace').strip()[:60]})"
-        except OSError:
-            continue
+    try:
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                return f" by pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:60]})"
+    except (psutil.Error, OSError):
+        pass
     return ""

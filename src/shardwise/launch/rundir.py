@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import MissingInputError, OutputError, Problem, ShardwiseError
@@ -53,16 +52,9 @@ def newest_step(directory: Path) -> int | None:
     return max((int(match.group(1)) for match in steps if match), default=None)
 
 
-@dataclass(frozen=True)
-class Standing:
-    """What a run directory holds: the step to resume from, None for a fresh start."""
-
-    resume_step: int | None = None
-
-
-def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing:
-    """Whether this recipe may use ``directory``. Its own unfinished run is resumed; another's is never touched
-    (OUT001). ``resume`` says that continuing is meant, and that there must be something to continue (CKPT001)."""
+def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | None:
+    """The step to resume from in ``directory``, None for a fresh start. Its own unfinished run is resumed; another's is
+    never touched (OUT001). ``resume`` says that there must be something to continue (CKPT001)."""
     try:
         step = newest_step(directory)
     except OSError as error:
@@ -71,9 +63,9 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing
         if step is None:
             what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
             raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
-        return Standing(step)
+        return step
     if step is None:
-        return Standing()
+        return None
     what = f'{directory} holds run "{directory.name}" at step {step}'
     fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
     if not _same(directory, recipe):
@@ -82,7 +74,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> Standing
     if outcome is not None and outcome.kind == "done":
         fix = "another `--run`, or `--resume` with a larger train.max_steps; nothing is overwritten"
         raise OutputError(Problem("OUT001", f"{what}, finished", str(directory), fix))
-    return Standing(step)
+    return step
 
 
 def _same(directory: Path, recipe: Recipe) -> bool:

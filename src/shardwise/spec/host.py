@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+import psutil
 
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -55,30 +59,20 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[s
 
 def total_memory_bytes() -> int:
     """Memory of this machine, or what its control group may use of it; the same whenever it is asked."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit, _ in _LIMITS:
-        try:
-            total = min(total, int(Path(limit).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
 def available_memory_bytes() -> int:
     """Memory that new allocations can have: what the kernel calls available, or what a control group leaves of it."""
-    available = total_memory_bytes()
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+    left = [limit - used for limit, used in _limits() if used < limit]
+    return min([int(psutil.virtual_memory().available), *left])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """(bytes allowed, bytes used) of the control groups that say so."""
     for limit, usage in _LIMITS:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
-        except (OSError, ValueError):
-            continue
-        available = min(available, max(left, 0)) if left > 0 else available
-    return available
+        with suppress(OSError, ValueError):
+            yield int(Path(limit).read_text()), int(Path(usage).read_text())
 
 
 def computes_bf16() -> bool:
