@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,3 +77,11 @@ def group_size(name: str) -> int:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name).size()
+
+
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Have collectives of this group fail after ``timeout_s``. torch gives the groups of a mesh with several axes half
+    an hour, whatever the default group has; without this name a hang inside one of them would last as long."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shardwise.errors import Problem, ShardwiseError
@@ -20,7 +22,7 @@ from shardwise.runtime.outcome import Exit, read_exit, write_exit
 from shardwise.spec.host import cores
 
 SAVE_AND_STOP_S = 600
-"""How long ranks may take to save after SIGTERM or Ctrl-C; a second signal ends the launcher, and with it the ranks."""
+"""How long ranks may take to save after SIGTERM or Ctrl-C; a second Ctrl-C ends the launcher, and with it the ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def launch(
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=SAVE_AND_STOP_S,
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
     _silence_agent()
-    with _inherited(nproc):
+    with _inherited(nproc), _asked(SignalException):
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
@@ -85,6 +88,30 @@ def _inherited(nproc: int) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, previous in signals.items():
                 signal.signal(number, previous)
+
+
+@contextmanager
+def _asked(stop: Callable[[str, signal.Signals], BaseException]) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C makes the agent pass it on and wait until the ranks have saved. A second Ctrl-C, at
+    least a second later, ends this process at once, and with it the ranks (worker.die_with_launcher). The agent's own
+    treatment would interrupt its waiting by a second waiting."""
+    first_s: list[float] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not first_s:
+            first_s.append(now)
+            hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
+            os.write(2, f"{signal.Signals(number).name}: saving, then stopping{hint}\n".encode())
+            raise stop(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
+        if number == signal.SIGINT and now - first_s[0] > 1.0:
+            os.write(2, b"stopped by a second Ctrl-C without saving; what was saved before is intact\n")
+            os._exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, receive)
+    yield
 
 
 def _silence_agent() -> None:

@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
+from shardwise.interop.torch_private import set_timeout
 from shardwise.runtime.commit import MaybeCommitted
 
 T = TypeVar("T")
+JOIN_S = 60.0
+"""How long ranks wait for one another when the group is made."""
 TIMEOUT_S = 1800.0
 """How long a rank may write while the others wait for it. A rank that dies is noticed at once, through its sockets."""
 
@@ -45,7 +48,9 @@ class Crew:
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1)
         if group is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            dist.barrier()  # a rank that died before this is noticed here; new_group would wait for it
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
+            set_timeout(group, TIMEOUT_S)
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def minimum(self, values: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from shardwise.errors import PreemptedError, Problem, ShardwiseError, TrainingError
+from shardwise.errors import Problem, ShardwiseError, TrainingError
 from shardwise.runtime import flight
 from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
@@ -118,7 +118,7 @@ class Guard:
         return self.timeout_s * (10.0 if warming or self.page.status.phase in SLOW_PHASES else 1.0)
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(1.0, self.timeout_s / 4)):
+        while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # a stack is written before anybody's patience ends
             status = self.page.status
             waited_s = time.monotonic() - status.since_s
             name, number = (status.collective, status.sequence) if waited_s < 2.0 else flight.newest_collective()
@@ -199,8 +199,7 @@ def watching(run_directory: Path, me: Process, timeout_s: float) -> Iterator[Gua
     except BaseException as error:
         told = diagnose(error, run_directory, me, timeout_s)
         status = watch.page.status
-        if not isinstance(told, PreemptedError) or me.rank == 0:
-            write_exit(run_directory, outcome(told, status))
+        write_exit(run_directory, outcome(told, status))
         if told is error:
             raise
         raise told from error

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
+from shardwise.interop.torch_private import set_timeout
 from shardwise.spec.layout import Layout
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -83,7 +84,10 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        yield mesh(layout, kind)
+        made = mesh(layout, kind)
+        for group in made.get_all_groups() if made is not None else ():
+            set_timeout(group, timeout_s)
+        yield made
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,166 @@
+"""What is broken in a rank before it begins, where ``SHARDWISE_FAULT`` cannot reach. Every function takes the rank and
+the run's directory, and leaves a mark there when the fault comes about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def mark(directory: Path, name: str) -> bool:
+    """Prove that the fault fired; False if it had fired before in the life of this run."""
+    try:
+        descriptor = os.open(directory / f"fault-{name}", os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return False
+    os.close(descriptor)
+    return True
+
+
+def die(directory: Path, name: str) -> None:
+    if mark(directory, name):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> None:
+    """Rank ``who`` dies while it writes the checkpoint of ``step``: half-way through its first file (``torn``), before
+    the directory gets its name (``unnamed``), or right after (``named``)."""
+    from shardwise.runtime import begin, commit
+    from shardwise.runtime.checkpoint import Checkpoints
+
+    if rank != who:
+        return
+    name = f"save-{when}"
+    ours: set[int] = set()
+
+    def open_file(path: Any, *args: Any) -> int:
+        descriptor = os.open(path, *args)
+        if f"tmp-step-{step:08d}" in str(path):
+            ours.add(descriptor)
+        return descriptor
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if when == "torn" and descriptor in ours:
+            os.write(descriptor, data[: len(data) // 2])
+            die(directory, name)
+        return os.write(descriptor, data)
+
+    def rename(source: Path, target: Path) -> None:
+        ending = target.name == f"step-{step:08d}"
+        if ending and when == "unnamed":
+            die(directory, name)
+        os.rename(source, target)
+        if ending and when == "named":
+            die(directory, name)
+
+    disk = replace(commit.DISK, open=open_file, write=write, rename=rename)
+    begin.Checkpoints = partial(Checkpoints, disk=disk)  # type: ignore[misc, assignment]
+
+
+def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: str) -> None:
+    """The loss of rank ``who`` is multiplied by ``factor`` (nan, inf) in these steps. Every rank notes the hashes of
+    its weights and moments before and after each step in ``hashes-<rank>.jsonl``."""
+    from shardwise.methods import pretrain
+    from shardwise.runtime import loop
+
+    at = [0]
+    true_step, true_loss = loop.step, pretrain.loss
+
+    def step(state: Any, *args: Any) -> Any:
+        at[0] = state.step + 1
+        before = [*hashes(state), state.updates]
+        stats = true_step(state, *args)
+        with (directory / f"hashes-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([at[0], before, [*hashes(state), state.updates]]) + "\n")
+        return stats
+
+    def loss(*args: Any) -> Any:
+        value = true_loss(*args)
+        if rank != who or at[0] not in steps:
+            return value
+        mark(directory, f"{factor}-{at[0]}")
+        return value * float(factor)
+
+    loop.step, pretrain.loss = step, loss
+
+
+def hashes(state: Any) -> list[str]:
+    """Of this rank's slices of the weights, and of the moments."""
+    from shardwise.runtime.slices import local
+
+    weights, moments = hashlib.sha256(), hashlib.sha256()
+    for name, tensor in state.tensors().items():
+        (weights if name.startswith("model.") else moments).update(bytes(local(tensor).contiguous().numpy().data))
+    return [weights.hexdigest(), moments.hexdigest()]
+
+
+def tell_tensors(rank: int, directory: Path) -> None:
+    """Rank 0 notes the hash of every whole tensor: as it is saved (``saved-<step>.json``) and as it is after resuming
+    (``loaded-<step>.json``)."""
+    from shardwise.runtime import loop
+    from shardwise.runtime.checkpoint import Checkpoints
+
+    true_begin, true_save = loop.begin, Checkpoints.save
+
+    def note(kind: str, step: int, tensors: Any) -> None:
+        found = {}
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[name] = hashlib.sha256(bytes(whole.contiguous().numpy().data)).hexdigest()
+        if rank == 0:
+            (directory / f"{kind}-{step}.json").write_text(json.dumps(found))
+
+    def begin(*args: Any) -> Any:
+        state, rules, checkpoints = true_begin(*args)
+        note("loaded", state.step, state.tensors())
+        return state, rules, checkpoints
+
+    def save(self: Any, tensors: Any, facts: Any, step: int, finite: bool = True) -> bool:
+        note("saved", step, tensors)
+        return true_save(self, tensors, facts, step, finite)
+
+    loop.begin, Checkpoints.save = begin, save  # type: ignore[method-assign]
+
+
+def no_memory(rank: int, directory: Path, who: int) -> None:
+    """Rank ``who`` may take 64 MiB more from the kernel, and its fit check needs 256."""
+    import torch
+
+    from shardwise.runtime import fit
+
+    true: Callable[..., Any] = fit.accumulate
+
+    def accumulate(*args: Any) -> Any:
+        if rank == who:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            mark(directory, "memory")
+            torch.empty(256 << 20, dtype=torch.uint8)
+        return true(*args)
+
+    fit.accumulate = accumulate
+
+
+def kill_at_begin(rank: int, directory: Path, who: int) -> None:
+    """Rank ``who`` dies once the run has its identity, before it has built anything."""
+    from shardwise.runtime import begin
+
+    if rank == who:
+        begin.build = lambda *args: die(directory, "begin")  # type: ignore[assignment]
+
+
+def kill_at_load(rank: int, directory: Path, who: int) -> None:
+    """Rank ``who`` dies between verifying a checkpoint and reading it."""
+    from shardwise.runtime import checkpoint
+
+    if rank == who:
+        checkpoint.fill = lambda *args: die(directory, "load")  # type: ignore[assignment]

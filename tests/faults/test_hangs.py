@@ -1,0 +1,86 @@
+"""A rank that is silent, or fails alone: the others end in time, and the right one is blamed."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.faults.conftest import Make
+from tests.faults.job import KILL, SAVE, Job
+
+pytestmark = pytest.mark.timeout(400)
+TIMEOUT_S = 10.0
+SLACK_S = 90.0
+"""What starting four ranks and seven steps may take on a busy machine; torch's own timeouts are 1,800 s."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "phase", "action"),
+    [("zero3", 2, "data", "hang"), ("hsdp", 4, "forward", "SIGSTOP")],
+)
+def test_a_silent_rank_is_named_with_its_phase_and_ended(
+    make: Make, strategy: str, world: int, phase: str, action: str
+) -> None:
+    """One sleeps for ever in its data; the other is stopped where its peers wait for it in groups of two."""
+    job = make(f"hang-{strategy}", strategy=strategy, world=world)
+    words = job.write(run={"timeout_s": TIMEOUT_S})
+    begin = time.monotonic()
+    codes = job.train(words, {1: f"{phase}:{KILL}:1:{action}"})
+    assert job.fired(f"{phase}-{KILL}-1")
+    assert time.monotonic() - begin < TIMEOUT_S + SLACK_S
+    assert codes[1] == -signal.SIGKILL and set(codes[:1] + codes[2:]) == {1}
+    found = job.ended()
+    assert found.kind == "hang" and found.exit_code == 1 and found.restartable
+    [problem] = found.problems
+    assert problem["code"] == "HANG001"
+    assert problem["what"].startswith("rank 1 (host ")
+    state = "is stopped" if action == "SIGSTOP" else "is still"
+    assert problem["where"].startswith(f"rank 1 {state} in phase {phase} of step {KILL}; stacks in ")
+    stacks = {path.name: path.read_text() for path in (job.directory / f"hang-step-{KILL}").iterdir()}
+    assert "rank-00000.txt" in stacks
+    if action == "hang":
+        assert f"phase data of step {KILL}" in stacks["rank-00001.txt"]
+        assert "in fetch" in stacks["rank-00001.txt"]
+    assert job.saved() == [SAVE]
+
+
+def test_after_a_hang_the_run_goes_on(make: Make, whole: Job) -> None:
+    job = make("hang-resumed")
+    words = job.write(run={"timeout_s": TIMEOUT_S})
+    assert job.train(words, {0: f"clip:{KILL}:0:SIGSTOP"}) == [-signal.SIGKILL, 1]
+    assert job.ended().problems[0]["what"].startswith("rank 0 (host ")
+    assert job.train(job.write()) == [0, 0]
+    assert job.begun_at() == [0, SAVE]
+    job.same_as(whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_exception_of_the_first_rank_is_told_and_not_what_its_peers_saw(make: Make, rank: int) -> None:
+    job = make(f"raise-{rank}")
+    codes = job.train(job.write(), {rank: f"backward:{KILL}:{rank}:raise"})
+    assert job.fired(f"backward-{KILL}-{rank}")
+    assert (codes[rank], codes[1 - rank]) == (70, 1)
+    found = job.ended()
+    assert (found.kind, found.rank, found.step, found.phase) == ("crash", rank, KILL, "backward")
+    cause = f"fault ordered at backward of step {KILL} on rank {rank}"
+    assert cause in found.message
+    printed = job.log.read_text()
+    assert cause in printed
+    assert "Connection" not in printed and "LOST001" not in printed
+
+
+def test_no_memory_on_one_rank_is_explained_by_category(make: Make) -> None:
+    """The kernel refuses, torch raises, and the user reads what the memory was for and what would need less."""
+    job = make("memory")
+    codes = job.train(job.write(), sabotage=("no_memory", 1))
+    assert job.fired("memory")
+    assert codes == [1, 1]
+    found = job.ended()
+    assert (found.kind, found.rank) == ("memory", 1)
+    [problem] = found.problems
+    assert problem["code"] == "MEM001"
+    assert "out of memory while trying the longest batch" in problem["what"]
+    assert "you tried to allocate 268435456 bytes" in problem["what"]
+    assert "train.micro_batch_size=1 or recompute.mode=full or train.seq_len=16" in problem["fix"]
