@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
 
-from shardwise.cli.options import add_command, recipe_file, sort_words
+from shardwise.cli.options import add_command, recipe_or_quickstart, sort_words
 from shardwise.cli.show import print_json, say
+from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def run(options: Options) -> None:
     from shardwise.data.prepare import prepare
 
     words = sort_words(options.words)
-    recipe = load_recipe(recipe_file(words.path), words.overrides)
+    recipe = load_recipe(recipe_or_quickstart(words.path, words.overrides), words.overrides)
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = options.json or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        prepared = prepare(recipe.data, options.out, options.force, _Stages(bar))
+        prepared = prepare(data_of(recipe), options.out, options.force, _Stages(bar))
     prepared.verify()
     if options.json:
         splits = {name: asdict(split) for name, split in prepared.manifest.splits.items()}

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
 
 
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
 
     recipe = load_recipe(recipe_file(options.run))
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
-    tokenizer = open_directory(prepare(recipe.data).tokenizer_directory)
+    tokenizer = open_directory(prepare(data_of(recipe)).tokenizer_directory)
     target = options.out or options.run / "hf"
     written = export_run(source, resolve(recipe), recipe.precision.weights, tokenizer, target)
     if options.json:

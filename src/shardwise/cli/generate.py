@@ -12,7 +12,7 @@ from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.models.config import load_spec
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
 from shardwise.techniques.numbers import torch_type
 
@@ -60,7 +60,7 @@ def _load(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
     if (model / "config.json").is_file():
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
-    tokenizer = open_directory(prepare(recipe.data).tokenizer_directory)
+    tokenizer = open_directory(prepare(data_of(recipe)).tokenizer_directory)
     return load_checkpoint(path, resolve(recipe), torch_type(recipe.precision.weights)).to(device), tokenizer
 
 

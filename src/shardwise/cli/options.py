@@ -31,6 +31,8 @@ def add_command(
     parameters = []
     for item in fields(options):
         default = [] if item.default_factory is not MISSING else item.default
+        if default is MISSING:
+            default = inspect.Parameter.empty
         parameters.append(
             inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
         )
@@ -106,6 +108,14 @@ def recipe_file(path: Path | None) -> Path | None:
     if not os.path.exists(path) and path.parent == Path(".") and os.path.isfile(shipped):
         return shipped
     return path
+
+
+def recipe_or_quickstart(path: Path | None, overrides: list[str]) -> Path | None:
+    """The recipe that was named; without one the quickstart, unless the settings name another model."""
+    another = ("model=", "model.path=", "base_model=", "model_name_or_path=")
+    if path is None and any(word.startswith(another) for word in overrides):
+        return None
+    return recipe_file(path or Path("quickstart"))
 
 
 def recipes_directory() -> Path:

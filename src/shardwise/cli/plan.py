@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of
-from shardwise.cli.options import recipe_file, sort_words
+from shardwise.cli.options import recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.models.config import parameter_count
@@ -53,7 +53,6 @@ def run(options: Options) -> None:
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
     words = sort_words(options.arguments)
-    path = recipe_file(words.path)
     flags = {
         "model.path": options.model,
         "train.seq_len": options.seq_len,
@@ -61,8 +60,7 @@ def run(options: Options) -> None:
         "method.name": options.task,
     }
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
-    if path is None and not any(word.startswith(("model", "base_model")) for word in overrides):
-        path = recipe_file(Path("quickstart"))
+    path = recipe_or_quickstart(words.path, overrides)
     loaded = read_recipe(path, overrides)
     for notice in loaded.notices:
         note(notice, as_json=options.json)

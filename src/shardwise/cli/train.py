@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, plan_of
-from shardwise.cli.options import Words, recipe_file, sort_words
+from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
@@ -21,7 +21,7 @@ from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan
@@ -82,7 +82,7 @@ def _load(options: Options, words: Words) -> Loaded:
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
     if words.path is not None and os.path.isdir(words.path):
         overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
-    return read_recipe(recipe_file(words.path) or recipe_file(Path("quickstart")), overrides)
+    return read_recipe(recipe_or_quickstart(words.path, overrides), overrides)
 
 
 def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:
@@ -91,7 +91,7 @@ def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:
     recipe = loaded.recipe
     name = recipe.run.name
     if "run.name" not in loaded.given:
-        stem = words.path.stem if words.path else "quickstart"
+        stem = words.path.stem if words.path else Path(recipe.model.path or "quickstart").name
         newest = rundir.newest_run(Path(recipe.run.out), stem) if options.resume else None
         name = newest.name if newest else stem if is_worker() else rundir.free_name(Path(recipe.run.out), stem)
     rundir.check_name(name)
@@ -154,11 +154,15 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
 
 
 def _prepare(recipe: Recipe, spec: ModelSpec, directory: Path) -> None:
-    """Tokenise before any process group exists: ranks that wait for one another would time out."""
+    """Fetch and check weights, and tokenise, before any process group exists: ranks that wait for one another would
+    time out."""
     from shardwise.data.prepare import prepare
+    from shardwise.models.hf import check_weights
 
     try:
-        check_vocabulary(prepare(recipe.data).manifest.vocab_size, spec.vocab_size)
+        check_vocabulary(prepare(data_of(recipe)).manifest.vocab_size, spec.vocab_size)
+        if recipe.model.path is not None and recipe.model.init != "random":
+            check_weights(recipe.model.path, recipe.model.revision, spec)
     except ShardwiseError:
         with suppress(OSError):
             directory.rmdir()

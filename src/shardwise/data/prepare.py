@@ -136,7 +136,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     """The tokenizer that the settings name, trained first where they name none."""
     data, sources = of.data, of.sources
     if data.tokenizer.path is not None:
-        return tokens.load(data.tokenizer.path, cache)
+        return tokens.load(data.tokenizer.path, cache, data.tokenizer.revision)
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
     target = (
         cache
@@ -227,7 +227,7 @@ def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.T
 def _open_named(directory: Path, data: Data, cache: Path) -> store.Prepared:
     prepared = store.load(directory)
     if data.tokenizer.path is not None:
-        _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache))
+        _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache, data.tokenizer.revision))
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
         raise DataError(

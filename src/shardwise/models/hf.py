@@ -183,6 +183,12 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     return both
 
 
+def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
+    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers alone are read."""
+    directory = weights_directory(source, revision)
+    match(find_weights(directory), spec, str(directory))
+
+
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice as stored) for each of ``parts``, one at a time. All headers are checked first."""
     entries = match(find_weights(source), spec, str(source))

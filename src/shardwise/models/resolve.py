@@ -1,12 +1,13 @@
-"""Which model a recipe means. Imports no torch."""
+"""Which model a recipe means, and which tokenizer. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec, from_hf, load_spec, parameter_count
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import Data, Recipe, Tokenizer
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
@@ -22,3 +23,14 @@ def resolve(recipe: Recipe) -> ModelSpec:
         )
         raise ConfigError(Problem("CFG004", what, "model", fix))
     return load_spec(model.path, model.revision)
+
+
+def data_of(recipe: Recipe) -> Data:
+    """The recipe's data with its tokenizer settled: weights that were trained with one tokenizer mean nothing under
+    another, so a model that is trained on brings its own unless the recipe names one."""
+    model, named = recipe.model, recipe.data.tokenizer
+    if model.path is None or model.init == "random" or named.path is not None or named.vocab_size is not None:
+        return recipe.data
+    file = Path(model.path).suffix in (".safetensors", ".json")
+    path = str(Path(model.path).parent) if file else model.path
+    return recipe.data.model_copy(update={"tokenizer": Tokenizer(path=path, revision=model.revision)})

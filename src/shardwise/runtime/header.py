@@ -18,6 +18,7 @@ def header(job: Job) -> str:
     batch, precision, layout = plan.batch, plan.precision, plan.layout
     devices = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
     backend = "nccl" if job.device.type == "cuda" else "gloo"
+    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
     tokens = batch.global_batch_size(layout.dp) * batch.seq_len
     split = job.prepared.manifest.splits["train"]
     started = [
@@ -25,16 +26,17 @@ def header(job: Job) -> str:
         f"run {recipe.run.name}",
         f"seed {recipe.run.seed}",
         f"torch {torch.__version__}",
-        f"{layout.world} x {devices} ({backend}, {torch.get_num_threads()} threads)",
+        f"{layout.world} x {devices} ({backend}, {threads} a rank)",
     ]
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
-    loss = f"loss: mean over the supervised ones of the {tokens:,} tokens of a step"
+    loss = f"loss: mean over the supervised tokens of a step (of {tokens:,})"
     kept = f"weights and moments {precision.weights}, compute {precision.compute}"
     sums = f"gradients summed in {precision.reduce}"
     text = f"{show_bytes(split.text_bytes)} of text in {split.documents:,} documents"
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,})"
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
-    saves = f"a checkpoint every {job.save_steps} steps into {job.directory}"
+    every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
+    saves = f"a checkpoint every {every} into {job.directory}"
     rows = [
         ("", " · ".join(started)),
         ("model", f"{model} · {loss}"),

@@ -23,7 +23,7 @@ from shardwise.data.store import Prepared
 from shardwise.data.stream import Share, check_size, steps_per_epochs
 from shardwise.errors import DataError, OutputError, Problem
 from shardwise.models.config import ModelSpec
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime import matmul
 from shardwise.runtime.world import DeviceKind, device_of, process
 from shardwise.spec.plan import Plan
@@ -92,8 +92,7 @@ def run_directory(recipe: Recipe) -> Path:
 
 def open_job(recipe: Recipe, plan: Plan) -> Job:
     """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
-    prepared = prepare(recipe.data)
-    spec = resolve(recipe)
+    prepared, spec = prepare(data_of(recipe)), resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0)
     batch = plan.batch.global_batch_size(plan.layout.dp)

@@ -14,18 +14,22 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """What is trained: a Hub id, a local directory, a built-in name, or the dimensions of a new model in ``config``."""
+    """What is trained: a Hub id, a local directory, a built-in name, or the dimensions of a new model in ``config``.
+    ``frozen`` are globs over parameter names (``embed.*``): those weights stay as they are."""
 
     path: str | None = None
     revision: str | None = None
     config: dict[str, Any] | None = None
     init: Literal["pretrained", "random"] | None = None
+    frozen: list[str] = []
 
 
 class Tokenizer(Section):
-    """A tokenizer to load (``path``: Hub id or directory), or the size of a byte-level BPE to train on the data."""
+    """A tokenizer to load (``path``: Hub id or directory), or the size of a byte-level BPE to train on the data. With
+    neither, a model that is trained on brings its own."""
 
     path: str | None = None
+    revision: str | None = None
     vocab_size: int | None = Field(default=None, ge=300, le=1_000_000)
 
 
