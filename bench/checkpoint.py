@@ -1,6 +1,6 @@
 """How long a save keeps the training loop waiting, asynchronous against synchronous.
 
-    python -m bench.checkpoint [--megabytes 384] [--pairs 30] [--directory DIR]
+    python bench/checkpoint.py [--megabytes 384] [--pairs 30] [--directory DIR]
 
 Two ranks, the state split between them, saves in interleaved pairs. The synchronous time ends at the commit (what
 follows, reading back and retention, is not counted). The A/A ratio is that of two neighbouring asynchronous saves.
