@@ -26,8 +26,9 @@ from shardwise.spec.units import show_bytes
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
-CHUNK_NUMBERS = 2**26
-"""At most so many logits at a time: 256 MiB in fp32."""
+CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
+"""At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which stays
+in its caches and is a little faster than more or less (docs/benchmarks.md)."""
 Mode = Literal["none", "selective", "full"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 REMAT: tuple[Mode, ...] = ("none", "selective", "full")
@@ -79,7 +80,7 @@ def _settings(
     sheet = sheet_of(spec, variant(precision))
     for strategy, layout in _layouts(recipe, cluster, pinned=pinned):
         micro, accumulation, _ = batch(train, layout.dp)
-        chunk, reasons = _chunk(spec, micro * train.seq_len)
+        chunk, reasons = _chunk(spec, cluster, micro * train.seq_len)
         reshard = recipe.parallel.reshard_after_forward
         plan = Plan(
             layout=layout,
@@ -167,11 +168,13 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     return precision, why
 
 
-def _chunk(spec: ModelSpec, tokens: int) -> tuple[int, dict[str, str]]:
-    chunk = max(128, CHUNK_NUMBERS // spec.vocab_size // 128 * 128)
+def _chunk(spec: ModelSpec, cluster: Cluster, tokens: int) -> tuple[int, dict[str, str]]:
+    most = CHUNK_NUMBERS[cluster.kind]
+    chunk = max(128, most // spec.vocab_size // 128 * 128)
     if chunk >= tokens:
-        return tokens, {"batch.loss_chunk_tokens": "derived: the logits of a micro-batch are below 256 MiB"}
-    return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, 256 MiB"}
+        return tokens, {"batch.loss_chunk_tokens": "derived: all tokens of a micro-batch, since their logits are few"}
+    size = show_bytes(4 * chunk * spec.vocab_size)
+    return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, {size}"}
 
 
 def _explained(plan: Plan, tried: list[Plan], recipe: Recipe) -> Plan:
