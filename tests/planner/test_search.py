@@ -149,6 +149,6 @@ def test_planning_a_known_model_needs_no_torch() -> None:
 
 
 def test_a_cpu_passes_fewer_logits_at_a_time_than_a_gpu() -> None:
-    """Of 128,256 tokens in the vocabulary: at most 256 MiB of fp32 logits on a GPU, on a CPU the fewest there may be."""
+    """Of a vocabulary of 128,256: at most 256 MiB of fp32 logits on a GPU, on a CPU the fewest there may be."""
     chunks = [choose(recipe(), ONE_B, parse_cluster(name)).batch.loss_chunk_tokens for name in ("2xCPU", "2xH100")]
     assert chunks == [128, 512]
