@@ -16,13 +16,15 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number."""
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)
+    want_hidden, want_weight = wants(sheet)
     narrow = compute < wide
     copied = plan.shard.strategy == "ddp" and plan.precision.compute != plan.precision.weights
     steps: list[Step] = [("labels", 0, ())]
     if copied:
         steps.append(("cast", vocabulary * hidden * compute, ()))
-    steps.append(("grad_hidden", tokens * hidden * compute, ()))
-    if chunks > 1:
+    if want_hidden:
+        steps.append(("grad_hidden", tokens * hidden * compute, ()))
+    if want_weight and chunks > 1:
         steps.append(("grad_weight", vocabulary * hidden * wide, ()))
     logits = ceil(tokens / chunks) * vocabulary
     for _ in range(min(chunks, 2)):
@@ -33,9 +35,9 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
         steps.append(("", 0, ("widened", "logits") if narrow else ("logits",)))
         if narrow:
             steps.append(("slope", logits * compute, ()))
-        if chunks == 1:
+        if want_weight and chunks == 1:
             steps.append(("grad_weight", vocabulary * hidden * compute, ()))
-        elif narrow:
+        elif want_weight and narrow:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, ("product", "slope", "log_probabilities")))
     steps.append(("loss", wide, ("cast",)))
@@ -48,7 +50,7 @@ def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     compute, wide, _, chunks = _sizes(plan)
     made = wide if chunks > 1 else compute
     weight = BYTES[plan.precision.weights if plan.shard.strategy == "ddp" else plan.precision.compute]
-    if made == weight and _same_type(plan, chunks):
+    if not wants(sheet)[1] or (made == weight and _same_type(plan, chunks)):
         return [("", 0, ("loss",))]
     return [("typed", vocabulary * hidden * weight, ("grad_weight", "loss"))]
 
@@ -58,6 +60,12 @@ def saved_bytes(sheet: Sheet, plan: Plan) -> int:
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)
     return tokens * hidden * compute + vocabulary * hidden * (wide if chunks > 1 else compute) + wide
+
+
+def wants(sheet: Sheet) -> tuple[bool, bool]:
+    """Whether a gradient of the hidden states is wanted, and one of the output weight."""
+    output = sheet.stem.weights[0] if sheet.tied else sheet.tail.weights[-1]
+    return bool(sheet.tail.backward), output.trained
 
 
 def _same_type(plan: Plan, chunks: int) -> bool:

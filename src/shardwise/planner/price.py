@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from shardwise import techniques
+from shardwise.methods.head import wants
 from shardwise.planner.replay import replay
 from shardwise.planner.schedule import schedule
 from shardwise.spec.cluster import Cluster
@@ -84,7 +85,7 @@ def flops(sheet: Sheet, plan: Plan) -> int:
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
     scale = {"b*s": b * s, "b*s*s": b * s * s}
     vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
-    total = 6 * vocabulary * hidden * b * s
+    total = 2 * (1 + sum(wants(sheet))) * vocabulary * hidden * b * s
     for unit, times in repeated(sheet):
         passes = [unit.forward, unit.backward]
         if unit.recompute:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,13 +29,15 @@ class Stored:
 
 @dataclass
 class Event:
-    """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages."""
+    """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages. ``node`` numbers the
+    autograd function written in Python in whose backward it ran; -1 elsewhere."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     frees: list[int] = field(default_factory=list)
+    node: int = -1
 
 
 class Storages:
@@ -80,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.made: dict[int, Stored] = {}
         self.storages = Storages(self._freed)
+        self.node = -1
 
     def outside(self, tensor: torch.Tensor) -> int:
         """Makes a tensor known that came into being before; its index."""
@@ -99,5 +103,21 @@ class Recorder(TorchDispatchMode):
             if new:
                 makes.append(stored.index)
                 self.made[stored.index] = stored
-        self.events.append(Event(func, tuple(tuple(t.shape) for t in inputs), tuple(reads), tuple(makes)))
+        shapes = tuple(tuple(t.shape) for t in inputs)
+        # What several nodes send to one tensor is summed after the last of them, before the next begins.
+        node = -1 if func is torch.ops.aten.add.Tensor else self.node
+        self.events.append(Event(func, shapes, tuple(reads), tuple(makes), node=node))
         return out
+
+    def watch(self, end: Any) -> None:
+        """From here on the events of a backward that begins at the node ``end`` tell the function they belong to."""
+        found, todo = {end}, [end]
+        while todo:
+            after = {node for node, _ in todo.pop().next_functions if node is not None} - found
+            found |= after
+            todo += after
+        for number, node in enumerate(found):
+            node.register_prehook(partial(self._enter, number if isinstance(node, BackwardCFunction) else -1))
+
+    def _enter(self, node: int, _: Any) -> None:
+        self.node = node

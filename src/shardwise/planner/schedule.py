@@ -38,6 +38,7 @@ class _Step:
         self.blocks = [sheet.blocks[kind] for kind in sheet.order]
         self.sizes = {id(unit): [tensor.bytes(self.b, self.s) for tensor in unit.tensors] for unit in sheet.units}
         sharded = plan.shard.strategy != "ddp" and plan.layout.dp > 1
+        self.idle = {i for i, block in enumerate(self.blocks) if not block.backward}
         self.weights: Weights = (Sharded if sharded else Replicated)(self.tape, sheet, plan)
 
     def state(self) -> None:
@@ -60,16 +61,24 @@ class _Step:
         self.loss_forward()
         self.release_input(self.sheet.tail, self.name(last))
         self.weights.after_forward(ROOT)
+        self.release_tables()
         tape.mark("end of forward")
         self.weights.before_backward(ROOT)
         self.loss_backward()
-        self.backward(self.sheet.tail, "tail", self.name(last))
-        for i in range(last, -1, -1):
+        if self.sheet.tail.backward:
+            self.backward(self.sheet.tail, "tail", self.name(last))
+        running = [i for i in range(last, -1, -1) if i not in self.idle]
+        # FSDP2 hears of the end of a backward from the gradient of the input; where there is none, when all is over.
+        late = [i for i in running if self.blocks[i].gradient_out < 0]
+        for i in running:
             self.weights.before_backward(i)
             self.backward(self.blocks[i], i, self.name(i - 1))
-            self.weights.after_backward(i)
+            if i not in late:
+                self.weights.after_backward(i)
         self.backward(self.sheet.stem, "stem", None)
-        self.weights.after_backward(ROOT)
+        for i in (ROOT, *sorted(self.idle), *late):
+            self.weights.after_backward(i)
+        self.weights.end()
 
     def name(self, block: int) -> Hashable:
         return "stem" if block < 0 else block
@@ -92,16 +101,26 @@ class _Step:
         if unit.input not in unit.saved and not unit.recompute:
             self.tape.free((before, self._output(before)))
 
+    def release_tables(self) -> None:
+        """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
+        kept = any(block.recompute for block in self.blocks)
+        for tensor in () if kept else range(len(self.sheet.stem.tensors)):
+            if tensor not in (*self.sheet.stem.saved, self.sheet.stem.output):
+                self.tape.free(("stem", tensor))
+
     def _output(self, name: Hashable) -> int:
         return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
 
     def recompute(self, unit: Unit, name: Hashable) -> None:
-        """Forward again, up to the last operation that makes something backward reads."""
+        """Forward again, until all that backward reads is there: to the last operation that makes some of it, or short
+        of the last that keeps its weight for backward."""
         sizes = self.sizes[id(unit)]
-        needed = [i for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
+        read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
+        stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
+        stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
         made: set[int] = set()
         self.weights.cast(unit, name)
-        for i, op in enumerate(unit.forward[: needed[-1] + 1]):
+        for i, op in enumerate(unit.forward[: max(stops, default=0)]):
             if i not in unit.kept_ops:
                 for tensor in op.allocates:
                     self.tape.make((name, tensor), "activations", sizes[tensor])
@@ -153,10 +172,13 @@ class _Step:
                 self.tape.make(("head", key), "logits", size)
             for other in frees:
                 self.tape.free(("head", other))
-        self.weights.head_gradient(("head", "typed" if ("head", "typed") in self.tape.alive else "grad_weight"))
+        made = [key for key in (("head", "typed"), ("head", "grad_weight")) if key in self.tape.alive]
+        if made:
+            self.weights.head_gradient(made[0])
         # The gradient of the hidden states was made in the forward pass; from here on it is the tail's to free.
-        self.tape.free(("head", "grad_hidden"))
-        self.tape.make(("gradient", "tail"), "logits", _hidden_bytes(self.sheet, self.plan))
+        if ("head", "grad_hidden") in self.tape.alive:
+            self.tape.free(("head", "grad_hidden"))
+            self.tape.make(("gradient", "tail"), "logits", _hidden_bytes(self.sheet, self.plan))
 
 
 def _hidden_bytes(sheet: Sheet, plan: Plan) -> int:

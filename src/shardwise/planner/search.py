@@ -90,6 +90,7 @@ def _settings(
             remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
             compile=recipe.compile is True,
             optim=Optim(),
+            frozen=tuple(recipe.model.frozen),
             why={**why, **reasons, **batch_reasons(recipe.train)},
             model=spec.name,
             cluster=str(cluster),

@@ -175,6 +175,7 @@ def _record(
             loss = _Seed.apply(out, lambda tensor: mark("gradient_in", tensor))
             mark("seed", loss)
             del out
+            recorder.watch(loss.grad_fn)
             torch.autograd.backward(loss, one)
     run.weight_gradients = tuple(
         (name, recorder.storages.add(parameter.grad)[0].index)
@@ -192,6 +193,7 @@ def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...
     others = {run.marks.get(key) for key in ("input", "gradient_in", "seed")}
     kept = {run.marks.get(key) for key in ("output", "gradient_out", "seed")}
     kept.update(index for _, index in run.weight_gradients)
+    nodes = {-1: -1}
     for event in events:
         makes = tuple(local[index] for index in event.makes if index not in others)
         frees = tuple(local[index] for index in event.frees if index in local and index not in kept)
@@ -205,7 +207,8 @@ def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...
             continue
         reads = tuple(local[index] for index in event.reads if index in local)
         name = str(event.op).removesuffix(".default")
-        ops.append(Op(kind, name, makes, frees, reads, weight, flops, per))
+        node = nodes.setdefault(event.node, len(nodes) - 1)
+        ops.append(Op(kind, name, makes, frees, reads, weight, flops, per, node))
     return tuple(ops)
 
 

@@ -21,13 +21,15 @@ ROOT = -1
 
 
 class Weights(Protocol):
-    """What planner/schedule.py tells: when a group's forward and backward begin and end, and each weight gradient."""
+    """What planner/schedule.py tells: when a group's forward and backward begin and end, each weight gradient, and
+    the end of a micro-batch."""
 
     def begin(self, *, first: bool, last: bool) -> None: ...
     def before_forward(self, group: int) -> None: ...
     def after_forward(self, group: int) -> None: ...
     def before_backward(self, group: int) -> None: ...
     def after_backward(self, group: int) -> None: ...
+    def end(self) -> None: ...
     def cast(self, unit: Unit, name: Hashable) -> None: ...
     def uncast(self, unit: Unit, name: Hashable) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None: ...
@@ -40,14 +42,16 @@ def full_name(name: Hashable, weight: str) -> str:
 
 
 class Replicated:
-    """Every rank holds all weights. Where they are computed with in another type, a unit's copies live from its forward
-    to its backward. The last micro-batch flattens gradients bucket by bucket."""
+    """Every rank holds all weights. Where they are computed with in another type, a unit's copies that backward reads
+    live from its forward to its backward. The last micro-batch flattens gradients bucket by bucket."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
         self.embedding = sheet.stem.weights[0]
         self.bytes = BYTES[plan.precision.weights]
-        sizes = [(name, prod(map(int, weight.shape)) * self.bytes) for name, weight in named_weights(sheet)]
+        sizes = [
+            (name, prod(map(int, weight.shape)) * self.bytes) for name, weight in named_weights(sheet) if weight.trained
+        ]
         self.size = dict(sizes)
         self.buckets = buckets(sizes, plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
@@ -63,11 +67,13 @@ class Replicated:
     def after_forward(self, group: int) -> None: ...
     def before_backward(self, group: int) -> None: ...
     def after_backward(self, group: int) -> None: ...
+    def end(self) -> None: ...
 
     def cast(self, unit: Unit, name: Hashable) -> None:
         if name != "stem":
+            read = {op.weight for op in unit.backward}
             for weight in unit.weights:
-                if weight.name != "head.weight" and weight.used_as != self.plan.precision.weights:
+                if weight.name in read and weight.used_as != self.plan.precision.weights:
                     size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
                     self.tape.make(("cast", name, weight.name), "gathered", size)
 
@@ -128,6 +134,7 @@ class Sharded:
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         self.order = [*range(len(sheet.order)), ROOT]
         self.gathered: set[int] = set()
+        self.idle = {i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward}
         self.first = self.last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
@@ -161,7 +168,7 @@ class Sharded:
             for other in self.groups:
                 self.tape.free(("gather", other))
         elif self.reshard is not False:
-            if self.reshard is not True:
+            if self.reshard is not True and group not in self.idle:
                 share = self.groups[group].wire_bytes // self.reshard
                 self.tape.make(("post forward", group), "gathered", share)
             self._drop(group)
@@ -177,7 +184,7 @@ class Sharded:
             self._copy_out(group)
             self.tape.free(("gather", group))
         ahead = self.order[self.order.index(group) - 1] if group != 0 else None
-        if ahead is not None and ahead not in self.gathered:
+        if ahead is not None and ahead not in self.gathered | self.idle:
             self._gather(ahead)
 
     def cast(self, unit: Unit, name: Hashable) -> None: ...
@@ -208,14 +215,17 @@ class Sharded:
         ]
         if reduces:
             self._reduce(group, unsharded)
-            if group == ROOT and self.last:
-                self.tape.free(("scatter", group))
         elif size.reduce_type != size.compute_type:
             # Gradients that wait for the last micro-batch wait in the type they are reduced in.
             if ("accumulated", group) not in self.tape.alive:
                 self.tape.make(("accumulated", group), "accumulated gradients", size.accumulated_bytes)
             for key in unsharded:
                 self.tape.free(key)
+
+    def end(self) -> None:
+        if self.last:
+            for group in self.groups:
+                self.tape.free(("scatter", group))
 
     def _reduce(self, group: int, unsharded: list[Hashable]) -> None:
         size = self.groups[group]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -34,6 +35,7 @@ from shardwise.spec.plan import Number, Plan
 from shardwise.spec.recipe import Optim, Recipe, Run
 from shardwise.techniques.numbers import torch_type
 
+CPU = torch.device("cpu")
 STEPS = 5
 MAX_STEPS = 10
 OPTIM = Optim(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
@@ -44,7 +46,7 @@ gradients of the tiny models have norms above 0.5)."""
 @dataclass(frozen=True)
 class Job:
     """What is trained, whatever the layout: ``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute``
-    from master weights in ``weights``."""
+    from master weights in ``weights``; parameters whose names match ``frozen`` stay as they are."""
 
     spec: ModelSpec
     rows: int
@@ -53,6 +55,7 @@ class Job:
     weights: Number
     steps: int = STEPS
     seed: int = 0
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,15 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = S
 def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
     """What ``plan`` trains, with everything about its layout left out."""
     rows = plan.batch.global_batch_size(plan.layout.dp)
-    return Job(spec, rows, plan.batch.seq_len, plan.precision.compute, plan.precision.weights, steps)
+    return Job(
+        spec,
+        rows,
+        plan.batch.seq_len,
+        plan.precision.compute,
+        plan.precision.weights,
+        steps,
+        frozen=plan.frozen,
+    )
 
 
 def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
@@ -175,11 +186,11 @@ def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan],
     return traces
 
 
-def train(rank: int, spec: ModelSpec, plan: Plan, steps: int) -> Trace:
-    """One training under ``plan`` in the default process group."""
+def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU) -> Trace:
+    """One training under ``plan`` in the default process group, on ``device``; the trace is on the CPU."""
     job = job_of(spec, plan, steps)
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
-    state = build(recipe, spec, plan, mesh(plan.layout, "cpu"), torch.device("cpu"))
+    state = build(recipe, spec, plan, mesh(plan.layout, "cpu" if device.type == "cpu" else "cuda"), device)
     gradients: dict[str, Tensor] = {}
 
     def enter(phase: str) -> None:
@@ -193,8 +204,8 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int) -> Trace:
     rules = Rules(plan, OPTIM, MAX_STEPS, loss, enter)
     losses, norms = [], []
     for number in range(steps):
-        batches = share_of_rank(batch_rows(job, number), rank, plan)
-        supervised = reduce.count_supervised(sum(b.supervised_tokens() for b in batches), torch.device("cpu"))
+        batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), rank, plan)]
+        supervised = reduce.count_supervised(sum(b.supervised_tokens() for b in batches), device)
         stats = step(state, batches, supervised, rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
@@ -208,9 +219,9 @@ def full_gradients(state: TrainState) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, whatever part this rank holds."""
+    """A copy of the whole tensor on the CPU, whatever part this rank holds."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    return whole.detach().clone().cpu()
 
 
 def share_of_rank(rows: Sequence[MicroBatch], rank: int, plan: Plan) -> list[MicroBatch]:
@@ -262,6 +273,7 @@ def plain(job: Job) -> Trace:
         for name, parameter in model.named_parameters():
             whole = tuple(slice(0, size) for size in parameter.shape)
             parameter.copy_(init.fill(name, tuple(parameter.shape), whole, job.seed, job.spec))
+            parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in job.frozen))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(

@@ -95,7 +95,8 @@ class Tracker(TorchDispatchMode):
         size, ranks = payload_bytes(args), group_size(group)
         if ranks > 1:
             part = "world" if ranks == dist.get_world_size() else f"dp_shard/{ranks}"
-            axis = "world" if size <= CONTROL_BYTES else self.axes.get(group, part)
+            control = size <= CONTROL_BYTES and ranks == dist.get_world_size()
+            axis = "world" if control else self.axes.get(group, part)
             self.sent[axis, kind, size] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

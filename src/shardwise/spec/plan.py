@@ -105,6 +105,7 @@ class Plan:
     remat: Remat = Remat()
     compile: bool = False
     optim: Optim = Optim()
+    frozen: tuple[str, ...] = ()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict)
     model: str = ""

@@ -24,7 +24,7 @@ Dim = int | str
 class Tensor:
     """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
     ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
-    ``used_as`` is the type a weight has in forward and backward."""
+    ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient."""
 
     name: str
     shape: tuple[Dim, ...]
@@ -32,6 +32,7 @@ class Tensor:
     category: str = "activations"
     shards: tuple[tuple[Axis, int], ...] = ()
     used_as: str = "compute"
+    trained: bool = True
 
     def numel(self, b: int, s: int) -> int:
         size = {"b": b, "s": s, "b*s": b * s}
@@ -57,7 +58,8 @@ class Tensor:
 class Op:
     """``allocates`` and ``frees`` are indices into the unit's tensors: what comes into being with the operation and
     what is free once it has run. ``matmul_flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
-    attention's grow with ``b*s*s``."""
+    attention's grow with ``b*s*s``. Backward operations of one ``node`` (a function written in Python) run all or none.
+    """
 
     kind: str
     name: str
@@ -67,6 +69,7 @@ class Op:
     weight: str = ""
     flops: int = 0
     per: str = "b*s"
+    node: int = -1
 
 
 @dataclass(frozen=True, slots=True)

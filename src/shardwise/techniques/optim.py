@@ -64,12 +64,14 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
 def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
     """Weights and moments on ``rank``. FSDP2 keeps weights padded; moments are as large as what is really there. Each
-    weight has a step count of 4 bytes."""
+    trained weight has a step count of 4 bytes."""
     number, weights, moments = BYTES[plan.precision.weights], 0, 0
     kinds = [(sheet.stem, 1), (sheet.tail, 1)] + [(block, sheet.order.count(i)) for i, block in enumerate(sheet.blocks)]
     for unit, times in kinds:
         for weight in unit.weights:
             weights += times * weight.local_numel(plan.layout, rank, padded=True) * number
+            if not weight.trained:
+                continue
             moments += times * (2 * weight.local_numel(plan.layout, rank, padded=False) * number + 4)
     return {"weights": weights, "moments": moments}
 

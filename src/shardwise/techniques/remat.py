@@ -55,8 +55,11 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.remat.mode == "none":
         return sheet
     selective = plan.remat.mode == "selective"
+    # A block without a backward keeps nothing, with or without recomputation.
     treated_kinds = tuple(
         dataclasses.replace(block, recompute=True, kept_ops=saves(block.forward) if selective else frozenset())
+        if block.backward
+        else block
         for block in sheet.blocks
     )
     order = tuple(kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order))

@@ -80,8 +80,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 @dataclass(frozen=True)
 class Group:
     """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``reduce`` the
-    same in the type gradients are summed in; ``gradient`` this rank's slice of the result; ``accumulated`` all its
-    gradients while they wait, unpadded."""
+    same of what is trained, in the type gradients are summed in; ``gradient`` this rank's slice of the result;
+    ``accumulated`` all its gradients while they wait, unpadded."""
 
     wire_bytes: int
     reduce_bytes: int
@@ -102,12 +102,13 @@ def groups(sheet: Sheet, plan: Plan) -> dict[int, Group]:
 def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
     precision, ranks = plan.precision, plan.layout.dp_shard
     padded = {weight.name: weight.local_numel(plan.layout, 0, padded=True) for weight in weights}
-    total = sum(padded.values())
+    trained = [weight for weight in weights if weight.trained]
+    total = sum(padded[weight.name] for weight in trained)
     return Group(
         wire_bytes=sum(padded[weight.name] * ranks * BYTES[weight.used_as] for weight in weights),
         reduce_bytes=total * ranks * BYTES[precision.reduce],
         gradient_bytes=total * BYTES[precision.weights],
-        accumulated_bytes=sum(weight.numel(1, 1) for weight in weights) * BYTES[precision.reduce],
+        accumulated_bytes=sum(weight.numel(1, 1) for weight in trained) * BYTES[precision.reduce],
         casts=precision.compute != precision.weights,
         compute_type=precision.compute,
         reduce_type=precision.reduce,
@@ -127,50 +128,56 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
     sheet = sheet.rewritten(cut)
     blocks = tuple(
-        dataclasses.replace(block, collectives=block.collectives + _unit_sends(block.weights, plan, root=False))
+        dataclasses.replace(
+            block, collectives=block.collectives + _unit_sends(block.weights, plan, again=bool(block.backward))
+        )
         for block in sheet.blocks
     )
-    root = _unit_sends(sheet.stem.weights + sheet.tail.weights, plan, root=True)
+    root = _unit_sends(sheet.stem.weights + sheet.tail.weights, plan, again=False)
     stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + root)
     return dataclasses.replace(sheet, blocks=blocks, stem=stem)
 
 
 def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
     own, wire = BYTES[plan.precision.weights], BYTES[plan.precision.reduce]
-    sizes = [(weight.name, weight.numel(1, 1) * own) for weight in sheet.stem.weights]
+    stem, *blocks, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
+    sizes = list(stem)
     for index, kind in enumerate(sheet.order):
-        sizes += [(f"layers.{index}.{w.name}", w.numel(1, 1) * own) for w in sheet.blocks[kind].weights]
-    sizes += [(weight.name, weight.numel(1, 1) * own) for weight in sheet.tail.weights]
+        sizes += [(f"layers.{index}.{name}", size) for name, size in blocks[kind]]
+    sizes += tail
     size = dict(sizes)
     totals = [sum(size[name] for name in names) // own * wire for names in buckets(sizes, plan.shard.bucket_bytes)]
     return tuple(Collective("all_reduce", "dp_replicate", "gradients", total) for total in totals)
 
 
-def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, root: bool) -> tuple[Collective, ...]:
-    """Modules that compute in a type of their own are gathered apart from the rest of their unit."""
+def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
+    """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
+    gathers what was let go after forward; not the root, and not a block that has no backward."""
     common = tuple(weight for weight in weights if weight.used_as == plan.precision.compute)
-    sends = _sends(common, plan, root=root) if common else ()
+    sends = _sends(common, plan, again=again) if common else ()
     others: dict[str, tuple[Tensor, ...]] = {}
     for weight in weights:
         if weight.used_as != plan.precision.compute:
             module = weight.name.rpartition(".")[0]
             others[module] = (*others.get(module, ()), weight)
     for own in others.values():
-        sends += _sends(own, plan, root=root)
+        sends += _sends(own, plan, again=again)
     return sends
 
 
-def _sends(weights: tuple[Tensor, ...], plan: Plan, *, root: bool) -> tuple[Collective, ...]:
+def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
     """What one group sends in a step."""
     group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
     k = plan.shard.reshard_after_forward
     once = strategy in ("zero1", "zero2")
     gathers = 1 if once else m
     sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, gathers)]
-    if not once and not root and k is True:
+    if not once and again and k is True:
         sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, 2 * m)]
-    elif not once and not root and k is not False:
+    elif not once and again and k is not False:
         sends.append(Collective("all_gather", f"dp_shard/{k}", "weights", _group_over(weights, plan, k), m))
+    if group.reduce_bytes == 0:
+        return tuple(sends)
     reduces = 1 if strategy == "zero1" else m
     sends.append(Collective("reduce_scatter", "dp_shard", "gradients", group.reduce_bytes, reduces))
     if plan.layout.dp_replicate > 1:
@@ -213,16 +220,30 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             # Outside the blocks it is kept after forward, as the root is.
             inner = reshard if name.startswith("layers.") else False
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner)
+    idle = _without_backward(part)
     for unit in units(part):
         # None lets FSDP2 keep the root, whose weights backward needs first.
-        fully_shard(
-            unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=None if unit is part and reshard else reshard
-        )
+        after = None if unit is part and reshard else bool(reshard) if unit in idle else reshard
+        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after)
+    for block in idle:
+        # Or the backward of the next block would fetch it ahead, for nothing.
+        block.set_unshard_in_backward(False)  # type: ignore[operator]
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo knows no other way to a sum, and elsewhere a mean would be divided twice.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _without_backward(part: nn.Module) -> list[nn.Module]:
+    """The blocks that are frozen whole with all before them."""
+    idle: list[nn.Module] = []
+    if not part.get_parameter("embed.weight").requires_grad:
+        for block in part.layers:  # type: ignore[union-attr]
+            if any(parameter.requires_grad for parameter in block.parameters()):
+                break
+            idle.append(block)
+    return idle
 
 
 def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:

@@ -1,0 +1,119 @@
+"""Frozen parameters: what a plan sends, holds and saves with them is what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.planner.sheets import variant
+from shardwise.prove.drift import drift
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
+
+TIED = replace(SPEC, tie_word_embeddings=True)
+DEEP = replace(SPEC, num_hidden_layers=4)
+BIASED = replace(SPEC, attention_bias=True, mlp_bias=True)
+FROZEN: dict[str, tuple[ModelSpec, tuple[str, ...]]] = {
+    "embedding": (SPEC, ("embed.*",)),
+    "feed-forward layers": (SPEC, ("*.mlp.*",)),
+    "first block and embedding": (SPEC, ("embed.*", "layers.0.*")),
+    "all but norms": (SPEC, ("embed.*", "*.attention.*", "*.mlp.*", "head.*")),
+    "head": (SPEC, ("head.*",)),
+    "tied embedding": (TIED, ("embed.*",)),
+}
+ODD: dict[str, tuple[ModelSpec, tuple[str, ...]]] = {
+    "all but the head": (SPEC, ("embed.*", "layers.*", "norm.*")),
+    "three blocks of four": (DEEP, ("embed.*", "layers.[012].*")),
+    "all but a feed-forward layer": (
+        SPEC,
+        ("embed.*", "layers.0.*", "layers.1.attention*", "*norm.weight", "norm.*", "head.*"),
+    ),
+    "all but v": (SPEC, ("embed.*", "layers.0.*", "layers.1.attention.[qko].*", "*norm.weight", "head.*", "*.mlp.*")),
+    "half a gate": (SPEC, ("embed.*", "layers.0.*", "layers.1.attention*", "layers.1.mlp.[gd]*", "*norm.weight")),
+    "last block": (DEEP, ("layers.3.*", "norm.*", "head.*")),
+    "all but biases": (BIASED, ("*.weight",)),
+}
+DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero3")
+GRID = list(product(("fp32", "bf16"), ("none", "selective", "full"), (1, 3)))
+
+
+def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, m: int) -> Plan:
+    plan = plan_of(dial, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
+    return replace(plan, frozen=frozen)
+
+
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("what", FROZEN)
+def test_frozen(what: str, dial: str) -> None:
+    """Four rows of the grid for each, others for the next, so that every pair of settings comes up."""
+    spec, frozen = FROZEN[what]
+    turn = list(FROZEN).index(what) + DIALS.index(dial)
+    for precision, remat, m in (GRID[(turn + step) % len(GRID)] for step in (0, 3, 8)):
+        check(frozen_plan(dial, frozen, precision, remat, m), spec, ranks=(7,))
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("what", [*FROZEN, *ODD])
+def test_frozen_with_every_setting(what: str, dial: str) -> None:
+    spec, frozen = (FROZEN | ODD)[what]
+    for precision, remat, m in GRID:
+        check(frozen_plan(dial, frozen, precision, remat, m), spec)
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_where_backward_begins_late(what: str) -> None:
+    spec, frozen = ODD[what]
+    for dial, precision, remat, m in (("ddp", "bf16", "none", 1), ("zero3", "fp32", "full", 3)):
+        check(frozen_plan(dial, frozen, precision, remat, m), spec)
+
+
+def test_reshard_to_part_of_the_ranks() -> None:
+    """A block without a backward is gathered once a micro-batch, from all ranks."""
+    for m in (1, 3):
+        plan = frozen_plan("zero3", ("embed.*", "layers.[01].*"), "bf16", "none", m)
+        check(replace(plan, shard=Shard("zero3", 4)), DEEP)
+
+
+@pytest.mark.parametrize("dial", ["ddp", "zero2"])
+def test_together_with_types_by_module(dial: str) -> None:
+    precision = Precision("bf16", modules=(("*norm", "fp32"), ("*.down", "fp32")))
+    for frozen in (("*.mlp.*",), ("embed.*", "layers.0.*")):
+        plan = replace(frozen_plan(dial, frozen, "bf16", "none", 1), precision=precision)
+        check(plan, SPEC)
+
+
+@pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
+@pytest.mark.parametrize("dial", ["ddp", "zero3"])
+def test_peak_of_a_gigabyte(dial: str, what: str) -> None:
+    spec = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+    for remat in ("none", "full"):
+        plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
+        plan = replace(plan, shard=Shard(plan.shard.strategy))
+        found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+        assert found.measured.peak_bytes > 2**30
+        assert not found.differences()
+
+
+CLUSTER = parse_cluster("8xH100")
+
+
+@pytest.mark.parametrize(
+    ("spec", "frozen", "what", "fix"),
+    [
+        (SPEC, ("embde.*",), "`embde.*` matches no parameter of drift", "did you mean `embed.*`?"),
+        (SPEC, ("*.mpl.*",), "`*.mpl.*` matches no parameter of drift", "did you mean `*.mlp.*`?"),
+        (SPEC, ("layers.2.*",), "`layers.2.*` matches no parameter of drift", "did you mean `layers."),
+        (TIED, ("head.*",), "`head.*` matches no parameter of drift", "the output layer's weight is the embedding's"),
+        (SPEC, ("*",), "every parameter is frozen: there is nothing to train", "leave out a pattern"),
+    ],
+)
+def test_patterns_that_cannot_be_meant(spec: ModelSpec, frozen: tuple[str, ...], what: str, fix: str) -> None:
+    (problem,) = techniques.check(spec, replace(plan_of("ddp", 8), frozen=frozen), CLUSTER)
+    assert (problem.code, problem.what, problem.where) == ("PLAN017", what, "model.frozen")
+    assert fix in problem.fix

@@ -1,0 +1,90 @@
+"""With frozen parameters a plan's training is the plain loop's with the same parameters frozen, in float64 (tolerance:
+tests/parity/test_fp64.py); norm and clipping count the trained ones only, as torch's own clipping does in the plain
+loop; and what is frozen stays, to the bit, what it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from shardwise.models import init
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.spec.plan import Plan, Remat
+from tests.parity.cases import FP64, TIED, UNTIED, plan
+
+TOLERANCE = 1e-9
+FROZEN = {
+    "embedding": ("embed.*",),
+    "feed-forward layers": ("*.mlp.*",),
+    "first block and embedding": ("embed.*", "layers.0.*"),
+    "all but norms": ("embed.*", "*.attention.*", "*.mlp.*", "head.*"),
+    "head": ("head.*",),
+    "all but the head": ("embed.*", "layers.*", "norm.*"),
+}
+STEPS = 3
+"""The second update is the first that the first one's moments and clipping have a part in."""
+
+
+def holds(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
+    """All plans have one size."""
+    answers = ranks.run(parity.train_on_rank, spec, plans, STEPS, world=plans[0].layout.world, timeout_s=300)
+    for place, of in enumerate(plans):
+        traces = [mine[place] for mine in answers]
+        right = parity.plain(parity.job_of(spec, of, STEPS))
+        found = parity.compare(right, traces)
+        errors = [found.loss, found.norm, found.gradient, found.weight]
+        assert all(error.error <= TOLERANCE for error in errors), f"{found}\nunder {of}"
+        held = [name for name in parameter_shapes(spec) if any(fnmatchcase(name, glob) for glob in of.frozen)]
+        assert held
+        for trace in traces:
+            assert not set(held) & set(trace.gradients)
+            assert all(torch.equal(trace.weights[name], first(name, spec)) for name in held), of
+            trained = set(trace.weights) - set(held)
+            assert not any(torch.equal(trace.weights[name], first(name, spec)) for name in trained), of
+
+
+def first(name: str, spec: ModelSpec) -> torch.Tensor:
+    shape = parameter_shapes(spec)[name]
+    return init.fill(name, shape, tuple(slice(0, size) for size in shape), 0, spec).double()
+
+
+def frozen_plan(strategy: str, world: int, frozen: tuple[str, ...], remat: str, accumulation: int) -> Plan:
+    return replace(plan(strategy, world, FP64, Remat(remat), accumulation), frozen=frozen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_every_strategy(ranks: RankPool, what: str) -> None:
+    plans = [
+        frozen_plan(strategy, 2, FROZEN[what], remat, accumulation)
+        for strategy, remat, accumulation in (
+            ("ddp", "none", 4),
+            ("ddp", "full", 1),
+            ("zero1", "selective", 4),
+            ("zero2", "none", 4),
+            ("zero3", "none", 4),
+            ("zero3", "selective", 1),
+            ("zero3", "full", 4),
+        )
+    ]
+    holds(ranks, UNTIED, plans)
+
+
+@pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
+def test_hybrid_and_part_of_the_ranks(ranks: RankPool, what: str) -> None:
+    hybrid = frozen_plan("hsdp", 4, FROZEN[what], "full", 4)
+    three = frozen_plan("zero3", 4, FROZEN[what], "none", 4)
+    holds(ranks, UNTIED, [hybrid, replace(three, shard=replace(three.shard, reshard_after_forward=2))])
+
+
+def test_tied_embedding(ranks: RankPool) -> None:
+    holds(ranks, TIED, [frozen_plan(s, 2, ("embed.*",), "none", 4) for s in ("ddp", "zero1", "zero3")])
+
+
+def test_biases_alone_are_trained(ranks: RankPool) -> None:
+    holds(ranks, TIED, [frozen_plan(s, 2, ("*.weight",), "none", 4) for s in ("ddp", "zero3")])
