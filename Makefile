@@ -55,7 +55,7 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
 
 prove-big: $(STAMP)
-	$(BIN)/python -m pytest -q -m big --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m big --timeout 3600 --durations=0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.methods import pretrain
@@ -22,6 +23,7 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.reduce import Verdict
+from shardwise.runtime.slices import local
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.replicas import Replicas
@@ -60,6 +62,19 @@ def last_micro_batch_only(parts: Any, plan: Plan, *, last: bool) -> None:
     synchronise(parts, plan, last=True)
     for part in parts:
         part.zero_grad()
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """This rank's rows, and where another rank has one more, its last row once more (or ones)."""
+    rows = local(tensor)
+    if not isinstance(tensor, DTensor) or rows.shape[0] * dist.get_world_size() >= tensor.shape[0]:
+        return rows
+    return torch.cat([rows, rows[-1:] if len(rows) else rows.new_ones(1, *rows.shape[1:])])
+
+
+def squares_with_padding(parameters: Any, ranks: int) -> Tensor:
+    with patch.object(reduce, "local", padded):
+        return squares(parameters, ranks)
 
 
 FAULTS: dict[str, tuple[Fault, Plan]] = {
@@ -114,6 +129,18 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
     "gradients of early micro-batches are lost": (
         lambda plan: patch.object(shard, "synchronise", last_micro_batch_only),
         plan("zero2", 2, FP64, accumulation=4),
+    ),
+    "padded rows are counted in the norm": (
+        lambda plan: patch.object(reduce, "local_squares", squares_with_padding),
+        plan("zero3", 2, FP64),
+    ),
+    "tokens without a label are counted": (
+        lambda plan: patch.object(MicroBatch, "supervised_tokens", lambda self: self.labels.numel()),
+        plan("zero1", 2, FP64),
+    ),
+    "buckets leave after the first micro-batch": (
+        lambda plan: patch.object(shard, "synchronise", lambda parts, plan, last: None),
+        plan("ddp", 2, FP64, accumulation=4),
     ),
     "two ranks read the same rows": (
         lambda plan: patch("shardwise.spec.layout.Layout.dp_rank", lambda self, rank: 0),

@@ -1,6 +1,8 @@
-"""Faults to plant into the real code, each as a small patch: what the drift test must see.
+"""Faults to plant into the real code, each as a small patch: what the drift test and the kill proof must see. (What
+parity must see stands in tests/parity/test_faults.py.)
 
-Patches touch what ``apply`` and the step do, never what ``cost`` predicts. The names are those of docs/proofs.md.
+Patches for drift touch what ``apply`` and the step do, never what ``cost`` predicts. The names are those
+of docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from shardwise.methods import pretrain
 from shardwise.models import layers
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import reduce
+from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.techniques import optim, precision, remat, replicas, shard
@@ -132,9 +135,7 @@ DRIFT: dict[str, Fault] = {
     "replicas are summed for every micro-batch": Fault(
         never("set_requires_all_reduce"), plan_of("hsdp-zero3"), "all_reduce"
     ),
-    "a bucket too many": Fault(
-        lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"
-    ),
+    "a bucket too many": Fault(lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"),
     "a vote too many": Fault(
         lambda: patch.object(reduce, "agree", agree_twice), plan_of("zero3"), "all_reduce of 24 bytes on world"
     ),
@@ -181,3 +182,28 @@ DRIFT: dict[str, Fault] = {
         gradients_stay, plan_of("ddp", batch=Batch(4, 1, 1024, 1024), shard=Shard()), "peak:", LARGE
     ),
 }
+
+
+load_facts = TrainState.load_facts
+
+
+def stale_cursor(self: TrainState, facts: dict[str, Any]) -> None:
+    load_facts(self, {**facts, "cursor": 0})
+
+
+def fresh_moments_after(self: TrainState, facts: dict[str, Any]) -> None:
+    load_facts(self, facts)
+    for state in self.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def schedule_from_the_start(self: TrainState, facts: dict[str, Any]) -> None:
+    load_facts(self, {**facts, "updates": 0})
+
+
+RESUME: dict[str, Planted] = {
+    "a stale cursor after resume": lambda: patch.object(TrainState, "load_facts", stale_cursor),
+    "moments are not restored": lambda: patch.object(TrainState, "load_facts", fresh_moments_after),
+    "the bias correction starts again": lambda: patch.object(TrainState, "load_facts", schedule_from_the_start),
+}
+"""Faults of a run that goes on from a checkpoint: what the kill proof must see."""

@@ -1,8 +1,12 @@
-"""The drift test must see what is wrong: faults planted into what a plan's run does, each of which it must report."""
+"""Proofs must see what is wrong: faults planted into the real code, each of which must be reported.
+
+Here are those of drift and of kills, those of parity are in tests/parity/test_faults.py; docs/proofs.md lists them all.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +14,14 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove.drift import drift
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats
 from shardwise.spec.sheet import Sheet
-from tests.prove.planted import DRIFT, Fault
+from tests.parity.test_faults import FAULTS
+from tests.prove.planted import DRIFT, RESUME, Fault
+from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
+
+LIST = Path(__file__).parents[2] / "docs" / "proofs.md"
 
 
 @cache
@@ -39,3 +49,53 @@ def test_drift_sees(name: str, controls: dict[str, list[str]]) -> None:
     with fault.planted():
         found = differences(fault)
     assert any(fault.seen in line for line in found), found
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_and_resumed(root: Path, name: str) -> None:
+    """A run of eight steps that breaks off after the fifth and goes on from its checkpoint at the third."""
+
+    def kill(state: TrainState, stats: StepStats) -> None:
+        if state.step == 5:
+            raise Killed
+
+    made = recipe(root, name)
+    with pytest.raises(Killed):
+        train_here(made, (kill,))
+    train_here(made)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an uninterrupted run is, and one that was killed and went on: the control."""
+    root = tmp_path_factory.mktemp("resumed")
+    train_here(recipe(root, "whole"))
+    killed_and_resumed(root, "control")
+    return root
+
+
+def found_of(root: Path, name: str) -> tuple[object, str]:
+    run = directory(recipe(root, name))
+    return numbers(run), weights_hash(run)
+
+
+@pytest.mark.parametrize("name", RESUME)
+def test_kills_see(root: Path, name: str) -> None:
+    assert found_of(root, "control") == found_of(root, "whole"), "without the fault"
+    with RESUME[name]():
+        killed_and_resumed(root, name.replace(" ", "-"))
+    lines, weights = found_of(root, name.replace(" ", "-"))
+    right, right_weights = found_of(root, "whole")
+    assert lines != right and weights != right_weights
+
+
+def test_the_list_in_the_docs_is_complete() -> None:
+    """Each fault under the proof that sees it."""
+    rows = [line.strip("| ").split(" | ") for line in LIST.read_text().splitlines() if line.startswith("| ")]
+    listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "parity", "kills")}
+    proofs = {"drift": DRIFT, "parity": FAULTS, "kills": RESUME}
+    assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}
+    assert len(listed) >= 20

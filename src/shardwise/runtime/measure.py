@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,11 @@ def _bytes(value: Any) -> int:
 
 @contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Record this rank's collectives."""
+    """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
+    sends the same."""
     traffic = Traffic()
-    with _Recorder(traffic):
+    compiles = "torch._dynamo" in sys.modules  # asking the compiler would import it, which takes seconds
+    with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Recorder(traffic):
         yield traffic
 
 

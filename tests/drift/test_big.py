@@ -1,0 +1,54 @@
+"""Drift of models that are trained in earnest: bytes equal and peaks within 3 %, on the first, a middle and the last
+of 512 ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from shardwise.models.config import load_spec
+from shardwise.planner.sheets import variant
+from shardwise.planner.trace import trace
+from shardwise.prove.drift import PEAK_TOLERANCE, drift
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.sheet import Sheet
+
+BF16 = Precision("bf16")
+ZERO3 = Shard("zero3")
+CASES = {
+    "70B, zero3 on 512, full recompute": (
+        "Llama-3.1-70B",
+        Plan(Layout(dp_shard=512), Batch(1, 1, 8192), ZERO3, BF16, Remat("full")),
+    ),
+    "70B, hybrid of 8 x 64, selective recompute, accumulation": (
+        "Llama-3.1-70B",
+        Plan(Layout(dp_replicate=8, dp_shard=64), Batch(1, 3, 4096), ZERO3, BF16, Remat("selective")),
+    ),
+    "8B, zero2 on 512, bf16 reduction": (
+        "Llama-3.1-8B",
+        Plan(Layout(dp_shard=512), Batch(2, 2, 4096), Shard("zero2"), Precision("bf16", reduce="bf16"), Remat("full")),
+    ),
+    "1B tied, ddp on 512": ("Llama-3.2-1B", Plan(Layout(dp_replicate=512), Batch(4, 1, 4096), Shard(), BF16)),
+    "405B, zero3 on 512, full recompute": (
+        "Llama-3.1-405B",
+        Plan(Layout(dp_shard=512), Batch(1, 1, 4096), ZERO3, BF16, Remat("full")),
+    ),
+}
+
+
+@cache
+def sheet(model: str, which: str) -> Sheet:
+    return trace(load_spec(model), which)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("rank", [0, 256, 511])
+@pytest.mark.parametrize("name", CASES)
+def test_large_models(name: str, rank: int) -> None:
+    model, plan = CASES[name]
+    found = drift(load_spec(model), plan, rank, sheet(model, variant(plan.precision)))
+    assert not found.differences()
+    assert found.measured.peak_bytes > 2**30
+    assert abs(found.peak_error) < PEAK_TOLERANCE

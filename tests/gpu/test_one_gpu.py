@@ -1,0 +1,136 @@
+"""One process on one GPU computes what a CPU computes, in the memory that the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import MicroBatch
+from shardwise.methods import pretrain
+from shardwise.models import attention, blockwise, kernels
+from shardwise.models.attention import MaskSpec
+from shardwise.models.blockwise import Rule, Saved
+from shardwise.models.config import ModelSpec
+from shardwise.planner.sheets import variant
+from shardwise.planner.trace import trace
+from shardwise.prove import parity
+from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
+from shardwise.runtime.build import build
+from shardwise.runtime.step import Rules, step
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.recipe import Optim, Recipe
+from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+B, H, HK, S, E = 2, 6, 2, 640, 64
+DOCUMENTS = [0, 100, 101, 640, 700, 1280]
+MASKS = {
+    "causal": (None, True),
+    "full": (None, False),
+    "documents": (DOCUMENTS, True),
+    "full documents": (DOCUMENTS, False),
+}
+ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+"""Of the largest element: a few roundings of the type (fp32: of its products), of probabilities above all."""
+REMATS = [Remat(), Remat("selective"), Remat("full")]
+ONE = ModelSpec("gpu", 8192, 512, 1280, 6, 8, 2, 64)
+LARGE = ModelSpec("gpu-large", 32_000, 2048, 5632, 6, 16, 4, 128)
+"""A step of this takes several gibibytes, of which the workspaces of matrix libraries (tens of MiB) are little."""
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.detach().double() - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_is_that_of_the_reference(alone: torch.device, name: str, dtype: torch.dtype) -> None:
+    """Output, log-sum-exp and gradients against the reference in fp64; bf16 and fp16 run the flash kernels."""
+    bounds, causal = MASKS[name]
+    documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=alone)
+    mask = MaskSpec(causal=causal, documents=documents, longest=539 if bounds else 0)
+    torch.manual_seed(0)
+    shapes = [(B, S, heads, E) for heads in (H, HK, HK)]
+    q, k, v = (torch.randn(shape, device=alone).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes)
+    rule = Rule(documents, None, None, causal, None, mask.longest, None)
+    assert kernels.serves(q, rule) == (dtype in (torch.bfloat16, torch.float16))
+    out, lse = attention.Attention.inner(None, q, k, v, mask)  # type: ignore[arg-type]
+    grad = torch.randn(out.shape, device=alone).to(dtype)
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    wide = [x.detach().double() for x in (q, k, v)]
+    right, right_lse = blockwise.forward(*wide, rule)
+    right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
+    assert error(out, right) < ERRORS[dtype]
+    assert error(lse, right_lse) < min(ERRORS[dtype], 1e-3), "statistics are at least fp32"
+    assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True))
+
+
+def tiny(precision: Precision, remat: Remat, compile: bool = False, spec_seq: int = 16) -> Plan:
+    return Plan(batch=Batch(4, 2, spec_seq, 24), precision=precision, remat=remat, compile=compile)
+
+
+@pytest.mark.parametrize("spec", [UNTIED, TIED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec, remat: Remat) -> None:
+    """1e-9 after five AdamW steps, as between layouts."""
+    plan = tiny(FP64, remat)
+    found = parity.compare(
+        parity.plain(parity.job_of(spec, plan, parity.STEPS)), [parity.train(0, spec, plan, 5, alone)]
+    )
+    assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, found
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=str)
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_loss_and_gradients_are_those_of_a_cpu(
+    alone: torch.device, precision: Precision, remat: Remat, compile: bool
+) -> None:
+    """fp32: 1e-5 and 1e-4, sums over hundreds of terms in another order; bf16: loss to 1e-2, gradients' direction."""
+    plan = tiny(precision, remat, compile, 64)
+    found = parity.compare(parity.plain(parity.job_of(ONE, plan, 1)), [parity.train(0, ONE, plan, 1, alone)])
+    if precision is FP32:
+        assert found.loss.error < 1e-5 and found.gradient.error < 1e-4, found
+    assert found.loss.error < 1e-2 and found.turn.error < 3e-3, found
+
+
+def peak_bytes(plan: Plan, device: torch.device) -> int:
+    """The most that torch had allocated in the third step."""
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_allocated(device)
+
+    def loss(model: Any, batch: MicroBatch, denominator: float) -> Tensor:
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    state = build(Recipe(), LARGE, plan, None, device)
+    rules, shape = Rules(plan, Optim(), 10, loss), (plan.batch.micro_batch_size, plan.batch.seq_len)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats(device)
+        ids = torch.randint(LARGE.vocab_size, shape, device=device)
+        positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
+        step(state, [MicroBatch(ids, ids.clone(), positions, None, shape[1])], ids.numel(), rules)
+    return torch.cuda.max_memory_allocated(device) - start
+
+
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: Remat) -> None:
+    """bf16 compute, whose attention runs in the flash kernel; the reference in fp32 takes blocks of scores beside."""
+    precision = Precision("bf16", weights)
+    plan = Plan(batch=Batch(4, 1, 2048, 1024), shard=Shard(), precision=precision, remat=remat)
+    predicted = predict(trace(LARGE, variant(precision)), plan).peak_bytes
+    measured = peak_bytes(plan, alone)
+    assert measured > PEAK_FROM_BYTES
+    assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
+
+
+@pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=str)
+def test_compiled_memory_is_at_most_what_the_plan_says(alone: torch.device, remat: Remat) -> None:
+    plan = Plan(batch=Batch(4, 1, 2048, 1024), precision=BF16, remat=remat, compile=True)
+    predicted = predict(trace(LARGE, variant(BF16)), plan).peak_bytes
+    assert predicted > PEAK_FROM_BYTES
+    assert peak_bytes(plan, alone) < (1 + PEAK_TOLERANCE) * predicted
