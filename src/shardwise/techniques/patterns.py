@@ -82,7 +82,7 @@ def _linear(draft: _Draft, weight: str, number: Number, gradient: int) -> None:
 
 
 def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
-    """The incoming gradient is converted once, both products are in the module's type, the outgoing one is converted."""
+    """Converts the incoming gradient once, forms both products in the module's type, converts the outgoing one."""
     given, inside = inputs
     number = draft.tensors[inside].dtype
     first = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
