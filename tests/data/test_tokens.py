@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.data import tokens
 from shardwise.data.tokens import EOT, Tokenizer
-from shardwise.errors import DataError, MissingInputError
+from shardwise.errors import DataError, MissingInputError, UnavailableError
 from tests.data.conftest import prose
 
 
@@ -89,9 +89,9 @@ def test_other_forms_are_converted(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 
 def test_b57_a_model_with_too_few_rows(tokenizer: Tokenizer) -> None:
-    tokenizer.check_model(300)
+    tokens.check_vocabulary(tokenizer.vocab_size, 300)
     with pytest.raises(DataError) as caught:
-        tokenizer.check_model(256)
+        tokens.check_vocabulary(tokenizer.vocab_size, 256)
     assert caught.value.exit_code == 65
     assert str(caught.value) == (
         "error[TOK001]: tokenizer has 300 ids, model 256\n"
@@ -143,9 +143,12 @@ def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(MissingInputError) as caught:
+    with pytest.raises(UnavailableError) as caught:
         tokens.load("some/model", tmp_path)
-    assert str(caught.value).splitlines()[0] == (
-        "error[TOK004]: no tokenizer at `some/model`: "
-        "no such directory, and the Hub gives none (LocalEntryNotFoundError)"
-    )
+    assert str(caught.value).splitlines()[:2] == [
+        "error[MOD003]: no directory some/model, and the Hub could not be reached for some/model",
+        "where: data.tokenizer.path",
+    ]
+    monkeypatch.undo()
+    with pytest.raises(MissingInputError, match=r"error\[MOD002\]: no directory not/an/id, and the Hub gives none"):
+        tokens.load("not/an/id", tmp_path)

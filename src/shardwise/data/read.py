@@ -21,6 +21,7 @@ UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
+_KINDS = {type(None): "null", bool: "a boolean", float: "a number", list: "a list", dict: "an object", str: "a text"}
 
 
 @dataclass(frozen=True)
@@ -147,58 +148,36 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007
     (too deep)."""
     decoded = _decode(part, offset, line).rstrip("\r\n")
-    place = f"{part.name}:{{}}"
     try:
         # As floats, integers of any length are read in linear time.
         record = json.loads(decoded, parse_int=float)
     except JSONDecodeError as error:
-        number = _line_number(part, offset)
         snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        what = f"{place.format(number)} col {error.colno}: {why}: `{snippet}`"
-        raise DataError(
-            Problem("DATA004", what, str(part.path), f"repair the line: sed -n {number}p {part.path}")
-        ) from error
+        fix = f"repair the line: sed -n {_line_number(part, offset)}p {part.path}"
+        raise _fault(part, offset, "DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
     except RecursionError as error:
-        what = f"{place.format(_line_number(part, offset))} is nested too deeply to be read"
-        raise DataError(Problem("DATA007", what, str(part.path), "flatten the record or leave it out")) from error
-    what = fix = ""
+        fix = "flatten the record or leave it out"
+        raise _fault(part, offset, "DATA007", "is nested too deeply to be read", fix) from error
     if not isinstance(record, dict):
-        what, fix = f"is {_kind(record)}, not an object", f'a line is an object such as {{"{text_key}": "..."}}'
-    elif text_key not in record:
+        fix = f'a line is an object such as {{"{text_key}": "..."}}'
+        raise _fault(part, offset, "DATA005", f"is {_KINDS[type(record)]}, not an object", fix)
+    if text_key not in record:
         texts = [key for key, value in record.items() if isinstance(value, str)]
-        what = f"has no `{text_key}`; its keys are {', '.join(list(record)[:12]) or 'none'}"
         best = max(texts, key=lambda key: len(record[key]), default=None)
         fix = f"data.text_key={best}" if best is not None else f"give every line a `{text_key}`"
-    elif not isinstance(record[text_key], str):
-        what, fix = (
-            f"`{text_key}` is {_kind(record[text_key])}, not a text",
-            f"make `{text_key}` a text, or leave the line out",
-        )
-    if what:
-        what = f"{place.format(_line_number(part, offset))} {what}"
-        raise DataError(Problem("DATA005", what, str(part.path), fix))
-    text: str = record[text_key]
-    return _without_surrogates(part, offset, text)
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    return {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}[
-        type(value)
-    ]
-
-
-def _without_surrogates(part: Part, offset: int, text: str) -> str:
+        keys = ", ".join(list(record)[:12]) or "none"
+        raise _fault(part, offset, "DATA005", f"has no `{text_key}`; its keys are {keys}", fix)
+    text = record[text_key]
+    if not isinstance(text, str):
+        fix = f"make `{text_key}` a text, or leave the line out"
+        raise _fault(part, offset, "DATA005", f"`{text_key}` is {_KINDS[type(text)]}, not a text", fix)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        bad = f"U+{ord(text[error.start]):04X}"
-        what = f"{part.name}:{_line_number(part, offset)} character {error.start + 1}: lone surrogate {bad}"
-        raise DataError(
-            Problem("DATA006", what, str(part.path), "write both halves of the character, or leave it out")
-        ) from error
+        what = f"character {error.start + 1}: lone surrogate U+{ord(text[error.start]):04X}"
+        fix = "write both halves of the character, or leave it out"
+        raise _fault(part, offset, "DATA006", what, fix) from error
     return text
 
 
@@ -208,12 +187,10 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
     except UnicodeDecodeError as error:
         start = offset + error.start + (len(_BOM) if offset == 0 and _starts_with_bom(part) else 0)
         line_start = start - (error.start - (data.rfind(b"\n", 0, error.start) + 1))
-        number, column = _line_number(part, line_start), start - line_start + 1
-        what = (
-            f"{part.name}:{number} byte {column}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
-        )
+        place = f"byte {start - line_start + 1}"
+        what = f"{place}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
         fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
-        raise DataError(Problem("DATA006", what, str(part.path), fix)) from error
+        raise _fault(part, line_start, "DATA006", what, fix) from error
 
 
 def _starts_with_bom(part: Part) -> bool:
@@ -231,7 +208,11 @@ def _line_number(part: Part, offset: int) -> int:
     return number
 
 
+def _fault(part: Part, offset: int, code: str, what: str, fix: str) -> DataError:
+    """``what`` is wrong with the line that holds byte ``offset``."""
+    return DataError(Problem(code, f"{part.name}:{_line_number(part, offset)} {what}", str(part.path), fix))
+
+
 def _too_long(part: Part, offset: int) -> DataError:
-    number = _line_number(part, offset)
-    what = f"{part.name}: line {number} exceeds {LINE_BYTES // 2**20} MiB"
-    return DataError(Problem("DATA007", what, str(part.path), "break the line up, or leave it out"))
+    what, fix = f"exceeds {LINE_BYTES // 2**20} MiB", "break the line up, or leave it out"
+    return _fault(part, offset, "DATA007", what, fix)

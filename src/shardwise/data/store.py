@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from shardwise.errors import DataError, MissingInputError, Problem
 
@@ -109,15 +110,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise damaged("its checksum does not match")
     if body["format"] != FORMAT:
         raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")
-    body["splits"] = {name: _split(facts) for name, facts in body["splits"].items()}
-    body["tokenizer_files"] = tuple(FileSum(**file) for file in body["tokenizer_files"])
-    body["files"] = tuple(body["files"])
-    return Manifest(**body)
-
-
-def _split(facts: dict[str, Any]) -> Split:
-    shards = tuple(FileSum(**shard) for shard in facts["shards"])
-    return Split(**{**facts, "shards": shards, "document_file": FileSum(**facts["document_file"])})
+    return TypeAdapter(Manifest).validate_python(body)
 
 
 _REDO = "prepare it again: shardwise data prepare --force"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.order import Order
-from shardwise.data.pack import Sample, Windows
+from shardwise.data.pack import Windows
 from shardwise.errors import DataError, Problem
 
 
@@ -110,16 +110,9 @@ def evaluation(windows: Windows, share: Share, limit: int | None = None) -> Iter
     padding in which nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is
     not used."""
     count = len(windows) if limit is None else min(limit, len(windows))
-    for first in range(share.dp_rank * share.micro_batch_size, *_strides(share, count)):
+    for start in range(0, count, share.dp * share.micro_batch_size):
+        first = start + share.dp_rank * share.micro_batch_size
         rows = range(first, first + share.micro_batch_size)
-        samples: list[Sample] = [windows[k] if k < count else windows.padding() for k in rows]
-        batch = collate(samples)
+        batch = collate([windows[k] if k < count else windows.padding() for k in rows])
         text_bytes = sum(windows.text_bytes(k) for k in rows if k < count)
         yield EvaluationBatch(batch, batch.supervised_tokens(), text_bytes)
-
-
-def _strides(share: Share, count: int) -> tuple[int, int]:
-    """(stop, step) that give every rank ceil(count / (dp * micro_batch_size)) batches."""
-    together = share.dp * share.micro_batch_size
-    batches = -(-count // together)
-    return share.dp_rank * share.micro_batch_size + batches * together, together

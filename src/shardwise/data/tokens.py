@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.spec.host import reachable
+from shardwise.spec.hub import fetch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -25,6 +25,8 @@ EOT = "<|endoftext|>"
 TRAINED_VERSION = 1
 """Of the algorithm below: equal texts, sizes and versions give equal tokenizers."""
 FILES = ("tokenizer.json", "tokenizer_config.json")
+_KEPT = (*FILES, "special_tokens_map.json", "chat_template.jinja")
+_WANTED = (*_KEPT, "tokenizer.model", "vocab.*", "merges.txt", "config.json")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,15 +53,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
-    def check_model(self, vocab_size: int) -> None:
-        """Raises TOK001 where a model of ``vocab_size`` embeddings has no row for some id."""
-        check_vocabulary(self.vocab_size, vocab_size)
-
     def copy_to(self, directory: Path) -> None:
         """Put the tokenizer's files into ``directory``, where transformers' AutoTokenizer finds them."""
-        for file in sorted(self.directory.iterdir()):
-            if file.is_file() and file.name in (*FILES, "special_tokens_map.json", "chat_template.jinja"):
-                shutil.copyfile(file, directory / file.name)
+        for name in _KEPT:
+            if (self.directory / name).is_file():
+                shutil.copyfile(self.directory / name, directory / name)
 
 
 def check_vocabulary(tokenizer_ids: int, model_vocab_size: int) -> None:
@@ -74,7 +72,7 @@ def load(path: str, cache: Path, revision: str | None = None) -> Tokenizer:
     """The tokenizer of a directory or a Hub id. One without ``tokenizer.json`` is converted once, into ``cache``."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        directory = _download(path, revision)
+        directory = fetch(path, revision, _WANTED, "data.tokenizer.path")
     if not (directory / FILES[0]).is_file():
         directory = _convert(directory, path, cache)
     return open_directory(directory)
@@ -123,29 +121,6 @@ def _candidate(backend: Backend) -> str:
     return next((token for token in known if backend.token_to_id(token) is not None), EOT)
 
 
-def _download(path: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = [
-        *FILES,
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "tokenizer.model",
-        "vocab.*",
-        "merges.txt",
-        "config.json",
-    ]
-    try:
-        offline = not reachable(constants.ENDPOINT)
-        directory = Path(snapshot_download(path, revision=revision, allow_patterns=wanted, local_files_only=offline))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        what = f"no tokenizer at `{path}`: no such directory, and the Hub gives none ({type(error).__name__})"
-        fix = "data.tokenizer.path=<directory with tokenizer.json>, or a Hub id (gated ones need `hf auth login`)"
-        raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", fix)) from error
-    return directory
-
-
 def _convert(directory: Path, path: str, cache: Path) -> Path:
     """Let transformers turn another form (sentencepiece, vocab and merges) into tokenizer.json. Foreign code is never
     run."""
@@ -179,7 +154,7 @@ def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_batches(texts), trainer)
+    backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens([AddedToken(EOT, special=True, normalized=False)])
     backend.save(str(directory / FILES[0]))
     facts = {
@@ -190,13 +165,3 @@ def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / FILES[1]).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == 64:
-            yield batch
-            batch = []
-    yield batch

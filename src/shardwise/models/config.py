@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem, UnavailableError
+from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known
-from shardwise.spec.host import reachable
+from shardwise.spec.hub import fetch
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 
@@ -81,30 +81,24 @@ def problems(spec: ModelSpec) -> list[Problem]:
     def refuse(what: str, fix: str) -> None:
         found.append(Problem("PLAN008", what, where=f"config of {spec.name}", fix=fix))
 
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    values = (spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers)
-    for key, value in zip(sizes, values, strict=True):
-        if value < 1:
-            refuse(f"{key} is {value}", f"{key}: 1 or more")
+    sizes = asdict(spec)
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+        if sizes[key] < 1:
+            refuse(f"{key} is {sizes[key]}", f"{key}: 1 or more")
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     if heads < 1 or kv_heads < 1:
         refuse(f"{heads} attention heads and {kv_heads} key-value heads", "1 or more of each")
     elif heads % kv_heads:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        refuse(
-            f"{kv_heads} key-value heads do not divide {heads} attention heads", f"num_key_value_heads: one of {legal}"
-        )
+        what = f"{kv_heads} key-value heads do not divide {heads} attention heads"
+        refuse(what, f"num_key_value_heads: one of {legal}")
     if spec.head_dim < 2 or spec.head_dim % 2:
-        refuse(
-            f"head_dim {spec.head_dim} is not even, and rotary embedding turns pairs",
-            f"head_dim: {max(2, spec.head_dim + 1)}",
-        )
+        what = f"head_dim {spec.head_dim} is not even, and rotary embedding turns pairs"
+        refuse(what, f"head_dim: {max(2, spec.head_dim + 1)}")
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-        refuse(
-            f"rope: high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}",
-            "high_freq_factor: 4.0, low_freq_factor: 1.0",
-        )
+        what = f"rope: high_freq_factor {scaling.high_freq_factor} is not above"
+        refuse(f"{what} low_freq_factor {scaling.low_freq_factor}", "high_freq_factor: 4.0, low_freq_factor: 1.0")
     return found
 
 
@@ -112,13 +106,9 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
     _check_architecture(config, name)
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    where = f"config of {name}"
     wrong = [
-        Problem(
-            "CFG004",
-            f"`{key}` must be a whole number, got {config.get(key)!r}",
-            f"config of {name}",
-            f"{key}: a whole number",
-        )
+        Problem("CFG004", f"`{key}` must be a whole number, got {config.get(key)!r}", where, f"{key}: a whole number")
         for key in (*required, "num_key_value_heads", "head_dim")
         if type(config.get(key)) is not int and (key in required or config.get(key) is not None)
     ]
@@ -128,15 +118,8 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     head_dim = config.get("head_dim")
     if head_dim is None:
         if heads < 1 or config["hidden_size"] % heads:
-            fix = f"hidden_size: a multiple of {heads}, or give head_dim"
-            raise ConfigError(
-                Problem(
-                    "PLAN008",
-                    f"hidden_size {config['hidden_size']} / {heads} heads is not whole",
-                    f"config of {name}",
-                    fix,
-                )
-            )
+            what = f"hidden_size {config['hidden_size']} / {heads} heads is not whole"
+            raise ConfigError(Problem("PLAN008", what, where, f"hidden_size: a multiple of {heads}, or give head_dim"))
         head_dim = config["hidden_size"] // heads
     eos = config.get("eos_token_id")
     theta, scaling = _rope(config, name)
@@ -170,9 +153,8 @@ def _check_architecture(config: dict[str, Any], name: str) -> None:
     if config.get("model_type") not in ARCHITECTURES.values() and kinds[0] not in ARCHITECTURES:
         raise ConfigError(Problem("MOD001", f"{kinds[0]} is not supported", where, f"a model of one of these: {known}"))
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(
-            Problem("MOD001", f"hidden_act {config['hidden_act']!r} is not supported", where, "hidden_act: silu")
-        )
+        what = f"hidden_act {config['hidden_act']!r} is not supported"
+        raise ConfigError(Problem("MOD001", what, where, "hidden_act: silu"))
 
 
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
@@ -184,9 +166,8 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
         return theta, None
     where = f"config of {name}"
     if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            Problem("MOD001", f"rope scaling {kind!r} is not supported", where, "one of: default, linear, llama3")
-        )
+        what = f"rope scaling {kind!r} is not supported"
+        raise ConfigError(Problem("MOD001", what, where, "one of: default, linear, llama3"))
     required = ["factor"]
     if kind == "llama3":
         required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
@@ -211,35 +192,17 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
-        rope |= {"rope_type": spec.rope_scaling.kind, "factor": spec.rope_scaling.factor}
-        if spec.rope_scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": spec.rope_scaling.low_freq_factor,
-                "high_freq_factor": spec.rope_scaling.high_freq_factor,
-                "original_max_position_embeddings": spec.rope_scaling.original_max_position_embeddings,
-            }
-    return {
+        stretch = asdict(spec.rope_scaling)
+        kind = stretch.pop("kind")
+        rope |= {"rope_type": kind} | (stretch if kind == "llama3" else {"factor": spec.rope_scaling.factor})
+    config = {key: value for key, value in asdict(spec).items() if key not in ("name", "family")}
+    return config | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
         "rope_parameters": rope,
-        "rope_theta": spec.rope_theta,
         "rope_scaling": None if spec.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
-        "max_position_embeddings": spec.max_position_embeddings,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "attention_bias": spec.attention_bias,
-        "mlp_bias": spec.mlp_bias,
         "attention_dropout": 0.0,
-        "initializer_range": spec.initializer_range,
-        "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
         "use_cache": True,
     }
@@ -253,7 +216,8 @@ def load_spec(source: str, revision: str | None = None) -> ModelSpec:
     if (match := known.find(source)) is not None:
         return from_hf(match[1], match[0])
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        return from_hf(_read_json(_fetch(source, revision)), source.rpartition("/")[2])
+        directory = fetch(source, revision, ["config.json"], "model.path")
+        return from_hf(_read_json(directory / "config.json"), source.rpartition("/")[2])
     raise MissingInputError(Problem("MOD002", f"no model {source!r}", "model.path", _nearest(source)))
 
 
@@ -261,41 +225,9 @@ def _nearest(source: str) -> str:
     names = {name.lower(): name for name in known.CONFIGS}
     close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
     hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
-    return (
-        f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
-        if close
-        else f"{hint}: {', '.join(known.CONFIGS)}"
-    )
-
-
-def _fetch(source: str, revision: str | None) -> Path:
-    """The path of the config of a Hub id, from the cache or the network."""
-    import huggingface_hub
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    at = source if revision is None else f"{source} at revision {revision}"
-    try:
-        offline = not reachable(huggingface_hub.constants.ENDPOINT)
-        return Path(huggingface_hub.hf_hub_download(source, "config.json", revision=revision, local_files_only=offline))
-    except LocalEntryNotFoundError as error:
-        fix = f"check the network, or download it elsewhere and give its directory; {_nearest(source)}"
-        raise UnavailableError(
-            Problem("MOD003", f"the Hub could not be reached for {at}", "model.path", fix)
-        ) from error
-    except RepositoryNotFoundError as error:
-        fix = f"`hf auth login` if it is gated; {_nearest(source)}"
-        raise MissingInputError(
-            Problem("MOD002", f"no model {at} on the Hub, or no access to it", "model.path", fix)
-        ) from error
-    except (EntryNotFoundError, HfHubHTTPError) as error:
-        raise MissingInputError(
-            Problem("MOD002", f"no config.json in {at}: {error}", "model.path", _nearest(source))
-        ) from error
+    if not close:
+        return f"{hint}: {', '.join(known.CONFIGS)}"
+    return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -303,11 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         fix = "a directory that holds config.json as transformers' save_pretrained writes it"
         raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(Problem("MOD004", f"{path} is not JSON: {error}", str(path), "fetch the file again")) from error
-    if not isinstance(value, dict):
-        raise DataError(
-            Problem("MOD004", f"{path} holds {type(value).__name__}, not an object", str(path), "fetch the file again")
-        )
-    return value
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        what = f"{path} is not JSON, or no object: {error}"
+        raise DataError(Problem("MOD004", what, str(path), "fetch the file again")) from error

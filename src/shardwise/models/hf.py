@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.errors import DataError, MissingInputError, PolicyError, Problem, ShardwiseError, UnavailableError
+from shardwise.errors import DataError, MissingInputError, PolicyError, Problem, ShardwiseError
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.tensorfile import Entry
-from shardwise.spec.host import reachable
+from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -65,26 +65,7 @@ def weights_directory(source: str, revision: str | None = None) -> Path:
         if known.find(source) is not None:
             what = f"{source} is built in, but only its dimensions: it names no weights"
         raise MissingInputError(Problem("CKPT001", what, "model.path", fix))
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                source,
-                revision=revision,
-                allow_patterns=["*.safetensors", "*.json"],
-                local_files_only=not reachable(huggingface_hub.constants.ENDPOINT),
-            )
-        )
-    except LocalEntryNotFoundError as error:
-        fix = "check the network, or download it elsewhere and give its directory"
-        raise UnavailableError(
-            Problem("MOD003", f"the Hub could not be reached for {source}", "model.path", fix)
-        ) from error
-    except HfHubHTTPError as error:
-        fix = "check the name and the revision; `hf auth login` if the model is gated"
-        raise MissingInputError(Problem("MOD002", f"{source} is not to be had: {error}", "model.path", fix)) from error
+    return fetch(source, revision, ["*.safetensors", "*.json"], "model.path")
 
 
 def find_weights(source: Path) -> dict[str, Entry]:

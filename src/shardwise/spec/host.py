@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import psutil
 
@@ -80,16 +77,3 @@ def computes_bf16() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def reachable(url: str) -> bool:
-    """Whether the host of ``url`` has an address here, or a proxy may know one. Clients that retry for half a minute
-    need not begin where there is no network."""
-    host = urlsplit(url).hostname
-    if getproxies() or host is None:
-        return True
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
