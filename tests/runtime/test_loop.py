@@ -97,6 +97,17 @@ def test_validation_and_samples_do_not_change_a_number(root: Path, whole: Path) 
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
+def test_a_finished_run_that_is_started_again_keeps_its_report(root: Path, whole: Path) -> None:
+    again = recipe(root, "again", evaluate={"eval_steps": 4})
+    shutil.copytree(whole, directory(again))
+    (directory(again) / "report.md").write_text("what was measured then")
+    train_here(again)
+    assert (directory(again) / "report.md").read_text() == "what was measured then"
+    assert numbers(directory(again)) == numbers(whole)
+    train_here(recipe(root, "again", evaluate={"eval_steps": 4}, train={"max_steps": 9}))
+    assert "9 steps, 576 tokens" in (directory(again) / "report.md").read_text()
+
+
 @pytest.mark.parametrize("step", [2, 5, 8])
 def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: int) -> None:
     made = recipe(root, f"broken-{step}")

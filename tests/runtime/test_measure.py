@@ -97,7 +97,9 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
 
 
 def test_what_was_not_measured_is_not_shown() -> None:
-    assert report(memory=None, traffic={}, step_s=0.0).rows() == []
+    short = report(memory=None, traffic={}, step_s=0.0)
+    assert short.rows() == []
+    assert short.text() == "(memory is measured in the third step after a start; there were fewer)"
     bare = report(estimate=Estimate())
     assert {row[0]: row[1] for row in bare.rows()}["memory a rank"] == "-"
 

@@ -66,7 +66,14 @@ def memory_lines(estimate: Estimate) -> list[str]:
 def traffic_lines(estimate: Estimate) -> list[str]:
     """What one rank sends in one step: payload, by axis and link."""
     rows = [
-        (t.axis, t.kind.replace("_", "-"), t.category, show_payload(t.bytes), f"in {t.count:,} calls", t.link)
+        (
+            t.axis,
+            t.kind.replace("_", "-"),
+            t.category,
+            show_payload(t.bytes),
+            f"in {t.count:,} call{'s' * (t.count != 1)}",
+            t.link,
+        )
         for t in estimate.traffic
     ]
     return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
@@ -119,6 +126,7 @@ def why_lines(plan: Plan) -> list[str]:
         if isinstance(values, dict)
         for key, value in values.items()
     }
+    flat["batch.global_batch_size"] = plan.batch.global_batch_size(plan.layout.dp)
     rows = [(key, str(flat.get(key, "")), reason) for key, reason in plan.why.items()]
     return ["  " + line for line in columns(rows, "<<<")] if rows else []
 

@@ -67,7 +67,11 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
         skipped=log.skipped,
     )
     if job.rank == 0:
-        (job.directory / "report.md").write_text(report.markdown(), encoding="utf-8")
+        kept = job.directory / "report.md"
+        if (
+            state.step > log.first_step or not kept.exists()
+        ):  # a run that was finished before keeps what was measured then
+            kept.write_text(report.markdown(), encoding="utf-8")
         log.say("\n".join(closing_lines(report, f"{target.name}/")))
         log.event("end", step=state.step, tokens=state.tokens)
     return report

@@ -100,6 +100,7 @@ class Log:
 
     def __init__(self, run_directory: Path, rank: int, first_step: int, max_steps: int, speed: Speed) -> None:
         self.rank = rank
+        self.first_step = first_step
         self.max_steps = max_steps
         self.speed = speed
         self.seconds: deque[float] = deque(maxlen=20)
@@ -147,9 +148,9 @@ class Log:
             self._screen.show(record, self.left_s(state.step))
         self.start_clock()
 
-    def left_s(self, step: int) -> float:
-        """Seconds left at the recent pace."""
-        return (self.max_steps - step) * self.step_s()
+    def left_s(self, step: int) -> float | None:
+        """Seconds left at the recent pace; None before there is one."""
+        return (self.max_steps - step) * self.step_s() if self.seconds or step == self.max_steps else None
 
     def step_s(self) -> float:
         """The median of recent step times; 0 before the first."""
@@ -195,7 +196,7 @@ class Screen:
         self._drawn = False
         self._last_s = 0.0
 
-    def show(self, record: Mapping[str, Any], left_s: float) -> None:
+    def show(self, record: Mapping[str, Any], left_s: float | None) -> None:
         text = progress_line(record, self.max_steps, left_s)
         now = time.monotonic()
         if self.live:
@@ -219,7 +220,7 @@ class Screen:
             self._drawn = False
 
 
-def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float) -> str:
+def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | None) -> str:
     """``step 120/320 ======----  loss 5.31  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.6 GiB  1:41 left``."""
     done = round(16 * record["step"] / max(1, max_steps))
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.0f} %"
@@ -231,7 +232,7 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float) -> s
         f"{record['tokens_per_s']:,.0f} tok/s",
         f"MFU {mfu}",
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
-        f"{clock(left_s)} left",
+        f"{clock(left_s) if left_s is not None else '-:--'} left",
     ]
     if record["skipped"]:
         parts.append("skipped: not finite")

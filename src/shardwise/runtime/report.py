@@ -43,9 +43,12 @@ class Report:
 
     def text(self) -> str:
         """The table as plain lines."""
-        lines = _table([("", "predicted", "measured", ""), *self.rows()])
+        rows = self.rows()
+        lines = _table([("", "predicted", "measured", ""), *rows]) if rows else []
         if self.memory:
             lines.append(f"(torch's allocations on rank 0; the whole process {show_bytes(self.memory.resident_bytes)})")
+        else:
+            lines.append("(memory is measured in the third step after a start; there were fewer)")
         return "\n".join(lines)
 
     def markdown(self) -> str:
