@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import work as module
+from shardwise.cli.app import main
 from shardwise.cli.work import work
 from shardwise.errors import DataError, OutputError, PreemptedError, Problem
-from shardwise.launch.worker import LAUNCHER
+from shardwise.launch.worker import LAUNCHER, TURN_S
 from shardwise.runtime.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
@@ -84,8 +85,27 @@ def test_ranks_of_torchrun_do_not_touch_another_run(
     Path("runs/a/checkpoints/step-00000004").mkdir(parents=True)
     Path("runs/a/recipe.yaml").write_text(dump_recipe(load_recipe(None, ["train.seq_len=9"])))
     monkeypatch.setenv("RANK", "0")
-    assert run(recipe, monkeypatch, None) == OutputError.exit_code
-    assert "error[OUT001]: runs/a holds run" in capsys.readouterr().err
+    write_exit(Path("runs/a"), Exit("done", 0, "finished", rank=0))
+    with pytest.raises(OutputError, match=r"OUT001.*runs/a holds run"):
+        run(recipe, monkeypatch, None)
+    standing = read_exit(Path("runs/a"))
+    assert standing is not None and standing.kind == "done"
+
+
+def test_rank_0_of_torchrun_tells_first(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends all ranks as soon as one has ended: the cause must have been told by then."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for rank, expected in (("0", []), ("1", [TURN_S])):
+        monkeypatch.setenv("RANK", rank)
+        waits.clear()
+        assert main(["train", "train.seqlen=3"]) == 78
+        assert waits == expected and "error[CFG001]" in capsys.readouterr().err
+    write_exit(Path("runs/a"), Exit("error", 65, "first", rank=0))
+    assert run(recipe, monkeypatch, DataError(PROBLEM)) == 65
+    assert waits == [TURN_S] * 2
 
 
 def test_success(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from shardwise.cli import data, export, generate, plan, schema, train
 from shardwise.cli.options import add_command
 from shardwise.cli.show import print_error
 from shardwise.errors import Problem, ShardwiseError, UsageError
+from shardwise.launch.worker import speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
 """ClickException, from click or from the copy of it inside newer typers."""
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         if debug:
             traceback.print_exc()
+        speak_in_turn()
         print_error(error, as_json=as_json)
         return error.exit_code
     except Refused as error:

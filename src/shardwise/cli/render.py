@@ -15,6 +15,7 @@ NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 MARGIN = 0.8
 """Below this share of the memory a plan fits; an estimate under 80 % has not been seen to run out (Fujii et al.,
 2411.06465)."""
+COLOURS = {"fits": "green", "close": "yellow", "does not fit": "red"}
 
 
 def label(plan: Plan) -> str:
@@ -71,7 +72,7 @@ def traffic_lines(estimate: Estimate) -> list[str]:
             t.kind.replace("_", "-"),
             t.category,
             show_payload(t.bytes),
-            f"in {t.count:,} call{'s' * (t.count != 1)}",
+            _calls(t.count),
             t.link,
         )
         for t in estimate.traffic
@@ -79,43 +80,36 @@ def traffic_lines(estimate: Estimate) -> list[str]:
     return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
 
 
+def _calls(count: int) -> str:
+    return f"in {count:,} call{'' if count == 1 else 's'}"
+
+
 def verdict(estimate: Estimate) -> str:
     """``fits``, ``close`` or ``does not fit``, with the share of the memory."""
     if not estimate.capacity_bytes:
         return "memory of the device unknown"
-    share = estimate.peak_bytes / estimate.capacity_bytes
-    word, colour = (
-        ("fits", "green") if share <= MARGIN else ("close", "yellow") if share <= 1 else ("does not fit", "red")
-    )
-    return coloured(
-        f"{word}: {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} ({share:.0%})", colour
-    )
+    word, share = _fit(estimate)
+    peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
+    return coloured(f"{word}: {peak} of {capacity} ({share:.0%})", COLOURS[word])
+
+
+def _fit(estimate: Estimate) -> tuple[str, float]:
+    """Whether it fits, and the share of the memory (0 where that is unknown)."""
+    share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
+    return "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit", share
 
 
 def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
     """The dial: one line for each setting, the chosen one marked."""
     rows: list[tuple[str, ...]] = [("", "setting", "a rank", "of", "exact bytes", "sent a step", "")]
     for plan in plans:
-        estimate = plan.estimate
-        share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
-        sent = sum(traffic.bytes for traffic in estimate.traffic)
-        word = "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit"
-        same = (plan.shard, plan.layout) == (chosen.shard, chosen.layout)
-        peak = f"{estimate.peak_bytes:,}"
-        rows.append(
-            (
-                ">" if same else "",
-                label(plan),
-                show_bytes(estimate.peak_bytes),
-                f"{share:.0%}",
-                peak,
-                show_payload(sent),
-                word,
-            )
-        )
+        word, share = _fit(plan.estimate)
+        peak = plan.estimate.peak_bytes
+        sent = show_payload(sum(traffic.bytes for traffic in plan.estimate.traffic))
+        mark = ">" if (plan.shard, plan.layout) == (chosen.shard, chosen.layout) else ""
+        rows.append((mark, label(plan), show_bytes(peak), f"{share:.0%}", f"{peak:,}", sent, word))
     lines = columns(rows, "<<>>>><")
-    colours = {"does not fit": "red", "close": "yellow", "fits": "green"}
-    return lines[:1] + [coloured(line, colours[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    return lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
 
 
 def why_lines(plan: Plan) -> list[str]:

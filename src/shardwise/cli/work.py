@@ -13,7 +13,7 @@ from shardwise.cli.decide import cluster_of_ranks, plan_of
 from shardwise.cli.show import print_error
 from shardwise.errors import PreemptedError, Problem, ShardwiseError
 from shardwise.launch import rundir
-from shardwise.launch.worker import by_our_launcher, rank, started
+from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
 from shardwise.runtime.outcome import NAME, Exit, read_exit, write_exit
 from shardwise.spec.recipe import Recipe
@@ -23,9 +23,9 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, the first cause first, and
     printed once: by our launcher, or without it by the rank whose cause stands there."""
     directory = Path(recipe.run.out) / recipe.run.name
+    if not by_our_launcher():
+        _check_directory(directory, recipe, resume)  # raises before anything is written into another start's directory
     try:
-        if not by_our_launcher():
-            _check_directory(directory, recipe, resume)
         _train(recipe, plan_file, fresh)
         return 0
     except ShardwiseError as error:
@@ -78,6 +78,8 @@ def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
         write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
     standing = read_exit(directory)
     mine = rank() == (standing.rank if standing else 0)
+    if not mine:
+        speak_in_turn()  # torchrun would end the rank that is about to tell the cause
     if mine and not by_our_launcher():
         print_error(error, as_json=False, prefix=f"[rank {rank()}] " if rank() else "")
     return error.exit_code

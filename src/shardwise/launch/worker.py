@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 LAUNCHER = "SHARDWISE_LAUNCHER_PID"
+TURN_S = 2.0
+"""Longer than torchrun takes to see that a rank has ended."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,6 +33,13 @@ def started() -> tuple[int, int]:
 def by_our_launcher() -> bool:
     """Whether our launcher, which shows the first failure itself, started this worker."""
     return LAUNCHER in os.environ
+
+
+def speak_in_turn() -> None:
+    """To be called before a rank of torchrun tells an error that all ranks may have met: rank 0 tells it at once; the
+    others wait, and torchrun, which ends every rank when one has ended, spares them telling it again."""
+    if is_worker() and not by_our_launcher() and rank():
+        time.sleep(TURN_S)
 
 
 def die_with_launcher() -> None:
