@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardwiseError
-from shardwise.spec.load import dump_recipe, load_recipe, recipe_keys
+from shardwise.spec.keys import keys_of
+from shardwise.spec.load import dump_recipe, load_recipe, recipe_schema
 from shardwise.spec.recipe import Recipe
 
 TEXT = dump_recipe(
@@ -49,7 +50,7 @@ def test_mutated_text(tmp_path_factory: pytest.TempPathFactory, at: int, cut: in
 
 @settings(max_examples=150, deadline=None)
 @given(
-    key=st.one_of(st.sampled_from(recipe_keys()), st.text(max_size=12)),
+    key=st.one_of(st.sampled_from(sorted(keys_of(recipe_schema()).leaves)), st.text(max_size=12)),
     value=st.one_of(st.sampled_from(VALUES), st.text(max_size=12)),
 )
 def test_mutated_overrides(key: str, value: str) -> None:
@@ -66,7 +67,7 @@ def test_bytes_that_are_no_recipe(tmp_path_factory: pytest.TempPathFactory, cont
 
 def test_what_is_accepted_is_accepted_again_after_writing(tmp_path: Path) -> None:
     draw = random.Random(0)
-    keys, accepted = recipe_keys(), 0
+    keys, accepted = sorted(keys_of(recipe_schema()).leaves), 0
     for _ in range(150):
         found = outcome(None, [f"{draw.choice(keys)}={draw.choice(VALUES)}"])
         if found is not None:

@@ -155,16 +155,13 @@ def describe(schema: Schema, root: Schema) -> str:
         return "one of " + ", ".join(str(value) for value in schema["enum"])
     kind = schema.get("type")
     if kind in ("integer", "number"):
-        return " ".join(["a whole number" if kind == "integer" else "a number", *_bounds(schema)])
+        return f"{'a whole number' if kind == 'integer' else 'a number'} {_bounds(schema)}".rstrip()
     if kind == "array":
         return f"a list of {describe(schema['items'], root)}" if "items" in schema else "a list"
     simple = {"string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
     return simple.get(str(kind), "a value")
 
 
-def _bounds(schema: Schema) -> list[str]:
-    low = [f"{sign} {schema[name]:g}" for name, sign in (("minimum", "≥"), ("exclusiveMinimum", ">")) if name in schema]
-    high = [
-        f"{sign} {schema[name]:g}" for name, sign in (("maximum", "≤"), ("exclusiveMaximum", "<")) if name in schema
-    ]
-    return [" and ".join(low + high)] if low or high else []
+def _bounds(schema: Schema) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return " and ".join(f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema)

@@ -82,11 +82,6 @@ def _plan_adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def recipe_keys() -> list[str]:
-    """Every key of a recipe, dotted and sorted."""
-    return sorted(keys_of(recipe_schema()).leaves)
-
-
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a file with ``key=value`` overrides. Raises ConfigError, MissingInputError or PolicyError."""
     return read_recipe(path, overrides).recipe
@@ -231,23 +226,17 @@ def _validate(reading: _Reading) -> Recipe:
 
     def place(path: tuple[str | int, ...]) -> str:
         name = dotted_name(path)
-        return next(
-            (
-                where
-                for key, (_, where) in reading.settings.items()
-                if name == key or name.startswith((key + ".", key + "["))
-            ),
-            name,
-        )
+        for key, (_, where) in reading.settings.items():
+            if name == key or name.startswith((key + ".", key + "[")):
+                return where
+        return name
 
-    recipe = None
     try:
         recipe = Recipe.model_validate(nested)
     except ValidationError as error:
-        problems += describe_findings(error.errors(), reading.keys, reading.root, place)
-    if recipe is not None:
-        problems += cross_check(recipe, lambda key: place((key,)))
-    if problems or recipe is None:
+        raise ConfigError(*problems, *describe_findings(error.errors(), reading.keys, reading.root, place)) from None
+    problems += cross_check(recipe, lambda key: place((key,)))
+    if problems:
         raise ConfigError(*problems)
     return recipe
 
@@ -260,49 +249,30 @@ def load_plan(path: str | Path) -> Plan:
     adapter = _plan_adapter()
     root = adapter.json_schema()
     keys = keys_of(root)
-    problems += [
-        unknown_key(dotted, document.place(path_), keys)
-        for path_, dotted in _paths(mapping, (), keys)
-        if dotted not in keys.leaves and dotted not in keys.sections
-    ]
-    for path_, dotted in _paths(mapping, (), keys):
-        problems += numbers_out_of_bounds(dotted, _get(mapping, path_), document.place(path_), False)
+    for path_, dotted, value in _leaves(mapping, (), keys):
+        where = document.place(path_)
+        if dotted not in keys.leaves and dotted not in keys.sections:
+            problems.append(unknown_key(dotted, where, keys))
+        problems += numbers_out_of_bounds(dotted, value, where, False)
+        if path_[0] in ("layout", "batch", "remat") and type(value) is int and value < 1:
+            what = f"`{dotted}` must be a whole number ≥ 1, got {value}"
+            problems.append(Problem("CFG005", what, where, "give 1 or more"))
     if problems:
         raise ConfigError(*problems)
     try:
-        plan = adapter.validate_json(json.dumps(mapping), strict=True)
+        return adapter.validate_json(json.dumps(mapping), strict=True)
     except ValidationError as error:
         raise ConfigError(*describe_findings(error.errors(), keys, root, document.place)) from None
-    problems = [
-        Problem(
-            "CFG005",
-            f"`{section}.{name}` must be a whole number ≥ 1, got {value}",
-            document.place((section, name)),
-            "give 1 or more",
-        )
-        for section in ("layout", "batch", "remat")
-        for name, value in asdict(plan)[section].items()
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return plan
 
 
-def _paths(mapping: dict[str, Any], path: KeyPath, keys: Keys) -> Iterator[tuple[KeyPath, str]]:
+def _leaves(mapping: dict[str, Any], path: KeyPath, keys: Keys) -> Iterator[tuple[KeyPath, str, Any]]:
     for name, value in mapping.items():
         here = (*path, name)
         dotted = ".".join(str(part) for part in here)
         if dotted in keys.sections and isinstance(value, dict):
-            yield from _paths(value, here, keys)
+            yield from _leaves(value, here, keys)
         else:
-            yield here, dotted
-
-
-def _get(mapping: Any, path: KeyPath) -> Any:
-    for part in path:
-        mapping = mapping[part]
-    return mapping
+            yield here, dotted, value
 
 
 def dump_plan(plan: Plan) -> str:
@@ -315,10 +285,8 @@ def dump_plan(plan: Plan) -> str:
         sized = path[:2] == ("estimate", "memory") or str(path[-1]).endswith("_bytes")
         return show_bytes(value) if sized and isinstance(value, int) and value >= 1024 else ""
 
-    head = (
-        "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader.\n"
-    )
-    return head + emit(asdict(plan), comment)
+    head = "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader."
+    return f"{head}\n{emit(asdict(plan), comment)}"
 
 
 def dump_recipe(recipe: Recipe) -> str:
