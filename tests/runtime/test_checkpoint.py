@@ -536,10 +536,10 @@ def test_b33_a_truncated_file(two_steps: Path) -> None:
     ("content", "name"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
-        (b"\n<!DOCTYPE html><html>", "an HTML page"),
-        (b"\x1f\x8b\x08\x00", "gzip data"),
-        (b"PK\x03\x04", "a zip archive (a pickle of torch.save is one)"),
-        (b"\x80\x02}", "a pickle"),
+        (b"\n<!DOCTYPE html><html>", "an HTML or XML page"),
+        (b"\x1f\x8b\x08\x00", "a gzip archive"),
+        (b"PK\x03\x04", "a zip archive, as torch.save writes"),
+        (b"\x80\x02}", "a pickle, which can run code"),
     ],
 )
 def test_b34_something_else_than_weights(two_steps: Path, content: bytes, name: str) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from shardwise.models.tensorfile import NAMES
 from shardwise.runtime import storage
 from shardwise.runtime.checkpoint import Checkpoints, read
 from shardwise.runtime.manifest import Slice
-from shardwise.runtime.storage import DTYPES, ShardPlanner, ShardWriter, lay_out
+from shardwise.runtime.storage import ShardPlanner, ShardWriter, lay_out
 from shardwise.spec.recipe import Checkpoint
 
 
@@ -29,7 +30,7 @@ def test_every_data_type_comes_back_bitwise_and_aligned(tmp_path: Path) -> None:
     make = torch.Generator().manual_seed(0)
     state = {
         f"model.{code}": torch.randint(0, 2, (3, dtype.itemsize), generator=make, dtype=torch.uint8).view(dtype)
-        for dtype, code in DTYPES.items()
+        for dtype, code in NAMES.items()
     }
     save(tmp_path, state)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.errors import DataError, MissingInputError, PolicyError, Problem, ShardwiseError
+from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.tensorfile import Entry
+from shardwise.spec.foreign import PICKLES, pickle_refused
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 LLAMA = {
     "embed": "model.embed_tokens",
@@ -83,14 +83,9 @@ def find_weights(source: Path) -> dict[str, Entry]:
         what = f"{len(files)} safetensors files in {source} and no {INDEX} that says which holds what"
         raise MissingInputError(Problem("CKPT014", what, str(source), f"add {INDEX}, or leave one file"))
     if pickles := sorted(path.name for path in source.iterdir() if path.suffix in PICKLES):
-        raise _pickle(source / pickles[0])
+        raise pickle_refused(source / pickles[0])
     what = f"no weights in {source} (looked for {INDEX}, {SINGLE}, *.safetensors)"
     raise MissingInputError(Problem("CKPT001", what, str(source), "give a directory as save_pretrained writes it"))
-
-
-def _pickle(path: Path) -> ShardwiseError:
-    fix = "convert it to safetensors where it came from: model.save_pretrained(directory)"
-    return PolicyError(Problem("SEC004", f"{path.name} is a pickle and can run code", str(path), fix))
 
 
 def _checked(directory: Path, name: str) -> Path:
@@ -103,7 +98,7 @@ def _checked(directory: Path, name: str) -> Path:
         what = f"file name {name!r} leaves the model's directory"
         raise PolicyError(Problem("SEC006", what, str(directory), "fetch the model again from where it was made"))
     if path.suffix in PICKLES:
-        raise _pickle(path)
+        raise pickle_refused(path)
     if path.exists() and not real.is_file():
         raise PolicyError(Problem("SEC006", f"{name!r} is no plain file", str(directory), "fetch the model again"))
     if not path.exists():
@@ -150,11 +145,9 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     both = {ours: found[name] for name, ours in theirs.items() if name in found}
     if differ := [name for name, entry in both.items() if entry.shape != shapes[name]]:
         one = [f"`{name}` file {list(both[name].shape)}, model {list(shapes[name])}" for name in differ]
-        fix = (
-            f"model.config: vocab_size: {both['embed.weight'].shape[0]}"
-            if "embed.weight" in differ
-            else "fix the config"
-        )
+        fix = "fix the config"
+        if "embed.weight" in differ:
+            fix = f"model.config: vocab_size: {both['embed.weight'].shape[0]}"
         problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
     if odd := [name for name, entry in both.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
         what = f"{len(odd)} tensors are quantised ({both[odd[0]].dtype}): {_some(odd)}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import DataError, Problem
+from shardwise.spec.foreign import recognise
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,13 +36,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 50 * 2**20
-_FOREIGN = {
-    b"version https://git-lfs": ("a Git LFS pointer", "fetch the real file: git lfs pull"),
-    b"<": ("an HTML or XML page", "download the file itself, not its page"),
-    b"\x1f\x8b": ("a gzip archive", "unpack it first"),
-    b"PK\x03\x04": ("a zip archive, as torch.save writes", "convert it to safetensors where it came from"),
-    b"\x80": ("a pickle, which can run code", "convert it to safetensors where it came from"),
-}
 
 
 @dataclass(frozen=True)
@@ -74,10 +68,11 @@ def entries(path: Path) -> dict[str, Entry]:
     that contradicts itself, CKPT010 a header too large."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(32)
+        head = file.read(9)
         length = int.from_bytes(head[:8], "little")
-        if head[8:9] != b"{":
-            _refuse_foreign(path, head, size)
+        if head[8:] != b"{":
+            what, fix = f"{path.name} is no safetensors file ({size:,} bytes)", "fetch the file again, or convert it"
+            raise DataError(recognise(path) or Problem("CKPT006", what, str(path), fix))
         if length > MAX_HEADER_BYTES:
             what = f"{path.name}: header of {length:,} bytes, over the limit of {MAX_HEADER_BYTES:,}"
             raise DataError(Problem("CKPT010", what, str(path), "split the weights over more files"))
@@ -90,23 +85,14 @@ def entries(path: Path) -> dict[str, Entry]:
     return found
 
 
-def _refuse_foreign(path: Path, head: bytes, size: int) -> None:
-    for magic, (kind, fix) in _FOREIGN.items():
-        if head.lstrip().startswith(magic) or head[8:].startswith(magic):
-            raise DataError(Problem("CKPT006", f"{path.name} is {kind} ({size:,} bytes)", str(path), fix))
-    what = f"{path.name} is no safetensors file ({size:,} bytes)"
-    raise DataError(Problem("CKPT006", what, str(path), "fetch the file again, or convert the weights to safetensors"))
-
-
 def _truncated(path: Path, size: int, wanted: int) -> DataError:
     what = f"{path.name} has {size:,} bytes, its header says {wanted:,}: the copy is incomplete"
     return DataError(Problem("CKPT005", what, str(path), "copy or download the file again"))
 
 
 def _contradiction(path: Path, what: str) -> DataError:
-    return DataError(
-        Problem("CKPT009", f"{path.name}: {what}", str(path), "fetch the file again from where it was made")
-    )
+    fix = "fetch the file again from where it was made"
+    return DataError(Problem("CKPT009", f"{path.name}: {what}", str(path), fix))
 
 
 def parse_json(path: Path, text: bytes) -> dict[str, Any]:
@@ -158,6 +144,13 @@ def _check_tiling(path: Path, found: Mapping[str, Entry], data_start: int, size:
         raise _contradiction(path, f"{size - position:,} bytes at the end belong to no tensor")
 
 
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """A file's length field and header, padded so that the tensors after it are aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]) -> None:
     """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -166,11 +159,9 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
         stop = position + prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(encode_header(header))
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, to be written as {shape}")

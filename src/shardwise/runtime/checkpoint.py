@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
+from shardwise.models.tensorfile import NAMES
 from shardwise.runtime import commit, manifest
 from shardwise.runtime.crew import Crew, RankError
 from shardwise.runtime.locate import Signature, compare, locate, newest
 from shardwise.runtime.manifest import Manifest, Rejected, candidates, step_name
 from shardwise.runtime.retention import Keep, expire
-from shardwise.runtime.storage import DTYPES, ShardPlanner, ShardWriter, Target, fill
+from shardwise.runtime.storage import ShardPlanner, ShardWriter, Target, fill
 from shardwise.spec.recipe import Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -308,9 +309,7 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
 
 
 def _signature(tensors: Tensors) -> Signature:
-    return {
-        name: (tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype))) for name, tensor in tensors.items()
-    }
+    return {name: (tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))) for name, tensor in tensors.items()}
 
 
 def _layout(tensors: Tensors) -> object:

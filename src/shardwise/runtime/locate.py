@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
-from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, foreign, unlisted
+from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, unlisted
+from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 """Tensor name to global shape and safetensors dtype."""
 
@@ -20,11 +20,10 @@ def locate(path: Path) -> list[tuple[int, Path]]:
     """(step, directory) of the checkpoints that ``path`` can mean, newest first: a step's directory, a directory of
     them, or a run's directory. Raises MissingInputError (CKPT001), DataError (CKPT008), PolicyError (SEC004)."""
     if path.is_file():
-        if path.suffix in _PICKLES:
-            what, load = f"{path.name} is a pickle and can run code", f"torch.load('{path.name}', weights_only=True)"
-            fix = f"where you trust it: safetensors.torch.save_file({load}, 'model.safetensors')"
-            raise PolicyError(Problem("SEC004", what, str(path), fix))
-        foreign(path)
+        if path.suffix in PICKLES:
+            raise pickle_refused(path)
+        if something_else := recognise(path):
+            raise DataError(something_else)
     if path.is_dir() and (path.name.startswith((".tmp-", "step-")) or (path / MANIFEST).exists()):
         if path.name.startswith("step-") and (path / MANIFEST).exists():
             return [found for found in candidates(path.parent) if found[1].name == path.name]

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from shardwise.errors import DataError, Problem
+from shardwise.spec.foreign import recognise
 
 FORMAT = 1
 CHUNK_BYTES = 16 << 20
@@ -33,14 +34,6 @@ MANIFEST, STATE = "manifest.json", "state.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","manifest":', b"}\n"
-_FOREIGN = (
-    (b"version https://git-lfs", "a Git LFS pointer", "fetch the real file: git lfs pull"),
-    (b"<!doctype html", "an HTML page", "download the file itself, not the page that shows it"),
-    (b"<html", "an HTML page", "download the file itself, not the page that shows it"),
-    (b"\x1f\x8b", "gzip data", "unpack it: gunzip"),
-    (b"pk\x03\x04", "a zip archive (a pickle of torch.save is one)", "copy the safetensors file of the checkpoint"),
-    (b"\x80\x02", "a pickle", "copy the safetensors file of the checkpoint"),
-)
 
 
 class Rejected(DataError):
@@ -220,20 +213,11 @@ def unlisted(directory: str | Path, manifest: Manifest) -> list[str]:
 def _check_size(path: Path, found_bytes: int, expected_bytes: int) -> None:
     if found_bytes == expected_bytes:
         return
-    if found_bytes < expected_bytes:
-        foreign(path)
+    if found_bytes < expected_bytes and (something_else := recognise(path)):
+        raise Rejected(something_else)
     sizes = f"{path.name} is {found_bytes} bytes, the manifest says {expected_bytes}"
     why = "the copy is incomplete" if found_bytes < expected_bytes else "something was appended"
     raise Rejected(Problem("CKPT005", f"{sizes}: {why}", str(path), "copy the file again from where the run wrote it"))
-
-
-def foreign(path: Path) -> None:
-    """Refuse (CKPT006) a file that is recognisably something else than safetensors: a pointer, a page, an archive."""
-    with open(path, "rb") as file:
-        head = file.read(64).lstrip().lower()
-    for magic, name, fix in _FOREIGN:
-        if head.startswith(magic):
-            raise Rejected(Problem("CKPT006", f"{path.name} is {name} ({path.stat().st_size} bytes)", str(path), fix))
 
 
 def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:

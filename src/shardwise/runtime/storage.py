@@ -9,7 +9,6 @@ memory and writes it from there.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,15 +30,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime import commit
 from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 READ_BYTES = 64 << 20
 """Largest block read at once, so that loading needs little memory beside the tensors."""
 
@@ -54,7 +48,7 @@ class ShardPlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         for item in plan.items:
             _box(item)
-            if _dtype(item) not in DTYPES:
+            if _dtype(item) not in NAMES:
                 raise TypeError(f"{item.index.fqn} is {_dtype(item)}, which safetensors cannot hold")
         items = [item for item in plan.items if prod(_box(item)[1]) or not prod(_shape(item))]
         self.plan = dataclasses.replace(plan, items=items)
@@ -222,9 +216,9 @@ class ShardReader(StorageReader):
         where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = {}
         for name, record in self.manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in record.slices]
-            properties = TensorProperties(dtype=TORCH_DTYPES[record.dtype])
+            properties = TensorProperties(dtype=DTYPES[record.dtype])
             metadata[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
-            where |= {MetadataIndex(name, s.offsets): (s, TORCH_DTYPES[record.dtype]) for s in record.slices}
+            where |= {MetadataIndex(name, s.offsets): (s, DTYPES[record.dtype]) for s in record.slices}
         return Metadata(metadata, storage_data=where)  # type: ignore[arg-type]
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -265,13 +259,11 @@ def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
             (offsets, sizes), end = _box(item), begin + _item_bytes(item)
             # several slices of one tensor in one file need names of their own
             name = item.index.fqn if item.index.fqn not in header else f"{item.index.fqn}@{','.join(map(str, offsets))}"
-            header[name] = {"dtype": DTYPES[_dtype(item)], "shape": list(sizes), "data_offsets": [begin, end]}
+            header[name] = {"dtype": NAMES[_dtype(item)], "shape": list(sizes), "data_offsets": [begin, end]}
             placed.append((item, begin))
             begin = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
         file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
-        parts.append(Part(file, len(text).to_bytes(8, "little") + text, tuple(placed), begin))
+        parts.append(Part(file, encode_header(header), tuple(placed), begin))
     return parts
 
 
@@ -325,7 +317,7 @@ def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> Te
         found = stored.get(MetadataIndex(name, chunk.offsets))
         if found is not None:
             slices.append(Slice(tuple(chunk.offsets), tuple(chunk.sizes), found.file, found.begin))
-    return TensorRecord(tuple(entry.size), DTYPES[entry.properties.dtype], tuple(slices))
+    return TensorRecord(tuple(entry.size), NAMES[entry.properties.dtype], tuple(slices))
 
 
 def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
