@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import ceil
 
-from shardwise.cli.show import coloured, columns
+from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan
-from shardwise.spec.units import show_bytes, show_count, show_payload
+from shardwise.spec.units import columns, show_bytes, show_count, show_payload
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 MARGIN = 0.8

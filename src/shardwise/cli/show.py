@@ -70,12 +70,3 @@ def coloured(text: str, colour: str) -> str:
     if not sys.stdout.isatty():
         return text
     return f"\x1b[{ {'red': 31, 'yellow': 33, 'green': 32}[colour] }m{text}\x1b[0m"
-
-
-def columns(rows: list[tuple[str, ...]], align: str) -> list[str]:
-    """Rows as lines with aligned columns; ``align`` has one of ``<`` and ``>`` for each column."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]

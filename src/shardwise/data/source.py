@@ -57,9 +57,8 @@ def find(paths: str | Sequence[str]) -> list[Source]:
         for source in _stdlib() if name == STDLIB else _find_one(name):
             found.setdefault(source.path, source)
     if not found:
-        raise MissingInputError(
-            Problem("DATA001", "no data is named", _WHERE, "data.path=stdlib, or a file or directory")
-        )
+        fix = "data.path=stdlib, or a file or directory"
+        raise MissingInputError(Problem("DATA001", "no data is named", _WHERE, fix))
     return list(found.values())
 
 
@@ -105,9 +104,8 @@ def _find_one(name: str) -> Iterator[Source]:
     elif path.is_dir():
         files = list(_walk(path, set()))
         if not files:
-            raise MissingInputError(
-                Problem("DATA001", f"`{name}` is a directory without files", _WHERE, "name another")
-            )
+            what = f"`{name}` is a directory without files"
+            raise MissingInputError(Problem("DATA001", what, _WHERE, "name another"))
         for file in files:
             yield _source(file, file.relative_to(path).as_posix())
     elif has_magic(name):
@@ -140,9 +138,8 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 def _source(path: Path, name: str) -> Source:
     if path.suffix in _COMPRESSED:
         fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
-        raise DataError(
-            Problem("DATA008", f"{path.name} is compressed; text and jsonl are read as they are", str(path), fix)
-        )
+        what = f"{path.name} is compressed; text and jsonl are read as they are"
+        raise DataError(Problem("DATA008", what, str(path), fix))
     try:
         size = path.stat().st_size
         path.open("rb").close()
@@ -162,9 +159,8 @@ def _nothing(name: str, what: str) -> MissingInputError:
     nearest = [f"{path.name}{tail}" for tail in (".gz", ".zst", ".txt", "l") if glob(f"{directory / path.name}{tail}")]
     nearest += difflib.get_close_matches(path.name, entries, n=1)
     if not nearest and has_magic(path.name):
-        nearest = [
-            f"*{suffix}" for suffix in sorted({Path(entry).suffix for entry in entries} & {".txt", ".md", *_JSONL})
-        ]
+        suffixes = {Path(entry).suffix for entry in entries} & {".txt", ".md", *_JSONL}
+        nearest = [f"*{suffix}" for suffix in sorted(suffixes)]
     if nearest:
         better = str(directory / nearest[0])
         return MissingInputError(Problem("DATA001", f"{what} (did you mean {better}?)", _WHERE, f"data.path={better}"))

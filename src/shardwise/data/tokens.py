@@ -133,9 +133,8 @@ def _convert(directory: Path, path: str, cache: Path) -> Path:
     except Exception as error:  # transformers raises many kinds for one cause
         there = ", ".join(sorted(entry.name for entry in directory.iterdir())[:6]) or "nothing"
         what = f"`{path}` holds no tokenizer that can be read; it holds {there}"
-        raise MissingInputError(
-            Problem("TOK004", what, "data.tokenizer.path", "name a directory with tokenizer.json")
-        ) from error
+        fix = "name a directory with tokenizer.json"
+        raise MissingInputError(Problem("TOK004", what, "data.tokenizer.path", fix)) from error
     return target
 
 

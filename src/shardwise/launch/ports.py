@@ -12,9 +12,8 @@ from shardwise.errors import Problem, UnavailableError, UsageError
 def check_port(port: int) -> None:
     """Port 0 lets the system choose. Raises UnavailableError (NET001) when another process listens there."""
     if not 0 <= port <= 65535:
-        raise UsageError(
-            Problem("CLI001", f"port {port} is not between 0 and 65535", "--port", "`--port 0` picks a free one")
-        )
+        what = f"port {port} is not between 0 and 65535"
+        raise UsageError(Problem("CLI001", what, "--port", "`--port 0` picks a free one"))
     if port == 0:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

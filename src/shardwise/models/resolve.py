@@ -17,11 +17,8 @@ def resolve(recipe: Recipe) -> ModelSpec:
         spec = from_hf(model.config, "the model of this recipe")
         return replace(spec, name=f"{spec.family}-{parameter_count(spec) / 1e6:.3g}m")
     if model.path is None:
-        what, fix = (
-            "the recipe names no model",
-            "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`",
-        )
-        raise ConfigError(Problem("CFG004", what, "model", fix))
+        fix = "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`"
+        raise ConfigError(Problem("CFG004", "the recipe names no model", "model", fix))
     return load_spec(model.path, model.revision)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.runtime.evaluate import Validation
 from shardwise.runtime.measure import Memory
 from shardwise.spec.plan import Estimate
-from shardwise.spec.units import show_bytes, show_payload
+from shardwise.spec.units import columns, show_bytes, show_payload
 
 STATE = ("weights", "moments")
 """Memory categories that can be told apart by looking at the tensors of the state."""
@@ -44,7 +44,7 @@ class Report:
     def text(self) -> str:
         """The table as plain lines."""
         rows = self.rows()
-        lines = _table([("", "predicted", "measured", ""), *rows]) if rows else []
+        lines = columns([("", "predicted", "measured", ""), *rows], "<>>>") if rows else []
         if self.memory:
             lines.append(f"(torch's allocations on rank 0; the whole process {show_bytes(self.memory.resident_bytes)})")
         else:
@@ -130,13 +130,6 @@ def _row(
         return what, size(predicted), size(measured), "0"
     share = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "unforeseen"
     return what, size(predicted), size(measured), share
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3))]).rstrip() for row in rows
-    ]
 
 
 def _quote(text: str) -> list[str]:

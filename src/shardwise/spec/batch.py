@@ -49,10 +49,8 @@ def batch_reasons(train: Train) -> dict[str, str]:
         if value is not None:
             reasons[name] = "pinned"
         elif name == "batch.global_batch_size":
-            follows = f"derived from {' and '.join(given)}"
-            reasons[name] = (
-                follows if given else f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
-            )
+            default = f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
+            reasons[name] = f"derived from {' and '.join(given)}" if given else default
         elif name == "batch.micro_batch_size" and len(given) < 2:
             reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens a micro-batch"
         elif given == ["micro_batch_size"]:

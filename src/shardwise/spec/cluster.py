@@ -133,9 +133,8 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
         assumed.append(f"GPUs of a node talk over {link}")
     assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory a node")
     if device.verified != "yes":
-        assumed.append(
-            f"figures of the {device.name} are {'partly' if device.verified == 'partial' else 'not'} verified"
-        )
+        how = "partly" if device.verified == "partial" else "not"
+        assumed.append(f"figures of the {device.name} are {how} verified")
     return Cluster(
         device=device,
         nodes=nodes,

@@ -97,9 +97,8 @@ def _complain(
     types = {error["type"] for error in found}
     if types & {"extra_forbidden", "unexpected_keyword_argument"}:
         near = get_close_matches(alias_leaf(str(path[-1])), schema.get("properties", {}), 1)
-        fix = (
-            f"did you mean `{near[0]}`?" if near else f"remove it; there are {', '.join(schema.get('properties', {}))}"
-        )
+        there = ", ".join(schema.get("properties", {}))
+        fix = f"did you mean `{near[0]}`?" if near else f"remove it; there are {there}"
         return Problem("CFG001", f"unknown key `{name}`", where, fix)
     words = describe(schema, root)
     if types & {"missing", "missing_argument"}:

@@ -88,9 +88,8 @@ def read(path: Path) -> Document:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except IsADirectoryError:
-        raise MissingInputError(
-            Problem("CFG011", f"{path} is a directory, not a file", fix="name the YAML file")
-        ) from None
+        what = f"{path} is a directory, not a file"
+        raise MissingInputError(Problem("CFG011", what, fix="name the YAML file")) from None
     except (OSError, ValueError) as error:
         near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if os.path.isdir(path.parent) else ""
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
@@ -101,13 +100,8 @@ def read(path: Path) -> Document:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            Problem(
-                "CFG007",
-                f"{path} is not UTF-8: byte {content[error.start]:#04x} at {error.start}",
-                fix="save it as UTF-8",
-            )
-        ) from None
+        what = f"{path} is not UTF-8: byte {content[error.start]:#04x} at {error.start}"
+        raise ConfigError(Problem("CFG007", what, fix="save it as UTF-8")) from None
     return parse(text, str(path))
 
 
@@ -205,9 +199,8 @@ def refuse_interpolation(text: str, where: str) -> None:
     """``${...}`` would make a recipe mean something else on another machine, and can read secrets."""
     if "${" in text:
         found = text[text.index("${") :][:60]
-        raise PolicyError(
-            Problem("SEC003", f"interpolation {found!r} is refused", where, "write the value, or pass key=value")
-        )
+        what = f"interpolation {found!r} is refused"
+        raise PolicyError(Problem("SEC003", what, where, "write the value, or pass key=value"))
 
 
 def _refuse_tag(tag: Any, name: str, line: int) -> None:

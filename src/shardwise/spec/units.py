@@ -1,8 +1,9 @@
-"""Numbers for people: sizes such as ``8k`` read, bytes and counts written."""
+"""Numbers for people: sizes such as ``8k`` read, bytes, counts and tables written."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
 _SCALES = {"tokens": {"k": 2**10, "m": 2**20}, "steps": {"k": 1_000, "m": 1_000_000}}
@@ -39,3 +40,12 @@ def show_count(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:,.1f} {unit}"
     return f"{count:,.0f}"
+
+
+def columns(rows: Sequence[tuple[str, ...]], align: str) -> list[str]:
+    """Rows as lines with aligned columns; ``align`` has one of ``<`` and ``>`` for each column."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in rows
+    ]
