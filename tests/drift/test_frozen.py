@@ -90,14 +90,15 @@ def test_together_with_types_by_module(dial: str) -> None:
 
 @pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
 @pytest.mark.parametrize("dial", ["ddp", "zero3"])
-def test_peak_of_a_gigabyte(dial: str, what: str) -> None:
+def test_peak(dial: str, what: str) -> None:
     spec = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
     for remat in ("none", "full"):
         plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
         plan = replace(plan, shard=Shard(plan.shard.strategy))
         found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
-        assert found.measured.peak_bytes > 2**30
+        assert found.measured.peak_bytes > 2**29
         assert not found.differences()
+        assert abs(found.peak_error) < 0.03
 
 
 CLUSTER = parse_cluster("8xH100")
