@@ -110,6 +110,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
             say(line)
+    _find_inputs(recipe)
     if options.dry_run:
         facts = {
             "run": str(directory),
@@ -123,7 +124,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
-        _prepare(recipe, spec, directory)
+        _prepare(recipe, spec, plan, directory)
     words = _write(recipe, plan, cluster, directory)
     words += [
         flag for flag, on in (("--allow-fresh-start", options.allow_fresh_start), ("--debug", options.debug)) if on
@@ -135,6 +136,12 @@ def _launch(options: Options, recipe: Recipe) -> int:
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)
+
+
+def _find_inputs(recipe: Recipe) -> None:
+    from shardwise.data.prepare import check_sources
+
+    check_sources(recipe.data)
 
 
 def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:
@@ -153,19 +160,25 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
     return 0
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, directory: Path) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> None:
     """Fetch and check weights, and tokenise, before any process group exists: ranks that wait for one another would
     time out."""
+    from shardwise.data.pack import Windows
     from shardwise.data.prepare import prepare
+    from shardwise.data.stream import check_size
     from shardwise.models.hf import check_weights
 
     try:
-        check_vocabulary(prepare(data_of(recipe)).manifest.vocab_size, spec.vocab_size)
+        prepared = prepare(data_of(recipe))
+        check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
+        windows = Windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data.repeat)
         if recipe.model.path is not None and recipe.model.init != "random":
             check_weights(recipe.model.path, recipe.model.revision, spec)
     except ShardwiseError:
         with suppress(OSError):
             directory.rmdir()
+            directory.parent.rmdir()
         raise
 
 

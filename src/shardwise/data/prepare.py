@@ -64,6 +64,12 @@ def prepare(
     return store.load(target, verify=False)
 
 
+def check_sources(data: Data) -> None:
+    """That there is something to prepare; nothing is read or written. Raises DATA001 and DATA008."""
+    if not (isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser())):
+        _sources(data)
+
+
 def _sources(data: Data) -> Sources:
     found = source.find(data.path)
     if data.validation_path is None:

@@ -99,7 +99,7 @@ def _tokenizer(directory: Path) -> tokens.Tokenizer:
 
 def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[dict[str, Run]]:
     """Results in the order of ``units``, a few units ahead at most, from ``num_proc`` processes."""
-    if num_proc == 1 or len(units) == 1:
+    if num_proc == 1 or len(units) <= 1:
         yield from itertools.starmap(tokenise, units)
         return
     pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), _die_with_parent)
