@@ -71,7 +71,7 @@ def test_schema(shardwise: Run) -> None:
 
 def test_plan_of_the_sketch(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--cluster", "2x8xRTX-PRO-6000+200Gb/node", "--seq-len", "4096")
-    code, out, err = shardwise("plan", *words, "--global-batch", "64", "-o", "plan.yaml")
+    code, out, err = shardwise("plan", *words, "--global-batch-size", "64", "-o", "plan.yaml")
     assert (code, err) == (0, "")
     assert out.startswith(
         "Llama-3.1-70B (70.6 B parameters) on 2 nodes x 8 x RTX Pro 6000 (95.0 GiB each)\nassumed: 200 Gb/s"
@@ -83,7 +83,7 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     assert (plan.layout.world, plan.batch.seq_len, plan.batch.global_batch_size(16)) == (16, 4096, 64)
     _, shown, _ = shardwise("plan", "--plan", "plan.yaml")
     assert f"{plan.estimate.peak_bytes:,}" in shown
-    _, text, _ = shardwise("plan", *words, "--global-batch", "64", "--json")
+    _, text, _ = shardwise("plan", *words, "--global-batch-size", "64", "--json")
     facts = json.loads(text)
     assert facts["model"]["parameters"] == 70_553_706_496
     assert facts["plan"]["estimate"]["peak_bytes"] == plan.estimate.peak_bytes

@@ -25,18 +25,17 @@ TOPICS = ("memory", "network", "why")
 @dataclass
 class Options:
     """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
-    config.json."""
+    config.json.
+
+    Any key of the recipe may follow: --model meta-llama/Llama-3.1-70B --seq-len 4096, or key=value.
+    """
 
     arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
         default_factory=list
     )
-    model: Annotated[str | None, Option("--model", help="Hub id, directory or well-known name.")] = None
     cluster: Annotated[
         str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU; this machine if left out.")
     ] = None
-    seq_len: Annotated[str | None, Option("--seq-len", help="Tokens in a sequence: 4096, 8k.")] = None
-    global_batch: Annotated[str | None, Option("--global-batch", help="Sequences a step.")] = None
-    task: Annotated[str | None, Option("--task", help="The method: pretrain.")] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan; nothing is searched.")] = None
     explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
     out: Annotated[Path | None, Option("-o", "--output", help="Write the chosen plan there, as YAML.")] = None
@@ -53,15 +52,8 @@ def run(options: Options) -> None:
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
     words = sort_words(options.arguments)
-    flags = {
-        "model.path": options.model,
-        "train.seq_len": options.seq_len,
-        "train.global_batch_size": options.global_batch,
-        "method.name": options.task,
-    }
-    overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
-    path = recipe_or_quickstart(words.path, overrides)
-    loaded = read_recipe(path, overrides)
+    path = recipe_or_quickstart(words.path, words.overrides)
+    loaded = read_recipe(path, words.overrides)
     for notice in loaded.notices:
         note(notice, as_json=options.json)
     spec = resolve(loaded.recipe)
@@ -85,7 +77,7 @@ def run(options: Options) -> None:
         say("assumed: " + "; ".join(cluster.assumptions))
     say()
     _print_plan(plans, chosen, options.explain)
-    _print_next(path, overrides, options)
+    _print_next(path, words.overrides, options)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +32,8 @@ from shardwise.spec.recipe import Recipe
 class Options:
     """Train a model. Without a recipe: the quickstart, a small Llama on Python's own sources.
 
-    Any key of the recipe may follow as key=value or --key value; `shardwise schema --keys` lists them.
+    Any key of the recipe may follow as key=value or --key value (--max-steps 5, --nproc 2); `shardwise schema --keys`
+    lists them.
     """
 
     arguments: Annotated[
@@ -42,10 +43,8 @@ class Options:
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False
     dry_run: Annotated[bool, Option("--dry-run", help="Plan and check everything, start nothing.")] = False
     print_config: Annotated[bool, Option("--print-config", help="Print the whole recipe and stop.")] = False
-    max_steps: Annotated[str | None, Option("--max-steps", help="Stop after so many steps.")] = None
     run: Annotated[str | None, Option("--run", help="The run's name: its directory under --out.")] = None
     out: Annotated[str | None, Option("--out", help="Where runs are written (runs).")] = None
-    nproc: Annotated[str | None, Option("--nproc", help="Processes on this machine.")] = None
     allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start anew if no checkpoint verifies.")] = (
         False
     )
@@ -73,12 +72,7 @@ def run(options: Options) -> int:
 
 
 def _load(options: Options, words: Words) -> Loaded:
-    flags = {
-        "train.max_steps": options.max_steps,
-        "run.name": options.run,
-        "run.out": options.out,
-        "run.nproc": options.nproc,
-    }
+    flags = {"run.name": options.run, "run.out": options.out}
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
     if words.path is not None and os.path.isdir(words.path):
         overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
@@ -112,15 +106,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
             say(line)
     _find_inputs(recipe)
     if options.dry_run:
-        facts = {
-            "run": str(directory),
-            "plan": render.label(plan),
-            "disk_bytes": space,
-            "resume_step": standing,
-        }
-        print_json(facts) if options.json else say(
-            f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
-        )
+        facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
+        said = f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
+        print_json(facts) if options.json else say(said)
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
@@ -183,19 +171,14 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> No
 
 
 def _wait(ended: local.Ended, directory: Path, options: Options) -> int:
-    if ended.exit_code == PreemptedError.exit_code and ended.problem is not None and not options.json:
-        say(f"stopped: {ended.problem.what}\nnext     {ended.problem.fix}")
-    elif ended.problem is not None:
-        error: ShardwiseError = TrainingError(ended.problem)
+    problem = ended.problem
+    if problem is None:
         if options.json:
-            print_json(
-                {
-                    "error": {"exit_code": ended.exit_code, "problems": error.as_dict()["problems"]},
-                    "run": str(directory),
-                }
-            )
-        else:
-            print_error(error, as_json=False)
+            print_json({"run": str(directory), "exit_code": ended.exit_code})
     elif options.json:
-        print_json({"run": str(directory), "exit_code": ended.exit_code})
+        print_json({"error": {"exit_code": ended.exit_code, "problems": [asdict(problem)]}, "run": str(directory)})
+    elif ended.exit_code == PreemptedError.exit_code:
+        say(f"stopped: {problem.what}\nnext     {problem.fix}")
+    else:
+        print_error(TrainingError(problem), as_json=False)
     return ended.exit_code
