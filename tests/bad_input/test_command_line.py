@@ -256,3 +256,24 @@ def test_b70_where_nothing_can_be_written(shardwise: Run) -> None:
     fix = "`--out` a directory that can be written (checked by a probe file, fsync and rename)"
     problem = ("OUT002", "cannot write file/a: part of the path is a file", "file/a", fix)
     assert shardwise("train", *WORDS, "data.path=a.txt", "--out", "file") == (73, text(*problem))
+
+
+def test_what_stands_where_a_model_is_exported_to_is_never_replaced(shardwise: Run) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text("run: {seed: 0}\n")
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("years of work")
+    fix = "another --output, or none for the run's own hf/"
+    for place in ("mine", "mine/thesis.txt"):
+        problem = ("OUT001", f"{place} exists; nothing is overwritten", "--output", fix)
+        assert shardwise("export", "runs/a", "-o", place) == (73, text(*problem))
+    assert Path("mine/thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("words", [("plan", "-o", "file/x.yaml"), ("export", "runs/a", "-o", "file/x")])
+def test_a_result_that_cannot_be_written(shardwise: Run, words: tuple[str, ...]) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text("run: {seed: 0}\n")
+    Path("file").write_text("")
+    fix = "`--out` a directory that can be written (checked by a probe file, fsync and rename)"
+    assert shardwise(*words) == (73, text("OUT002", "cannot write HERE/file: it is a file", "HERE/file", fix))

@@ -11,6 +11,8 @@ from typer import Argument, Option
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
+from shardwise.errors import OutputError, Problem
+from shardwise.launch import rundir
 from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
 
@@ -34,11 +36,21 @@ def run(options: Options) -> None:
     from shardwise.runtime.export import export_run
 
     recipe = load_recipe(recipe_file(options.run))
+    target = options.out or options.run / "hf"
+    if options.out is not None:
+        _check_target(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
     tokenizer = open_directory(prepare(data_of(recipe)).tokenizer_directory)
-    target = options.out or options.run / "hf"
     written = export_run(source, resolve(recipe), recipe.precision.weights, tokenizer, target)
     if options.json:
         print_json({"directory": str(written)})
     else:
         say(f"written: {written}")
+
+
+def _check_target(target: Path) -> None:
+    """A directory that the user names is made, never replaced: it may hold anything. Raises OUT001, OUT002."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = f"{target} exists; nothing is overwritten"
+        raise OutputError(Problem("OUT001", what, "--output", "another --output, or none for the run's own hf/"))
+    rundir.check_writable(target.absolute().parent)

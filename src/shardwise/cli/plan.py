@@ -13,6 +13,7 @@ from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
+from shardwise.launch.rundir import check_writable
 from shardwise.models.config import parameter_count
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose, settings
@@ -61,6 +62,7 @@ def run(options: Options) -> None:
     plans = settings(loaded.recipe, spec, cluster)
     chosen = choose(loaded.recipe, spec, cluster)
     if options.out:
+        check_writable(options.out.absolute().parent)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
     if options.json:
         print_json(
