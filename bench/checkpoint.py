@@ -24,9 +24,11 @@ from shardwise.spec.recipe import Checkpoint
 PIECES = 24
 
 
-def blocked(rank: int, world: int, directory: str, total_bytes: int, pairs: int) -> list[tuple[float, float, float]]:
-    """For each pair: seconds that the loop waits for an asynchronous save, until that one is committed, and for a
-    synchronous one."""
+def blocked(
+    rank: int, world: int, directory: str, total_bytes: int, pairs: int
+) -> list[tuple[float, float, float, float]]:
+    """For each pair: seconds that the loop waits for an asynchronous save, those of them that its thread really ran,
+    until that save is committed, and for a synchronous one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -39,16 +41,16 @@ def blocked(rank: int, world: int, directory: str, total_bytes: int, pairs: int)
         checkpoints.prepare(state)
     times = []
     for step in range(1, pairs + 2):
-        taken, committed = {}, {}
+        taken, ran, committed = {}, {}, {}
         for mode in modes if step % 2 else reversed(modes):
             dist.barrier()
-            begun = time.monotonic()
+            begun, begun_cpu = time.monotonic(), time.thread_time()
             kinds[mode].save(state, {"step": step}, step)
-            taken[mode] = time.monotonic() - begun
+            taken[mode], ran[mode] = time.monotonic() - begun, time.thread_time() - begun_cpu
             event = kinds[mode].wait()[0]
             assert event.kind == "committed", event
             committed[mode] = event.seconds
-        times.append((taken[True], committed[True], committed[False]))
+        times.append((taken[True], ran[True], committed[True], committed[False]))
     return times[1:]  # the first pair warms the disk
 
 
@@ -61,14 +63,15 @@ def main() -> None:
     with RankPool(2) as pool, tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         ranks = pool.run(blocked, directory, chosen.megabytes << 20, chosen.pairs, timeout_s=1200)
     slowest = [
-        max(pair) for pair in zip(*([blocks / sync for blocks, _, sync in times] for times in ranks), strict=True)
+        max(pair) for pair in zip(*([blocks / sync for blocks, _, _, sync in times] for times in ranks), strict=True)
     ]
-    waits, commits, syncs = zip(*ranks[0], strict=True)
+    waits, runs, commits, syncs = zip(*ranks[0], strict=True)
     quarters = statistics.quantiles(slowest, n=4)
     same = statistics.median(after / before for before, after in pairwise(waits))
     print(f"{chosen.megabytes} MiB on 2 ranks, {chosen.pairs} pairs, medians")
     durable = f"committed after {statistics.median(commits):.3f} s"
-    print(f"asynchronous save  blocks {statistics.median(waits):.4f} s, {durable}")
+    busy = f"{statistics.median(runs):.4f} s of them at work"
+    print(f"asynchronous save  blocks {statistics.median(waits):.4f} s, {busy}, {durable}")
     print(f"synchronous save   blocks {statistics.median(syncs):.4f} s")
     print(f"ratio (slower rank) {quarters[1]:.3f}, quartiles {quarters[0]:.3f} to {quarters[2]:.3f}; A/A {same:.3f}")
 

@@ -260,10 +260,19 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def run(pool: RankPool, case: Case, rounds: int, memory: bool) -> Result:
-    ranks = pool.run(times, case, rounds, timeout_s=3600)
+    result = Result(case.name, rounds, case.plan.batch.loss_chunk_tokens)
+    if rounds:
+        compare(result, case, pool.run(times, case, rounds, timeout_s=3600))
+    if memory:
+        for side in case.sides:
+            pool.close()  # what a library keeps from one program must not count for the next
+            result.peak_bytes[side] = max(pool.run(peak, case, side, timeout_s=600))
+    return result
+
+
+def compare(result: Result, case: Case, ranks: list[dict[str, Times]]) -> None:
     wall = {side: [max(pair) for pair in zip(*(r[side].wall for r in ranks), strict=True)] for side in case.sides}
     cpu = {side: [sum(pair) for pair in zip(*(r[side].cpu for r in ranks), strict=True)] for side in case.sides}
-    result = Result(case.name, rounds, case.plan.batch.loss_chunk_tokens)
     own = case.sides[0]
     for side in case.sides:
         result.seconds[side] = statistics.median(wall[side])
@@ -272,11 +281,6 @@ def run(pool: RankPool, case: Case, rounds: int, memory: bool) -> Result:
             result.ratio[side] = spread(divided(wall[own], wall[side]))
             result.cpu_ratio[side] = statistics.median(divided(cpu[own], cpu[side]))
     result.ratio["A/A"] = spread([after / before for before, after in pairwise(wall[own])])
-    if memory:
-        for side in case.sides:
-            result.peak_bytes[side] = max(pool.run(peak, case, side, timeout_s=600))
-            pool.close()  # what a library keeps from one program must not count for the next
-    return result
 
 
 HEADER = ("case", "against", "ratio", "quartiles", "extremes", "A/A, quartiles", "cpu", "step", "memory", "peak")
@@ -287,34 +291,31 @@ def line(cells: Sequence[str]) -> None:
     print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip(), flush=True)
 
 
-def show(result: Result, own: str) -> None:
-    same = result.ratio["A/A"]
-    for side in (side for side in result.ratio if side != "A/A"):
-        ratio, memory, peak_mib = result.ratio[side], "", ""
-        if result.peak_bytes:
-            memory = f"{result.peak_bytes[own] / result.peak_bytes[side]:.3f}"
-            peak_mib = f"{result.peak_bytes[own] / 2**20:.0f} MiB"
-        line(
-            [
-                result.case,
-                side,
+def show(result: Result, case: Case) -> None:
+    own = case.sides[0]
+    for side in case.sides[1:]:
+        cells = [result.case, side, *[""] * 8]
+        if result.ratio:
+            ratio, same = result.ratio[side], result.ratio["A/A"]
+            cells[2:8] = (
                 f"{ratio['median']:.3f}",
                 f"{ratio['low']:.3f} to {ratio['high']:.3f}",
                 f"{ratio['min']:.3f} to {ratio['max']:.3f}",
                 f"{same['median']:.3f}, {same['low']:.3f} to {same['high']:.3f}",
                 f"{result.cpu_ratio[side]:.3f}",
                 f"{result.seconds[own] * 1e3:.0f} ms",
-                memory,
-                peak_mib,
-            ]
-        )
+            )
+        if result.peak_bytes:
+            cells[8] = f"{result.peak_bytes[own] / result.peak_bytes[side]:.3f}"
+            cells[9] = f"{result.peak_bytes[own] / 2**20:.0f} MiB"
+        line(cells)
     if "compiled" in result.first_step_s:
         print("first step: " + ", ".join(f"{side} {taken:.1f} s" for side, taken in result.first_step_s.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=30, help="0 measures memory alone")
     parser.add_argument("--case", nargs="+", choices=CASES, default=None)
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch on a rank")
     parser.add_argument("--compile", action="store_true", help="compare compiled blocks with eager ones")
@@ -334,7 +335,7 @@ def main() -> None:
     with RankPool(WORLD) as pool:
         for case in cases:
             results.append(run(pool, case, chosen.pairs, chosen.memory))
-            show(results[-1], case.sides[0])
+            show(results[-1], case)
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
