@@ -44,12 +44,13 @@ fix: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a quiet machine; about half an hour on two cores.
+# On a quiet machine: half an hour or more on two cores. The last needs a CUDA device and says so.
 bench: $(STAMP)
 	$(BIN)/python bench/cost.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/step.py --json build/bench/step.json
 	$(BIN)/python bench/step.py --compile --json build/bench/compile.json
+	$(BIN)/python bench/gpu.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
