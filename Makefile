@@ -47,6 +47,7 @@ fix: $(STAMP)
 # On a quiet machine: half an hour or more on two cores. The last needs a CUDA device and says so.
 bench: $(STAMP)
 	$(BIN)/python bench/cost.py
+	$(BIN)/python bench/loss.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/step.py --json build/bench/step.json
 	$(BIN)/python bench/step.py --compile --json build/bench/compile.json

@@ -47,22 +47,23 @@ def plans(count: int) -> list[Plan]:
     return list(islice(cycle(found), count))
 
 
-def seconds(work: Callable[[], object], repetitions: int) -> list[float]:
-    """What each repetition takes, after one that is not counted."""
+def seconds(work: Callable[[], object], repetitions: int) -> list[tuple[float, float]]:
+    """What each repetition takes, after one that is not counted: on the clock, and of the processor."""
     taken = []
     for _ in range(repetitions + 1):
-        begun = time.perf_counter()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         work()
-        taken.append(time.perf_counter() - begun)
+        taken.append((time.perf_counter() - begun, time.process_time() - begun_cpu))
     return taken[1:]
 
 
-def show(what: str, taken: list[float]) -> None:
-    low, middle, high = statistics.quantiles(taken, n=4)
-    same = statistics.median(after / before for before, after in pairwise(taken))
-    print(
-        f"{what:58} {middle * 1e3:8.1f} ms, quartiles {low * 1e3:.1f} to {high * 1e3:.1f}; A/A {same:.3f}", flush=True
-    )
+def show(what: str, taken: list[tuple[float, float]]) -> None:
+    clock, processor = zip(*taken, strict=True)
+    low, middle, high = (1e3 * part for part in statistics.quantiles(clock, n=4))
+    same = statistics.median(after / before for before, after in pairwise(clock))
+    busy = 1e3 * statistics.median(processor)
+    spread = f"quartiles {low:.0f} to {high:.0f}, A/A {same:.3f}"
+    print(f"{what:55} {middle:7.0f} ms ({spread}), of the processor {busy:.0f} ms", flush=True)
 
 
 def choose(spec: ModelSpec, cluster: Cluster) -> None:
