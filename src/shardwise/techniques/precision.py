@@ -72,7 +72,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
     def typed(tensor: Tensor) -> Tensor:
         used_as = real.get(tensor.used_as, tensor.used_as)
-        return dataclasses.replace(tensor, dtype=real.get(tensor.dtype, tensor.dtype), used_as=used_as)
+        return tensor.typed(real.get(tensor.dtype, tensor.dtype), used_as)
 
     def rewritten(unit: Unit) -> Unit:
         return dataclasses.replace(

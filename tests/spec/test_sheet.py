@@ -1,0 +1,41 @@
+"""Tensors on paper."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from shardwise.spec.layout import Layout
+from shardwise.spec.sheet import Tensor
+
+WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("dp_shard", 0),), "statistics", False)
+
+
+def test_a_tensor_in_other_types_is_else_the_same() -> None:
+    defaults = {field.name: field.default for field in fields(Tensor)}
+    assert all(getattr(WEIGHT, name) != default for name, default in defaults.items())
+    assert WEIGHT.typed("bf16", "fp32") == replace(WEIGHT, dtype="bf16", used_as="fp32")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "padded", "rows"),
+    [
+        (8, 0, True, 12),
+        (8, 7, False, 12),
+        (512, 0, True, 1),
+        (512, 95, False, 1),
+        (512, 96, False, 0),
+        (7, 6, False, 12),
+    ],
+)
+def test_a_cut_weight(ranks: int, rank: int, padded: bool, rows: int) -> None:
+    """FSDP2 cuts 96 rows in 7 as 14, ..., 14, 12, and allocates 14 on each."""
+    assert WEIGHT.local_numel(Layout(dp_shard=ranks), rank, padded) == 5 * rows
+
+
+def test_sizes_grow_with_the_batch() -> None:
+    activation = Tensor("x", ("b", 4, "s"), "bf16")
+    assert activation.numel(3, 7) == 84
+    assert activation.bytes(3, 7) == 168
+    assert Tensor("y", ("b*s", 2), "fp32").bytes(3, 7) == 168
