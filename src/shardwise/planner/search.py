@@ -27,8 +27,8 @@ from shardwise.spec.units import show_bytes
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
-"""At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which stays
-in its caches and is a little faster than more or less (docs/benchmarks.md)."""
+"""At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
+fast as more and takes less memory (docs/benchmarks.md)."""
 Mode = Literal["none", "selective", "full"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 REMAT: tuple[Mode, ...] = ("none", "selective", "full")
