@@ -123,9 +123,10 @@ def ended(pids: list[int]) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits to be reaped does not."""
+    """Whether the process runs; one that has ended and waits to be reaped does not. One whose other threads are still
+    ending does: it holds its pipe open until the last of them is gone."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+            return stat.read().rpartition(")")[2].split()[0] != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except FileNotFoundError:
         return False

@@ -126,7 +126,8 @@ class RankPool:
         self._seats, self._store, self._directory = [], None, None
 
     def _start(self) -> None:
-        if self._seats and all(seat.process.is_alive() for seat in self._seats):
+        # A rank that died has closed its pipe before anybody was told of its end; a living one has nothing to say yet.
+        if self._seats and all(seat.process.is_alive() and not seat.pipe.poll() for seat in self._seats):
             return
         self.close()
         from torch.distributed import TCPStore
