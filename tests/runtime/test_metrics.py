@@ -86,7 +86,7 @@ def test_mfu_is_unknown_without_a_peak() -> None:
 
 
 def test_the_measured_peak_is_a_plausible_number() -> None:
-    assert 1e6 < metrics.measure_peak_flops(torch.float32, size=128) < 1e14
+    assert 1e8 < metrics.measure_peak_flops(torch.float32, size=128) < 1e14
 
 
 RECORD = {
