@@ -39,14 +39,17 @@ class RankStatus:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped (SIGSTOP) or stuck in the kernel; only known on the same host."""
+        """Whether the process is stopped (SIGSTOP, a debugger); only known on the same host.
+
+        Not one that waits in the kernel (state D): every process does for an instant, at a page fault or a read.
+        """
         if self.host != socket.gethostname():
             return False
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return False
-        return state in ("T", "t", "D")
+        return state in ("T", "t")
 
     @property
     def waiting(self) -> str:
