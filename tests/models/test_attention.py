@@ -41,7 +41,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tens
     if mask.documents is not None:
         number = torch.repeat_interleave(torch.arange(len(BOUNDS) - 1), mask.documents.diff()).view(B, S)
         seen &= (number[:, :, None] == number[:, None, :])[:, None]
-    scores = q @ k.mT / E**0.5
+    scores = q @ k.mT * (E**-0.5 if mask.scale is None else mask.scale)
     if mask.soft_cap is not None:
         scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -64,10 +64,13 @@ MASKS = {
     "full documents": MaskSpec(causal=False, documents=DOCUMENTS, longest=33),
     "window": MaskSpec(window=7),
     "full window": MaskSpec(causal=False, window=7),
+    "short window": MaskSpec(window=2),
     "soft cap": MaskSpec(soft_cap=1.5),
+    "scale": MaskSpec(scale=0.6),
+    "scale in documents": MaskSpec(documents=DOCUMENTS, longest=33, scale=0.6),
     "sinks": MaskSpec(sinks=SINKS),
     "positions": MaskSpec(positions=SHUFFLED),
-    "all": MaskSpec(window=9, documents=DOCUMENTS, longest=33, soft_cap=2.0, sinks=SINKS),
+    "all": MaskSpec(window=9, documents=DOCUMENTS, longest=33, soft_cap=2.0, sinks=SINKS, scale=0.6),
 }
 
 
@@ -133,7 +136,7 @@ def test_the_operation_is_declared_truly(name: str) -> None:
     """Schema, fake shapes and strides, and autograd registration: torch's own check."""
     mask = MASKS[name]
     q, k, v = inputs()
-    settings = (mask.causal, mask.window, mask.longest, mask.soft_cap)
+    settings = (mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)
     torch.library.opcheck(module.attention, (q, k, v, mask.documents, mask.sinks, mask.positions, *settings))
 
 

@@ -30,6 +30,32 @@ COUNTS = {
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
     "SmolLM2-1.7B": 1_711_376_384,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Mistral-Nemo-2407": 12_247_782_400,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Gemma-2-2b": 2_614_341_888,
+    "Gemma-2-9b": 9_241_705_984,
+    "Gemma-2-27b": 27_227_128_320,
+    "Gemma-3-1b": 999_885_952,
+    "Phi-3-mini-4k": 3_821_079_552,
+    "Phi-4": 14_659_507_200,
+    "SmolLM3-3B": 3_075_098_624,
+    "OLMo-2-1124-7B": 7_298_617_344,
+    "OLMo-2-1124-13B": 13_716_198_400,
+    "Granite-3.3-8b-instruct": 8_170_864_640,
 }
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -55,6 +81,13 @@ def test_built_in_models_have_the_published_size(name: str) -> None:
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "TinyLlama-1.1B"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
         ("llama-3.2-1b", "Llama-3.2-1B"),
+        ("Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mistral-Nemo-Base-2407", "Mistral-Nemo-2407"),
+        ("google/gemma-3-4b-it", "Gemma-3-4b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "Phi-3-mini-4k"),
+        ("ibm-granite/granite-3.1-2b-base", "Granite-3.1-2b-base"),
     ],
 )
 def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> None:
@@ -63,6 +96,18 @@ def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> N
 
 def test_somebody_elses_model_of_the_same_name_is_not_the_built_in_one() -> None:
     assert known.find("somebody/Llama-3.1-8B") is None
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-72B-Instruct", "ibm-granite/granite-3.1-8b-instruct"])
+def test_a_chat_model_that_differs_from_its_base_is_not_the_base(name: str) -> None:
+    """In the epsilon of its norms, in its vocabulary."""
+    assert known.find(name) is None
+
+
+def test_every_built_in_model_is_read_back_from_what_is_written_of_it() -> None:
+    for name in known.CONFIGS:
+        spec = load_spec(name)
+        assert from_hf(json.loads(json.dumps(to_hf(spec))), name) == spec
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -106,7 +151,8 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
         ),
         ({"model_type": None}, ConfigError, "MOD001", "not supported"),
         ({"hidden_act": "gelu"}, ConfigError, "MOD001", "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "MOD001", "one of: default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, ConfigError, "MOD001", "one of: default, linear, dynamic, llama3"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "MOD001", "lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ConfigError, "MOD001", "lacks low_freq_factor"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, PolicyError, "SEC008", "never executed"),
     ],

@@ -14,8 +14,9 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, RopeScaling, parameter_shapes
 from shardwise.models.decoder import Block, Decoder
 from shardwise.models.hf import to_hf_name
-from shardwise.models.layers import RMSNorm, rotary_tables, rotate, swiglu
+from shardwise.models.layers import RMSNorm, geglu, rotate, rounded, swiglu
 from shardwise.models.roles import role
+from shardwise.models.rotary import rotary_tables
 from tests.models.llama import pair, random_config, random_model, relative, tokens
 
 SPEC = ModelSpec(
@@ -182,10 +183,25 @@ def test_gradients_of_the_primitives() -> None:
     assert torch.autograd.gradcheck(
         lambda x, w: torch.func.functional_call(norm, {"weight": w}, (x,)), (x, norm.weight)
     )
-    assert torch.autograd.gradcheck(swiglu, (x, y))
+    shifted = RMSNorm(8, 1e-3, plus_one=True).double()
+    torch.nn.init.normal_(shifted.weight)
+    assert torch.autograd.gradcheck(
+        lambda x, w: torch.func.functional_call(shifted, {"weight": w}, (x,)), (x, shifted.weight)
+    )
+    assert torch.autograd.gradcheck(swiglu, (x, y)) and torch.autograd.gradcheck(geglu, (x, y))
     rotary = rotary_tables(SPEC, torch.randint(0, 90, (2, 5)), torch.float64)
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotary), (heads,))
+    part = rotary_tables(replace(SPEC, partial_rotary_factor=0.5), torch.randint(0, 90, (2, 5)), torch.float64)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, part), (heads,))
+    assert torch.equal(rotate(heads, part)[..., 4:], heads[..., 4:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, 12.0, 3072**0.5, 5376**0.5, 0.22])
+def test_rounding_to_a_type_is_torchs(value: float, dtype: torch.dtype) -> None:
+    """Gemma multiplies its embeddings by a number of the type that it computes in."""
+    assert rounded(value, dtype) == float(torch.tensor(value, dtype=dtype))
 
 
 def test_bf16_is_near_fp32() -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.families import FULL, SLIDING
 from shardwise.planner import sheets, ship
-from shardwise.planner.price import repeated
+from shardwise.planner.price import flops as flops_of_plan
+from shardwise.planner.price import repeated, seen
 from shardwise.planner.trace import trace
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Sheet
 
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
@@ -46,6 +50,44 @@ def test_depth_and_name_share_a_sheet() -> None:
     assert sheets.key(SPEC, "wide") == sheets.key(replace(SPEC, name="other", num_hidden_layers=9), "wide")
     assert sheets.key(SPEC, "wide") != sheets.key(replace(SPEC, hidden_size=64), "wide")
     assert sheets.key(SPEC, "wide") != sheets.key(SPEC, "narrow")
+
+
+WINDOWED = replace(
+    SPEC, num_hidden_layers=4, sliding_window=16, layer_types=(SLIDING, SLIDING, FULL, SLIDING), final_soft_cap=30.0
+)
+MIXED = replace(WINDOWED, nope_layers=(1,))
+
+
+@pytest.mark.parametrize(("spec", "kinds", "sorts"), [(SPEC, 1, 1), (WINDOWED, 2, 1), (MIXED, 3, 2)])
+def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int, tmp_path: Path) -> None:
+    """What is not rotated allocates less; a window changes only what attention computes."""
+    made = sheets.sheet_of(spec, "narrow", tmp_path)
+    assert made == trace(spec, "narrow") == sheets.sheet_of(spec, "narrow", tmp_path)
+    assert len(made.blocks) == kinds and len({block.forward for block in made.blocks}) == sorts
+    assert made.capped == (spec.final_soft_cap is not None)
+    assert [made.blocks[kind].window for kind in made.order] == [
+        spec.sliding_window if spec.layer_types and spec.layer_types[layer] == SLIDING else None
+        for layer in range(spec.num_hidden_layers)
+    ]
+
+
+def test_windows_and_numbers_share_a_sheet_but_sorts_of_layers_do_not() -> None:
+    assert sheets.key(SPEC, "wide") == sheets.key(WINDOWED, "wide") != sheets.key(MIXED, "wide")
+    assert sheets.key(SPEC, "wide") != sheets.key(replace(SPEC, norm_placement="both"), "wide")
+
+
+def test_a_window_saves_arithmetic_beyond_it() -> None:
+    """Pairs of query and key are counted one by one."""
+    assert seen(9, None) == seen(9, 9) == seen(9, 20) == 81
+    for s, window in ((64, 16), (100, 7)):
+        pairs = sum(min(place + 1, window) for place in range(s))
+        assert abs(seen(s, window) / 2 - pairs) <= s
+    plan = Plan(Layout(), Batch(1, 1, 64), Shard(), Precision())
+    whole, cut = (
+        flops_of_plan(trace(spec, "wide"), plan) for spec in (replace(WINDOWED, sliding_window=None), WINDOWED)
+    )
+    attention = 4 * flops(trace(SPEC, "wide"), "b*s*s")
+    assert whole - cut == 3 * attention // 4 * (64 * 64 - seen(64, 16))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -85,3 +85,18 @@ def set_timeout(group: Any, timeout_s: float) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def keep_memory_history(on: bool) -> None:
+    """Have the CUDA allocator remember who allocates what, or stop. Documented by torch though underscored; without it
+    there is no memory snapshot."""
+    import torch
+
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def write_memory_history(path: str) -> None:
+    """Write what the allocator remembers, for pytorch.org/memory_viz."""
+    import torch
+
+    torch.cuda.memory._dump_snapshot(path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.models import blockwise, kernels
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
-from shardwise.models.layers import Rotary, accumulation_dtype, rotate
+from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class MaskSpec:
     documents: int32 cumulative boundaries over the flattened b*s tokens, those of rows included: no sight across.
     longest: length of the longest document; 0 where ``documents`` is None.
     soft_cap: scores become cap * tanh(score / cap). sinks: [h] logits that take part in each softmax without a value.
+    scale: what q k^T is multiplied by, where it is not 1 / sqrt(e).
     positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
     """
 
@@ -36,16 +37,20 @@ class MaskSpec:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     positions: Tensor | None = None
+    scale: float | None = None
 
 
-_MASK = "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, int longest, float? soft_cap"
+_MASK = (
+    "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, int longest, float? soft_cap, "
+    "float? scale"
+)
 
 
 @torch.library.custom_op(
     "shardwise::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}) -> (Tensor, Tensor)"
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(e)) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
+    """softmax(scale * q k^T) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
 
     q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] in fp32.
     """
@@ -100,14 +105,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *grads, grad_sinks = attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 5
+    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 6
 
 
 attention.register_autograd(_backward, setup_context=_save)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, and norms of queries and keys where the model has them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -116,17 +121,28 @@ class Attention(nn.Module):
         self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention_bias)
         self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
         self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
-        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention_bias)
+        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.output_bias)
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm is not None:
+            sizes = (q_size, kv_size) if spec.qk_norm == "projection" else (spec.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one) for size in sizes)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: MaskSpec) -> Tensor:
-        """x [b,s,d] -> [b,s,d]. The number of heads follows from the projections' widths."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
-        q, k, v = (y.transpose(1, 2) for y in (rotate(q, rotary), rotate(k, rotary), v))
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:
+        """x [b,s,d] -> [b,s,d]; without tables nothing is turned. The number of heads follows from the projections'
+        widths."""
+        q, k, v = (project(x) for project in (self.q, self.k, self.v))
+        if self.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out, _ = self.inner(q, k, v, mask)
         return self.o(out.transpose(1, 2).flatten(2))
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""
-        return attention(
-            q, k, v, mask.documents, mask.sinks, mask.positions, mask.causal, mask.window, mask.longest, mask.soft_cap
-        )
+        tensors = (mask.documents, mask.sinks, mask.positions)
+        return attention(q, k, v, *tensors, mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)

@@ -1,5 +1,6 @@
 """Attention in plain torch, a block of queries by a block of keys, with an online softmax: the reference, and the
-fallback for what no kernel serves. Memory beyond its results is a few blocks of scores.
+fallback for what no kernel serves. Memory beyond its results is a few blocks of scores, and in backward the gradients
+of keys and values once more, in fp32.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022).
 """
@@ -27,6 +28,7 @@ class Rule(NamedTuple):
     window: int | None
     longest: int
     soft_cap: float | None
+    scale: float | None = None
 
 
 class Saved(NamedTuple):
@@ -74,6 +76,8 @@ def _pairs(tokens: _Tokens, rule: Rule, rows: slice, blocks: list[slice]) -> Ite
     for columns in blocks:
         if rule.causal and rule.positions is None and columns.start >= rows.stop:
             return
+        if rule.window is not None and rule.positions is None and columns.stop <= rows.start - rule.window + 1:
+            continue
         seen = _visible(tokens, rule, rows, columns)
         if bool(seen.any()):
             yield columns, seen
@@ -84,8 +88,12 @@ def _grouped(q: Tensor, kv_heads: int, wide: torch.dtype) -> Tensor:
     return q.to(wide).unflatten(1, (kv_heads, -1))
 
 
+def _scale(q: Tensor, rule: Rule) -> float:
+    return q.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+
+
 def _scores(q: Tensor, k: Tensor, seen: Tensor, rule: Rule) -> Tensor:
-    scores = q @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
+    scores = q @ k.unsqueeze(2).mT * _scale(q, rule)
     if rule.soft_cap is not None:
         scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
     return scores.masked_fill(~seen, -torch.inf)
@@ -95,49 +103,49 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
     """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf (or the sink)."""
     tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), accumulation_dtype(q.dtype)
     kv_heads = k.shape[1]
-    grouped, keys, values = _grouped(q, kv_heads, wide), k.to(wide), v.to(wide)
-    outs, norms = [], []
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
     for rows in blocks:
-        query = grouped[..., rows, :]
+        query = _grouped(q[:, :, rows], kv_heads, wide)
         total = torch.zeros_like(query)
         norm = query.new_full(query.shape[:-1], -torch.inf)
         if rule.sinks is not None:
             norm = norm.maximum(rule.sinks.to(wide).unflatten(0, (kv_heads, -1))[None, :, :, None])
         for columns, seen in _pairs(tokens, rule, rows, blocks):
-            scores = _scores(query, keys[:, :, columns], seen, rule)
+            scores = _scores(query, k[:, :, columns].to(wide), seen, rule)
             new = torch.logaddexp(norm, scores.logsumexp(-1))
             floor = new.masked_fill(new == -torch.inf, 0.0)
             share = (scores - floor.unsqueeze(-1)).exp()
-            total = total * (norm - floor).exp().unsqueeze(-1) + share @ values[:, :, columns].unsqueeze(2)
+            value = v[:, :, columns].to(wide).unsqueeze(2)
+            total = total * (norm - floor).exp().unsqueeze(-1) + share @ value
             norm = new
-        outs.append(total.flatten(1, 2).to(q.dtype))
-        norms.append(norm.flatten(1, 2))
-    return torch.cat(outs, 2), torch.cat(norms, 2)
+        out[:, :, rows], lse[:, :, rows] = total.flatten(1, 2), norm.flatten(1, 2)
+    return out, lse
 
 
 def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; probabilities are made again from lse."""
+    """Gradients of q, k and v; probabilities are made again from lse. Those of k and v are summed in fp32 (fp64)."""
     q, k, v, out, lse = saved
     tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), lse.dtype
-    kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
-    queries, keys, values = _grouped(q, kv_heads, wide), k.to(wide), v.to(wide)
-    outer, norms = _grouped(grad, kv_heads, wide), lse.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
-    norms = norms.masked_fill(norms == -torch.inf, 0.0)
-    deltas = (outer * _grouped(out, kv_heads, wide)).sum(-1, keepdim=True)
-    grad_q, grad_k, grad_v = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    kv_heads, scale = k.shape[1], _scale(q, rule)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in blocks:
-        query, outer_rows = queries[..., rows, :], outer[..., rows, :]
+        query, outer, result = (_grouped(x[:, :, rows], kv_heads, wide) for x in (q, grad, out))
+        norm = lse[:, :, rows].unflatten(1, (kv_heads, -1)).unsqueeze(-1)
+        norm = norm.masked_fill(norm == -torch.inf, 0.0)
+        delta = (outer * result).sum(-1, keepdim=True)
+        total = torch.zeros_like(query)
         for columns, seen in _pairs(tokens, rule, rows, blocks):
-            key, value = keys[:, :, columns], values[:, :, columns]
+            key, value = k[:, :, columns].to(wide), v[:, :, columns].to(wide)
             scores = _scores(query, key, seen, rule)
-            share = (scores - norms[..., rows, :]).exp()
-            grad_v[:, :, columns] += (share.mT @ outer_rows).sum(2)
-            slope = share * (outer_rows @ value.unsqueeze(2).mT - deltas[..., rows, :]) * scale
+            share = (scores - norm).exp()
+            grad_v[:, :, columns] += (share.mT @ outer).sum(2)
+            slope = share * (outer @ value.unsqueeze(2).mT - delta) * scale
             if rule.soft_cap is not None:
                 slope = slope * (1 - (scores.masked_fill(~seen, 0.0) / rule.soft_cap).square())
-            grad_q[..., rows, :] += slope @ key.unsqueeze(2)
+            total += slope @ key.unsqueeze(2)
             grad_k[:, :, columns] += (slope.mT @ query).sum(2)
-    return grad_q.flatten(1, 2).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+        grad_q[:, :, rows] = total.flatten(1, 2)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def sink_gradient(grad: Tensor, saved: Saved, sinks: Tensor) -> Tensor:

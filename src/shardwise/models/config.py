@@ -10,26 +10,42 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem
-from shardwise.models import known
+from shardwise.models import known, rope
+from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
+from shardwise.models.rope import RopeScaling, number
 from shardwise.spec.hub import fetch
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained range. ``linear`` reads ``factor`` alone."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+GENERIC = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Keys that every family has, by the same name in ModelSpec."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The dimensions of one model, named as Hugging Face names them."""
+    """The dimensions of one model and what its blocks are made of, named as Hugging Face names them where it has a
+    name. Every feature has a neutral default, which costs nothing.
+
+    attention_output_bias: of o, where it differs from q, k and v. norm_placement: of the norms of a block, before
+    attention and MLP, after them, or both. norm_plus_one: norms multiply by 1 + weight. qk_norm: of queries and keys,
+    over each head or over the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim).
+    sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
+    ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
+    nope_layers: those without rotation. logits_scaling: what logits are divided by.
+    """
 
     name: str
     vocab_size: int
@@ -50,23 +66,96 @@ class ModelSpec:
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    attention_output_bias: bool | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_placement: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    local_rope_theta: float | None = None
+    nope_layers: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many elements of a head are turned."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether o has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """In what layers of one model differ: what a query sees, and how positions enter. ``local``: by the theta of
+    sliding layers."""
+
+    window: int | None = None
+    rotated: bool = True
+    local: bool = False
+
+
+def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The kinds of layer that a model has, in order of appearance, and the kind of each layer."""
+    kinds: dict[LayerKind, int] = {}
+    order = []
+    for layer in range(spec.num_hidden_layers):
+        sliding = spec.sliding_window is not None and (not spec.layer_types or spec.layer_types[layer] == SLIDING)
+        local = sliding and spec.local_rope_theta is not None
+        kind = LayerKind(spec.sliding_window if sliding else None, layer not in spec.nope_layers, local)
+        order.append(kinds.setdefault(kind, len(kinds)))
+    return tuple(kinds), tuple(order)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``."""
-    d, f = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    linears = {f"attention.{name}": (size, d) for name, size in (("q", q), ("k", kv), ("v", kv))}
-    linears |= {"attention.o": (d, q), "mlp.gate": (f, d), "mlp.up": (f, d), "mlp.down": (d, f)}
+    d = spec.hidden_size
+    linears, norms = _linears(spec), _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
     for layer in range(spec.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{norm}.weight": (d,) for norm in ("attention_norm", "mlp_norm")}
-        for name, shape in linears.items():
+        shapes |= {f"layers.{layer}.{norm}.weight": (size,) for norm, size in norms.items()}
+        for name, (shape, bias) in linears.items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
-            if spec.attention_bias if name.startswith("attention") else spec.mlp_bias:
+            if bias:
                 shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
     shapes["norm.weight"] = (d,)
     return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
+
+
+def _linears(spec: ModelSpec) -> dict[str, tuple[tuple[int, int], bool]]:
+    """Shape of each linear layer of a block, and whether it has a bias."""
+    d, f = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    return {
+        **{f"attention.{name}": ((size, d), spec.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))},
+        "attention.o": ((d, q), spec.output_bias),
+        "mlp.gate": ((f, d), spec.mlp_bias),
+        "mlp.up": ((f, d), spec.mlp_bias),
+        "mlp.down": ((d, f), spec.mlp_bias),
+    }
+
+
+def _norms(spec: ModelSpec) -> dict[str, int]:
+    """Size of each norm of a block."""
+    d, placement = spec.hidden_size, spec.norm_placement
+    norms = {} if placement == "after" else {"attention_norm": d, "mlp_norm": d}
+    if placement != "before":
+        norms |= {"attention_after_norm": d, "mlp_after_norm": d}
+    if spec.qk_norm is not None:
+        whole = spec.qk_norm == "projection"
+        heads = {"q": spec.num_attention_heads, "k": spec.num_key_value_heads}
+        norms |= {f"attention.{x}_norm": spec.head_dim * (heads[x] if whole else 1) for x in heads}
+    return norms
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -75,7 +164,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def problems(spec: ModelSpec) -> list[Problem]:
-    """Dimensions that no Llama can have."""
+    """Dimensions that no model can have."""
     found: list[Problem] = []
 
     def refuse(what: str, fix: str) -> None:
@@ -95,7 +184,21 @@ def problems(spec: ModelSpec) -> list[Problem]:
     if spec.head_dim < 2 or spec.head_dim % 2:
         what = f"head_dim {spec.head_dim} is not even, and rotary embedding turns pairs"
         refuse(what, f"head_dim: {max(2, spec.head_dim + 1)}")
+    elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
+        what = (
+            f"partial_rotary_factor {spec.partial_rotary_factor} turns {spec.rotary_dim} elements, not an even number"
+        )
+        refuse(what, "partial_rotary_factor: 1.0")
+    if spec.sliding_window is not None and spec.sliding_window < 1:
+        refuse(f"sliding_window is {spec.sliding_window}", "sliding_window: 1 or more, or null")
+    if spec.layer_types and len(spec.layer_types) != spec.num_hidden_layers:
+        what = f"{len(spec.layer_types)} layer_types for {spec.num_hidden_layers} layers"
+        refuse(what, f"layer_types: {spec.num_hidden_layers} of {FULL} or {SLIDING}")
     scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            if len(factors) != spec.rotary_dim // 2:
+                refuse(f"rope: {len(factors)} numbers in {key}", f"{key}: {spec.rotary_dim // 2} numbers")
     if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"rope: high_freq_factor {scaling.high_freq_factor} is not above"
         refuse(f"{what} low_freq_factor {scaling.low_freq_factor}", "high_freq_factor: 4.0, low_freq_factor: 1.0")
@@ -104,7 +207,11 @@ def problems(spec: ModelSpec) -> list[Problem]:
 
 def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
-    _check_architecture(config, name)
+    if config.get("model_type") in {family.within for family in FAMILIES.values()} - {""}:
+        config = {**config.get("text_config", {}), **_outer(config)}
+    model_type = _check_architecture(config, name)
+    family = FAMILIES[model_type]
+    config = {**family.defaults, **config}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     where = f"config of {name}"
     wrong = [
@@ -115,97 +222,110 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     if wrong:
         raise ConfigError(*wrong)
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        if heads < 1 or config["hidden_size"] % heads:
-            what = f"hidden_size {config['hidden_size']} / {heads} heads is not whole"
-            raise ConfigError(Problem("PLAN008", what, where, f"hidden_size: a multiple of {heads}, or give head_dim"))
-        head_dim = config["hidden_size"] // heads
     eos = config.get("eos_token_id")
-    theta, scaling = _rope(config, name)
-    spec = ModelSpec(
-        name=name,
-        **{key: config[key] for key in required},
-        num_key_value_heads=heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
-        head_dim=head_dim,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, name),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=int(_number(config, "max_position_embeddings", 2048, name)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        initializer_range=_number(config, "initializer_range", 0.02, name),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-    )
+    longest = int(number(config, "max_position_embeddings", 2048, name))
+    theta, scaling = _rope(config, longest, name)
+    fields: dict[str, Any] = {key: bool(config.get(key, False)) for key in family.biases}
+    fields |= {key: config[key] for key in required} | {
+        "num_key_value_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
+        "head_dim": _head_dim(config, where),
+        "activation": _activation(config, name),
+        "rms_norm_eps": number(config, "rms_norm_eps", 1e-6, name),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": longest,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "initializer_range": number(config, "initializer_range", 0.02, name),
+        "bos_token_id": config.get("bos_token_id"),
+        "pad_token_id": config.get("pad_token_id"),
+        "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
+    }
+    spec = ModelSpec(name=name, family=model_type, **fields | family.read(config, name))
     if found := problems(spec):
         raise ConfigError(*found)
     return spec
 
 
-def _check_architecture(config: dict[str, Any], name: str) -> None:
-    where, known = f"config of {name}", ", ".join(ARCHITECTURES)
-    if config.get("auto_map"):
+def _outer(config: dict[str, Any]) -> dict[str, Any]:
+    """What the config of a model of text and images says of its text part."""
+    return {key: config[key] for key in ("auto_map", "bos_token_id", "eos_token_id") if config.get(key) is not None}
+
+
+def _head_dim(config: dict[str, Any], where: str) -> int:
+    heads, head_dim = config["num_attention_heads"], config.get("head_dim")
+    if head_dim is not None:
+        return int(head_dim)
+    if heads < 1 or config["hidden_size"] % heads:
+        what = f"hidden_size {config['hidden_size']} / {heads} heads is not whole"
+        raise ConfigError(Problem("PLAN008", what, where, f"hidden_size: a multiple of {heads}, or give head_dim"))
+    return int(config["hidden_size"]) // int(heads)
+
+
+def _check_architecture(config: dict[str, Any], name: str) -> str:
+    """The model type. Raises PolicyError or ConfigError."""
+    by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
+    where, supported = f"config of {name}", ", ".join(by_architecture)
+    model_type = config.get("model_type")
+    kind = next(iter(config.get("architectures") or []), f"model_type {model_type or 'missing'!r}")
+    if config.get("auto_map") and not (model_type in FAMILIES and FAMILIES[model_type].brings_code):
         what = f"{name} wants to run its own Python ({', '.join(config['auto_map'])}); it is never executed"
-        raise PolicyError(Problem("SEC008", what, where, f"supported architectures: {known}"))
-    kinds = config.get("architectures") or [f"model_type {config.get('model_type', 'missing')!r}"]
-    if config.get("model_type") not in ARCHITECTURES.values() and kinds[0] not in ARCHITECTURES:
-        raise ConfigError(Problem("MOD001", f"{kinds[0]} is not supported", where, f"a model of one of these: {known}"))
-    if config.get("hidden_act", "silu") != "silu":
-        what = f"hidden_act {config['hidden_act']!r} is not supported"
-        raise ConfigError(Problem("MOD001", what, where, "hidden_act: silu"))
+        raise PolicyError(Problem("SEC008", what, where, f"supported architectures: {supported}"))
+    if model_type in FAMILIES:
+        return str(model_type)
+    if kind not in by_architecture:
+        raise ConfigError(Problem("MOD001", f"{kind} is not supported", where, f"a model of one of these: {supported}"))
+    return by_architecture[kind]
 
 
-def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
-    """theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+def _activation(config: dict[str, Any], name: str) -> Any:
+    """Gemma's files have both keys, and the second is what counts."""
+    act = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if act not in ACTIVATIONS:
+        what, where = f"hidden_act {act!r} is not supported", f"config of {name}"
+        raise ConfigError(Problem("MOD001", what, where, f"hidden_act: {' or '.join(ACTIVATIONS)}"))
+    return ACTIVATIONS[act]
+
+
+def _rope(config: dict[str, Any], longest: int, name: str) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before);
+    where sliding layers have their own, those of the full ones."""
     values: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = _number(values if "rope_theta" in values else config, "rope_theta", 10_000.0, name)
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    where = f"config of {name}"
-    if kind not in ("linear", "llama3"):
-        what = f"rope scaling {kind!r} is not supported"
-        raise ConfigError(Problem("MOD001", what, where, "one of: default, linear, llama3"))
-    required = ["factor"]
-    if kind == "llama3":
-        required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    if missing := [key for key in required if key not in values]:
-        what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
-        raise ConfigError(Problem("MOD001", what, where, "take the values from the model's own config.json"))
-    factor, *others = (_number(values, key, None, name) for key in required)
-    if kind == "linear":
-        return theta, RopeScaling(kind, factor)
-    return theta, RopeScaling(kind, factor, others[0], others[1], int(others[2]))
-
-
-def _number(values: dict[str, Any], key: str, default: float | None, name: str) -> float:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        what = f"`{key}` must be a number, got {value!r}"
-        raise ConfigError(Problem("CFG004", what, f"config of {name}", f"{key}: a number, without quotes"))
-    return float(value)
+    values = values.get(FULL, values) or {}
+    theta = number(values if "rope_theta" in values else config, "rope_theta", 10_000.0, name)
+    original = config.get("original_max_position_embeddings")
+    return theta, rope.read(values, longest, None if original is None else int(original), name)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if spec.rope_scaling is not None:
-        stretch = asdict(spec.rope_scaling)
-        kind = stretch.pop("kind")
-        rope |= {"rope_type": kind} | (stretch if kind == "llama3" else {"factor": spec.rope_scaling.factor})
-    config = {key: value for key, value in asdict(spec).items() if key not in ("name", "family")}
+    family, fields = FAMILIES[spec.family], asdict(spec)
+    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
+    stretch = rope.write(spec.rope_scaling)
+    config = {key: fields[key] for key in (*GENERIC, *family.biases)}
     return config | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rope_parameters": rope,
-        "rope_scaling": None if spec.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "architectures": [family.architecture],
+        "model_type": spec.family,
+        "hidden_act": act,
+        "hidden_activation": act,
+        **_write_rope(spec, stretch),
+        "rope_scaling": None if spec.rope_scaling is None else stretch,
         "attention_dropout": 0.0,
         "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
         "use_cache": True,
+        **family.write(fields),
     }
+
+
+def _write_rope(spec: ModelSpec, stretch: dict[str, Any]) -> dict[str, Any]:
+    parameters = stretch | {"rope_theta": spec.rope_theta}
+    if spec.partial_rotary_factor != 1.0:
+        parameters["partial_rotary_factor"] = spec.partial_rotary_factor
+    config = {"rope_theta": spec.rope_theta, "rope_parameters": parameters}
+    if spec.local_rope_theta is None:
+        return config
+    local = {"rope_type": "default", "rope_theta": spec.local_rope_theta}
+    by_layer = {"rope_parameters": {FULL: parameters, SLIDING: local}}
+    return config | by_layer | {"rope_local_base_freq": spec.local_rope_theta}
 
 
 def load_spec(source: str, revision: str | None = None) -> ModelSpec:

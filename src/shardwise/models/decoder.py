@@ -1,53 +1,104 @@
-"""The decoder: embedding, blocks, norm, output layer. It does not know that it is distributed."""
+"""The decoder: embedding, blocks, norm, output layer. It does not know that it is distributed, nor its family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.models.attention import Attention, MaskSpec
-from shardwise.models.config import ModelSpec
-from shardwise.models.layers import MLP, RMSNorm, Rotary, rotary_tables
+from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
+from shardwise.models.layers import MLP, RMSNorm, Rotary, rounded, soft_cap
+from shardwise.models.rotary import rotary_tables
 
 Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm (or before one, or between two) and added to the residual stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = Attention(spec)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: MaskSpec) -> Tensor:
+        def norm(placement: str) -> nn.Module:
+            if spec.norm_placement not in (placement, "both"):
+                return nn.Identity()
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
+
+        self.attention_norm = norm("before")
+        self.attention = Attention(spec)
+        self.attention_after_norm = norm("after")
+        self.mlp_norm = norm("before")
+        self.mlp = MLP(spec)
+        self.mlp_after_norm = norm("after")
+        self.share = spec.residual_multiplier
+
+    def forward(self, hidden: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:
         """hidden [b,s,d] -> [b,s,d]."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, mask)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden = torch.add(
+            hidden,
+            self.attention_after_norm(self.attention(self.attention_norm(hidden), rotary, mask)),
+            alpha=self.share,
+        )
+        return torch.add(hidden, self.mlp_after_norm(self.mlp(self.mlp_norm(hidden))), alpha=self.share)
 
 
 class Decoder(nn.Module):
-    """A Llama. Tied, ``head.weight`` is ``embed.weight``."""
+    """A language model of any family. Tied, ``head.weight`` is ``embed.weight``."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
         self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
-        weight [V,d]: a loss computed here holds the parameters of the root while it runs."""
-        hidden = self.embed(ids)
-        rotary = rotary_tables(self.spec, positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, mask)
+        weight [V,d]: a loss computed here holds the parameters of the root while it runs. ``finish`` caps its logits
+        by ``spec.final_soft_cap`` itself."""
+        hidden = self.embedded(ids)
+        kinds, order = layer_kinds(self.spec)
+        tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
+        for layer, kind in zip(self.layers, order, strict=True):
+            hidden = layer(hidden, tables[kind], masks[kind])
+        hidden = self.normed(hidden)
+        if finish is not None:
+            return finish(hidden, self.head.weight)
+        return soft_cap(self.head(hidden), self.spec.final_soft_cap)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """int64 [b,s] -> [b,s,d]."""
+        hidden: Tensor = self.embed(ids)
+        factor = self.spec.embedding_multiplier
+        return hidden if factor == 1.0 else hidden * rounded(factor, hidden.dtype)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the output layer multiplies, [b,s,d]: the logits' divisor is in it."""
         hidden = self.norm(hidden)
-        return self.head(hidden) if finish is None else finish(hidden, self.head.weight)
+        return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
+
+    def tables(
+        self, kinds: tuple[LayerKind, ...], positions: Tensor, dtype: torch.dtype, mask: MaskSpec
+    ) -> list[Rotary | None]:
+        """The rotation tables of each kind of layer; kinds that turn alike share theirs."""
+        made = {
+            local: rotary_tables(self.spec, positions, dtype, mask.documents, local)
+            for local in dict.fromkeys(kind.local for kind in kinds if kind.rotated)
+        }
+        return [made[kind.local] if kind.rotated else None for kind in kinds]
+
+    def masks(self, kinds: tuple[LayerKind, ...], length: int, mask: MaskSpec) -> list[MaskSpec]:
+        """What each kind of layer sees. A window that holds every document whole is none, so that kernels serve."""
+        longest = length if mask.documents is None else mask.longest
+        spec, made = self.spec, []
+        for kind in kinds:
+            window = kind.window if kind.window is not None and kind.window < longest else None
+            own = {"window": window, "soft_cap": spec.attention_soft_cap, "scale": spec.attention_scale}
+            made.append(mask if set(own.values()) == {None} else replace(mask, **own))  # type: ignore[arg-type]
+        return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -14,26 +16,17 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
+from shardwise.models.families import FAMILIES
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.foreign import PICKLES, pickle_refused
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-LLAMA = {
-    "embed": "model.embed_tokens",
-    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
-    **{f"layers.{{}}.attention.{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
-    **{f"layers.{{}}.mlp.{x}": f"model.layers.{{}}.mlp.{x}_proj" for x in ("gate", "up", "down")},
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-"""Canonical module name -> Hugging Face's; {} is the layer. Parameters keep their last word (weight, bias)."""
-
-_INVERSE = {theirs: ours for ours, theirs in LLAMA.items()}
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 """Tables that old exports stored; they follow from the config."""
+_OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
+"""What a model of text and images puts before the names of its text part."""
 
 
 def _translate(name: str, table: Mapping[str, str]) -> str:
@@ -45,14 +38,26 @@ def _translate(name: str, table: Mapping[str, str]) -> str:
     return f"{table[pattern].format(number.group() if number else '')}.{last}"
 
 
-def to_hf_name(name: str) -> str:
-    """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``. Raises KeyError."""
-    return _translate(name, LLAMA)
+def to_hf_name(name: str, family: str = "llama") -> str:
+    """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; what a family's files stack has
+    one name. Parameters keep their last word (weight, bias). Raises KeyError."""
+    return _translate(name, FAMILIES[family].names)
 
 
-def from_hf_name(name: str) -> str:
-    """The inverse of :func:`to_hf_name`. Raises KeyError."""
-    return _translate(name, _INVERSE)
+def from_hf_name(name: str, family: str = "llama") -> str:
+    """The inverse of :func:`to_hf_name`. Raises KeyError, also for what is stacked in the files."""
+    theirs = Counter(FAMILIES[family].names.values())
+    return _translate(name, {hf: ours for ours, hf in FAMILIES[family].names.items() if theirs[hf] == 1})
+
+
+def stacks(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Every tensor of the files by its Hugging Face name, with the canonical parameters that are stacked in it along
+    dim 0, in order; most have one. Each parameter is in exactly one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in parameter_shapes(spec):
+        theirs = to_hf_name(name, spec.family)
+        found[theirs] = (*found.get(theirs, ()), name)
+    return found
 
 
 def weights_directory(source: str, revision: str | None = None) -> Path:
@@ -133,16 +138,19 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:
     """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
     shapes = parameter_shapes(spec)
-    theirs = {to_hf_name(name): name for name in shapes}
+    found, theirs = _text_part(found, spec), stacks(spec)
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
     extra = [name for name in found if name not in theirs and name not in ignored and not _IGNORED.search(name)]
-    missing = [ours for name, ours in theirs.items() if name not in found]
+    missing = [ours for name, parts in theirs.items() for ours in parts if name not in found]
     problems = []
     if missing or extra:
         what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
         fix = f"take the config.json that belongs to these weights (the model: {spec.num_hidden_layers} layers)"
         problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
-    both = {ours: found[name] for name, ours in theirs.items() if name in found}
+    both: dict[str, Entry] = {}
+    for name, parts in theirs.items():
+        if name in found:
+            both |= _unstacked(found[name], {part: shapes[part] for part in parts})
     if differ := [name for name, entry in both.items() if entry.shape != shapes[name]]:
         one = [f"`{name}` file {list(both[name].shape)}, model {list(shapes[name])}" for name in differ]
         fix = "fix the config"
@@ -155,6 +163,25 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     if problems:
         raise DataError(*problems)
     return both
+
+
+def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
+    """Of a model of text and images the entries of the text part, by the names that they have in a model of its own."""
+    unused = FAMILIES[spec.family].unused
+    if not unused:
+        return found
+    kept = {name: entry for name, entry in found.items() if not re.match(rf"(model\.)?({unused})", name)}
+    return {_OUTER.sub(r"\1", name): entry for name, entry in kept.items()}
+
+
+def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
+    """The rows of ``entry`` that each parameter of ``shapes`` is; a stack of the wrong height is left whole, for the
+    comparison of shapes to tell."""
+    if len(shapes) == 1 or not entry.shape or entry.shape[0] != sum(shape[0] for shape in shapes.values()):
+        return dict.fromkeys(shapes, entry)
+    stops = list(itertools.accumulate(shape[0] for shape in shapes.values()))
+    rows = zip(shapes.items(), stops, strict=True)
+    return {name: entry.rows(stop - shape[0], stop) for (name, shape), stop in rows}
 
 
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
@@ -180,10 +207,14 @@ def write_weights(
     """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in the order of
-    ``parameter_shapes(spec)``, and no more than one value is held.
+    ``parameter_shapes(spec)``, and no more than one tensor of the files is held.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    shapes = parameter_shapes(spec)
+    parts, single = stacks(spec), parameter_shapes(spec)
+    assert [name for names in parts.values() for name in names] == list(single)  # stacked ones follow each other
+    shapes = {
+        theirs: (sum(single[name][0] for name in names), *single[names[0]][1:]) for theirs, names in parts.items()
+    }
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, shape in shapes.items():
@@ -198,18 +229,22 @@ def write_weights(
     for file, names in zip(files, shards, strict=True):
         tensorfile.write(
             directory / file,
-            {to_hf_name(name): shapes[name] for name in names},
+            {name: shapes[name] for name in names},
             dtype,
-            (fetch(name) for name in names),
+            (_stacked([fetch(part) for part in parts[name]]) for name in names),
         )
     if count > 1:
-        places = {to_hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:

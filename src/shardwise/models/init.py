@@ -21,13 +21,16 @@ BLOCK = 2**20
 def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
     """The slice ``part`` (start and stop for each dim, no step) of the initial value of a parameter, in fp32.
 
-    ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one, biases zero.
+    ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero
+    where one is added), biases zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
+    1 / (3 in), and B zero.
     """
     local = [p.stop - p.start for p in part]
     kind = role(name)
-    if kind in ("norm", "bias"):
-        return torch.full(local, 1.0 if kind == "norm" else 0.0)
-    return _normal(name, shape, part, seed).mul_(spec.initializer_range).view(local)
+    if kind in ("norm", "bias", "lora_b"):
+        return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
+    deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
+    return _normal(name, shape, part, seed).mul_(deviation).view(local)
 
 
 def _normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -> Tensor:

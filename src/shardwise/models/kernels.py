@@ -28,10 +28,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
         return _cuda_forward(q, k, v, rule)
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     if rule.documents is None:
-        return flash(q, k, v, 0.0, rule.causal)
+        return flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
     out, lse = None, None
     for row, tokens in _segments(q, rule.documents):
-        part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal)
+        part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal, scale=rule.scale)
         if out is None or lse is None:
             out, lse = torch.empty_like(q), part[1].new_empty(q.shape[:3])
         out[row, :, tokens], lse[row, :, tokens] = part
@@ -45,10 +45,10 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
         return _cuda_backward(grad, saved, rule)
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
     if rule.documents is None:
-        return flash(grad, *saved, 0.0, rule.causal)
+        return flash(grad, *saved, 0.0, rule.causal, scale=rule.scale)
     grads = tuple(torch.empty_like(x) for x in saved[:3])
     for row, tokens in _segments(grad, rule.documents):
-        parts = flash(grad[row, :, tokens], *(x[row, :, tokens] for x in saved), 0.0, rule.causal)
+        parts = flash(grad[row, :, tokens], *(x[row, :, tokens] for x in saved), 0.0, rule.causal, scale=rule.scale)
         for whole, part in zip(grads, parts, strict=True):
             whole[row, :, tokens] = part
     return grads[0], grads[1], grads[2]
@@ -73,7 +73,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, 
     longest = s if rule.documents is None else rule.longest
     tensors = _tokens_first(rule, q, k, v)
     bounds = (rule.documents, rule.documents, longest, longest)
-    out, lse, *_ = aten._flash_attention_forward(*tensors, *bounds, 0.0, rule.causal, False)
+    out, lse, *_ = aten._flash_attention_forward(*tensors, *bounds, 0.0, rule.causal, False, scale=rule.scale)
     if rule.documents is None:
         return out.transpose(1, 2), lse
     return out.unflatten(0, (b, s)).transpose(1, 2), lse.view(h, b, s).transpose(0, 1)
@@ -86,6 +86,8 @@ def _cuda_backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tens
     lse = saved.lse if rule.documents is None else saved.lse.transpose(0, 1).flatten(1)
     bounds = (rule.documents, rule.documents, longest, longest)
     no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device)
-    grads = aten._flash_attention_backward(grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout)
+    grads = aten._flash_attention_backward(
+        grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout, scale=rule.scale
+    )
     dq, dk, dv = (x if rule.documents is None else x.unflatten(0, (b, s)) for x in grads)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

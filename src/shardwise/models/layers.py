@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding. Each saves for backward only what it must, the same tensors for every
+"""RMSNorm, gated activations, rotary embedding. Each saves for backward only what it must, the same tensors for every
 data type and device, so that the bytes a planner reads off fake tensors are the bytes of a real step."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.config import ModelSpec, RopeScaling
+from shardwise.models.config import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -19,23 +19,37 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The number of ``dtype`` that is nearest to ``value``."""
+    step = math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
+    return round(value / step) * step
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), or x without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
 class _RMSNorm(torch.autograd.Function):
-    """Saves x, the weight, and the reciprocal root mean square of each row."""
+    """Saves x, the weight, and the reciprocal root mean square of each row. ``plus_one``: the weight is added to one,
+    in fp32, or bf16 would lose a small one."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         wide = x.to(accumulation_dtype(x.dtype))
         rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        if plus_one:
+            return torch.mul(wide, rstd).mul_(weight.to(wide.dtype) + 1).to(x.dtype), rstd
         return torch.mul(wide, rstd).to(x.dtype).mul_(weight), rstd
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _ = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, _, ctx.plus_one = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         wide = rstd.dtype
         normed = x.to(wide) * rstd
@@ -43,21 +57,22 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * weight.to(wide)
+        grad = grad * (weight.to(wide) + 1 if ctx.plus_one else weight.to(wide))
         mean = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(x.shape[-1])
-        return grad.addcmul_(normed, mean, value=-1.0).mul_(rstd).to(x.dtype), grad_weight, None
+        return grad.addcmul_(normed, mean, value=-1.0).mul_(rstd).to(x.dtype), grad_weight, None, None
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim; statistics in fp32 (fp64 for fp64), the weight cast to x's dtype."""
+    """x / rms(x) * weight (or 1 + weight) over the last dim; statistics in fp32 (fp64 for fp64), the weight cast to x's
+    dtype."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight.to(x.dtype), self.eps)[0]
+        return _RMSNorm.apply(x, self.weight.to(x.dtype), self.eps, self.plus_one)[0]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -83,7 +98,37 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)
 
 
+class _GeGLU(torch.autograd.Function):
+    """Saves gate and up; gelu(gate) is made again in backward."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return grad_gate, nn.functional.gelu(gate, approximate="tanh").mul_(grad)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, with gelu's approximation by tanh."""
+    return _GeGLU.apply(gate, up)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu}
+"""By ``ModelSpec.activation``."""
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([_rotate(x[..., :turned], cos, sin, sign), x[..., turned:]], -1)
     pairs = x.unflatten(-1, (2, -1))
     first, second = pairs.unbind(-2)
     out = pairs * cos.unsqueeze(-2)
@@ -109,39 +154,20 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """x[b,s,h,e] turned by the tables of :func:`rotary_tables`; element i is paired with i + e/2."""
+    """x[b,s,h,e] turned by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
+    turned and the rest is left."""
     return _Rotate.apply(x, *rotary)
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Positions divided by ``factor``: at every frequency (linear), or at low ones with a ramp between (Llama 3.1)."""
-    slow = frequencies / scaling.factor
-    if scaling.kind == "linear":
-        return slow
-    turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(slow, frequencies, ramp.clamp(0.0, 1.0))
-
-
-def rotary_tables(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """cos and sin [b,s,1,e/2] for ``positions`` [b,s], computed in fp32 (fp64 for fp64) and cast to ``dtype``."""
-    wide = accumulation_dtype(dtype)
-    exponents = torch.arange(0, spec.head_dim, 2, device=positions.device).to(wide) / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
-    if spec.rope_scaling is not None:
-        frequencies = _scaled(frequencies, spec.rope_scaling)
-    angles = (positions.to(wide).unsqueeze(-1) * frequencies).unsqueeze(2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or another activation."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gated = GATES[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x)))
+        return self.down(self.gated(self.gate(x), self.up(x)))

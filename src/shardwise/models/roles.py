@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
+"""The linear layers of a block."""
+
 ROLES = {
     "*.bias": "bias",
     "embed.weight": "embed",
@@ -16,6 +19,8 @@ ROLES = {
     "*.mlp.gate.weight": "gate",
     "*.mlp.up.weight": "up",
     "*.mlp.down.weight": "down",
+    "*.lora_a.weight": "lora_a",
+    "*.lora_b.weight": "lora_b",
 }
 
 
@@ -25,3 +30,8 @@ def role(name: str) -> str:
         if fnmatchcase(name, pattern):
             return value
     raise KeyError(f"no role for parameter {name!r}")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this parameter was added to the model by LoRA."""
+    return ".lora_" in name

@@ -48,6 +48,12 @@ class Entry:
     start: int
     stop: int
 
+    def rows(self, start: int, stop: int) -> Entry:
+        """Those rows as a tensor of their own: they lie together."""
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        first = self.start + start * row_bytes
+        return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
+
     def read(self, part: Sequence[slice] | None = None) -> Tensor:
         """A copy of the slice ``part``. The file is mapped: no more than the slice is allocated."""
         if not prod(self.shape):

@@ -80,15 +80,20 @@ def link(axis: str, layout: Layout) -> str:
     return "network" if crosses else "node"
 
 
+def seen(s: int, window: int | None) -> int:
+    """Twice the pairs of query and key in a causal sequence of ``s``, roughly: s * s, or less with a window."""
+    return s * s if window is None or window >= s else window * (2 * s - window)
+
+
 def flops(sheet: Sheet, plan: Plan) -> int:
     """Floating-point operations of a step over all ranks, recomputation included."""
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
-    scale = {"b*s": b * s, "b*s*s": b * s * s}
     vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
     total = 2 * (1 + sum(wants(sheet))) * vocabulary * hidden * b * s
     for unit, times in repeated(sheet):
         passes = [unit.forward, unit.backward]
         if unit.recompute:
             passes.append(tuple(op for i, op in enumerate(unit.forward) if i not in unit.kept_ops))
+        scale = {"b*s": b * s, "b*s*s": b * seen(s, unit.window)}
         total += times * sum(op.flops * scale[op.per] for ops in passes for op in ops)
     return total * plan.batch.accumulation * plan.layout.dp

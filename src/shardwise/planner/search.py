@@ -23,6 +23,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
+from shardwise.techniques import lora
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
@@ -89,8 +90,9 @@ def _settings(
             precision=precision,
             remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
             compile=recipe.compile is True,
-            optim=Optim(),
+            optim=Optim(recipe.optim.name),
             frozen=tuple(recipe.model.frozen),
+            lora=lora.settings(recipe.lora),
             why={**why, **reasons, **batch_reasons(recipe.train)},
             model=spec.name,
             cluster=str(cluster),

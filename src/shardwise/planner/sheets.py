@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 
@@ -27,6 +27,7 @@ TRACED = (
     "models/attention.py",
     "models/decoder.py",
     "models/layers.py",
+    "models/rotary.py",
     "planner/record.py",
     "planner/trace.py",
     "spec/sheet.py",
@@ -51,21 +52,38 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Shee
 
 
 def key(spec: ModelSpec, which: str) -> str:
-    """What the sheet depends on; neither the number of blocks nor the name of the model is among it."""
+    """What the sheet depends on; neither the number of blocks nor the name of the model is among it, nor what changes
+    numbers alone."""
+    kinds, _ = layer_kinds(spec)
     dims = astuple(
         replace(
             spec,
             name="",
+            family="",
             num_hidden_layers=1,
             rope_theta=0.0,
+            local_rope_theta=None,
             max_position_embeddings=0,
             bos_token_id=None,
             eos_token_id=None,
+            pad_token_id=None,
             initializer_range=0.0,
             rms_norm_eps=0.0,
+            attention_scale=None,
+            attention_soft_cap=None,
+            final_soft_cap=None,
+            sliding_window=None,
+            layer_types=(),
+            nope_layers=(),
         )
     )
-    return xxhash.xxh3_128_hexdigest(json.dumps([dims, which, code_digest()]).encode())
+    sorts = [list(_sorts(kinds)), sorted({kind.local for kind in kinds if kind.rotated})]
+    return xxhash.xxh3_128_hexdigest(json.dumps([dims, sorts, which, code_digest()]).encode())
+
+
+def _sorts(kinds: tuple[LayerKind, ...]) -> dict[bool, None]:
+    """Layers allocate alike that are both rotated, or both not: which there are, in order of appearance."""
+    return dict.fromkeys(kind.rotated for kind in kinds)
 
 
 @cache
@@ -104,13 +122,18 @@ def _keep(path: Path, packed: Any) -> None:
 
 def pack(sheet: Sheet) -> list[Any]:
     """A traced sheet as nested lists; what techniques add is not kept."""
-    return [_pack_unit(sheet.stem), _pack_unit(sheet.blocks[0]), _pack_unit(sheet.tail)]
+    blocks = dict.fromkeys(replace(block, window=None) for block in sheet.blocks)
+    return [_pack_unit(unit) for unit in (sheet.stem, *blocks, sheet.tail)]
 
 
 def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
-    """The sheet of ``spec``, whose depth and name are not packed."""
-    stem, block, tail = (_unpack_unit(unit) for unit in packed)
-    return Sheet(spec.name, stem, (block,), (0,) * spec.num_hidden_layers, tail, spec.tie_word_embeddings)
+    """The sheet of ``spec``, whose depth, name and windows are not packed."""
+    stem, *traced, tail = (_unpack_unit(unit) for unit in packed)
+    kinds, order = layer_kinds(spec)
+    by_sort = dict(zip(_sorts(kinds), traced, strict=True))
+    blocks = tuple(replace(by_sort[kind.rotated], window=kind.window) for kind in kinds)
+    capped = spec.final_soft_cap is not None
+    return Sheet(spec.name, stem, blocks, order, tail, spec.tie_word_embeddings, capped=capped)
 
 
 def _pack_unit(unit: Unit) -> list[Any]:

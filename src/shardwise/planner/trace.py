@@ -1,4 +1,5 @@
-"""Makes a sheet: runs the stem, one block and the tail of a model on fake tensors, once, with no technique applied.
+"""Makes a sheet: runs the stem, a block of each sort and the tail of a model on fake tensors, once, with no technique
+applied.
 
 The micro-batch and the sequence are two large primes, so that every dim that grows with them can be recognised in the
 shapes seen. Two variants are traced: ``narrow`` (compute type smaller than the type of statistics: bf16, fp16) and
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
-from shardwise.models.layers import rotary_tables
 from shardwise.planner.record import Event, Recorder, Stored
 from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
 
@@ -86,26 +87,35 @@ def trace(spec: ModelSpec, variant: str) -> Sheet:
 def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     model = Decoder(replace(spec, num_hidden_layers=1))
     block = model.layers[0]
+    kinds, order = layer_kinds(spec)
     ids = torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64)
-    rotary = rotary_tables(spec, ids, dtype)
+    tables = model.tables(kinds, ids, dtype, MaskSpec())
     hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
     held: list[Any] = []
 
     def stem(_: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = model.embed(ids)
-        held.append(rotary_tables(spec, ids, out.dtype))
+        out: torch.Tensor = model.embedded(ids)
+        held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
         return out
 
-    units = (
-        _unit("stem", _named("embed.", model.embed), stem, hidden, [ids]),
-        _unit("block", _named("", block), lambda x: block(x, rotary, MaskSpec()), hidden, [*rotary]),
-        _unit("tail", _named("norm.", model.norm), model.norm, hidden, []),
-    )
+    traced: dict[bool, Unit] = {}  # what a layer sees changes what it computes, but not what it allocates
+    for kind, rotary in zip(kinds, tables, strict=True):
+        if kind.rotated not in traced:
+            call = partial(block, rotary=rotary, mask=MaskSpec())
+            traced[kind.rotated] = _unit("block", _named("", block), call, hidden, [*(rotary or ())])
+    tail = _unit("tail", _named("norm.", model.norm), model.normed, hidden, [])
     if not spec.tie_word_embeddings:
         head = Tensor("head.weight", (spec.vocab_size, spec.hidden_size), "weights", "weights")
-        units = (*units[:2], replace(units[2], weights=(*units[2].weights, head)))
-    order = (0,) * spec.num_hidden_layers
-    return Sheet(spec.name, units[0], (units[1],), order, units[2], spec.tie_word_embeddings)
+        tail = replace(tail, weights=(*tail.weights, head))
+    return Sheet(
+        spec.name,
+        _unit("stem", _named("embed.", model.embed), stem, hidden, [ids]),
+        tuple(replace(traced[kind.rotated], window=kind.window) for kind in kinds),
+        order,
+        tail,
+        spec.tie_word_embeddings,
+        capped=spec.final_soft_cap is not None,
+    )
 
 
 def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -92,6 +92,7 @@ class Collective:
 @dataclass(frozen=True)
 class Unit:
     """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
+    ``window`` is how many positions a query of its attention sees at most.
     ``forward_plain`` are the forward operations with what each frees when nothing is saved: what runs under recompute.
     """
 
@@ -109,12 +110,14 @@ class Unit:
     saved: frozenset[int] = frozenset()
     recompute: bool = False
     kept_ops: frozenset[int] = frozenset()
+    window: int | None = None
     collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order."""
+    """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
+    the loss caps its logits."""
 
     model: str
     stem: Unit
@@ -124,6 +127,7 @@ class Sheet:
     tied: bool
     step: tuple[Collective, ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
+    capped: bool = False
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -1,0 +1,145 @@
+"""How rotary frequencies are stretched beyond the trained range, from and to ``config.json``. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardwise.errors import ConfigError, Problem
+
+Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""What each kind cannot do without."""
+
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": REQUIRED["llama3"],
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+"""What each kind reads, and so what is written of it."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """One way of stretching. ``linear`` reads ``factor`` alone; ``dynamic`` (NTK) raises theta for sequences beyond
+    ``original_max_position_embeddings``; ``longrope`` divides each frequency by its ``short_factor``, or, in sequences
+    beyond it, by its ``long_factor``. ``attention_factor`` multiplies the tables (yarn, longrope)."""
+
+    kind: Kind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+def number(values: dict[str, Any], key: str, default: float | None, name: str) -> float:
+    """A number of a config. Raises ConfigError (CFG004)."""
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        what = f"`{key}` must be a number, got {value!r}"
+        raise ConfigError(Problem("CFG004", what, f"config of {name}", f"{key}: a number, without quotes"))
+    return float(value)
+
+
+def read(values: dict[str, Any], longest: int, original: int | None, name: str) -> RopeScaling | None:
+    """The scaling that ``rope_parameters`` or ``rope_scaling`` of a config mean, ``longest`` being its
+    max_position_embeddings and ``original`` what the config itself says of the trained length."""
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    kind = "longrope" if kind == "su" else kind  # its name when Phi-3 came out
+    where = f"config of {name}"
+    if kind not in REQUIRED:
+        what = f"rope scaling {kind!r} is not supported"
+        raise ConfigError(Problem("MOD001", what, where, f"one of: default, {', '.join(REQUIRED)}"))
+    if missing := [key for key in REQUIRED[kind] if key not in values]:
+        what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
+        raise ConfigError(Problem("MOD001", what, where, "take the values from the model's own config.json"))
+    if kind == "dynamic":
+        trained = longest
+    else:
+        trained = original or int(number(values, "original_max_position_embeddings", longest, name))
+    factor = number(values, "factor", None, name) if values.get("factor") or kind != "longrope" else longest / trained
+    if kind in ("linear", "dynamic"):
+        return RopeScaling(kind, factor, original_max_position_embeddings=trained if kind == "dynamic" else 8192)
+    if kind == "llama3":
+        low, high = (number(values, key, None, name) for key in ("low_freq_factor", "high_freq_factor"))
+        return RopeScaling(kind, factor, low, high, trained)
+    if kind == "yarn":
+        return RopeScaling(
+            kind,
+            factor,
+            original_max_position_embeddings=trained,
+            attention_factor=_yarn_attention(values, factor, name),
+            beta_fast=number(values, "beta_fast", 32.0, name),
+            beta_slow=number(values, "beta_slow", 1.0, name),
+            truncate=bool(values.get("truncate", True)),
+        )
+    return RopeScaling(
+        kind,
+        factor,
+        original_max_position_embeddings=trained,
+        attention_factor=_longrope_attention(values, factor, trained, name),
+        short_factor=_numbers(values, "short_factor", name),
+        long_factor=_numbers(values, "long_factor", name),
+    )
+
+
+def write(scaling: RopeScaling | None) -> dict[str, Any]:
+    """The inverse of :func:`read`."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    values = asdict(scaling)
+    return {"rope_type": scaling.kind} | {
+        key: list(values[key]) if isinstance(values[key], tuple) else values[key] for key in WRITTEN[scaling.kind]
+    }
+
+
+def _numbers(values: dict[str, Any], key: str, name: str) -> tuple[float, ...]:
+    given = values[key]
+    if not isinstance(given, list):
+        raise ConfigError(Problem("CFG004", f"`{key}` must be a list of numbers", f"config of {name}", f"{key}: [..]"))
+    return tuple(number({key: value}, key, None, name) for value in given)
+
+
+def _yarn_attention(values: dict[str, Any], factor: float, name: str) -> float:
+    """Peng et al., "YaRN" (arXiv 2309.00071), 3.4, with the two weights that DeepSeek added."""
+    if values.get("attention_factor") is not None:
+        return number(values, "attention_factor", None, name)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        return scale(number(values, "mscale", None, name)) / scale(number(values, "mscale_all_dim", None, name))
+    return scale(1.0)
+
+
+def _longrope_attention(values: dict[str, Any], factor: float, trained: int, name: str) -> float:
+    """Ding et al., "LongRoPE" (arXiv 2402.13753), as Phi-3 has it."""
+    if values.get("attention_factor") is not None:
+        return number(values, "attention_factor", None, name)
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0

@@ -1,0 +1,219 @@
+"""A small random config of each family with every feature at work, and the same model in transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.models import hf
+from shardwise.models.config import ModelSpec, from_hf
+from shardwise.models.decoder import Decoder
+from shardwise.models.families import FULL, SLIDING
+from tests.models.llama import LLAMA3, random_config
+
+LENGTH = 40
+"""Beyond every window, original range and short factor of the configs below."""
+
+Make = Callable[[random.Random], dict[str, Any]]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+def shared(rng: random.Random) -> dict[str, Any]:
+    """Dimensions; three layers, so that a pattern of layers has something to alternate over."""
+    heads = rng.choice([2, 4])
+    return {
+        "vocab_size": rng.randint(50, 120),
+        "hidden_size": heads * rng.choice([8, 16]),
+        "intermediate_size": rng.randint(40, 90),
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([1, heads // 2, heads]),
+        "rms_norm_eps": 10 ** rng.uniform(-6, -4),
+        "max_position_embeddings": 64,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+
+
+def rope(rng: random.Random, *kinds: dict[str, Any], theta: float = 100.0) -> dict[str, Any]:
+    return {"rope_parameters": dict(rng.choice(kinds)) | {"rope_theta": theta}}
+
+
+def mistral(rng: random.Random) -> dict[str, Any]:
+    return (
+        shared(rng) | rope(rng, YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}) | {"sliding_window": 7, "head_dim": 12}
+    )
+
+
+def qwen2(rng: random.Random) -> dict[str, Any]:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    return shared(rng) | rope(rng, YARN, YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}) | windows
+
+
+def qwen3(rng: random.Random) -> dict[str, Any]:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
+    stretch = DYNAMIC | {"rope_theta": 100.0}
+    return (
+        shared(rng)
+        | windows
+        | {
+            "head_dim": 24,
+            "attention_bias": rng.random() < 0.5,
+            "rope_parameters": stretch,
+            "max_position_embeddings": 16,
+        }
+    )
+
+
+def gemma2(rng: random.Random) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 5}
+    return (
+        shared(rng)
+        | rope(rng, {"rope_type": "default"})
+        | caps
+        | {
+            "head_dim": 12,
+            "sliding_window": 6,
+            "attention_bias": True,
+        }
+    )
+
+
+def gemma3(rng: random.Random) -> dict[str, Any]:
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
+    local = {"rope_type": "default", "rope_theta": 10.0}
+    return shared(rng) | {
+        "head_dim": 12,
+        "sliding_window": 6,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "rope_parameters": {FULL: full, SLIDING: local},
+        "query_pre_attn_scalar": 5,
+        "final_logit_softcapping": 3.0,
+    }
+
+
+def phi3(rng: random.Random) -> dict[str, Any]:
+    config = shared(rng) | {"num_attention_heads": 2, "num_key_value_heads": rng.choice([1, 2]), "hidden_size": 32}
+    factors = {"short_factor": [1.0, 1.1, 1.3, 1.4, 1.5, 1.7], "long_factor": [1.0, 2.0, 3.5, 5.0, 8.0, 13.0]}
+    stretch = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75} | factors
+    original = rng.choice([16, 48])  # the sequence is beyond it, or within
+    return config | {"rope_parameters": stretch, "original_max_position_embeddings": original, "sliding_window": 11}
+
+
+def smollm3(rng: random.Random) -> dict[str, Any]:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1]}
+    return shared(rng) | rope(rng, {"rope_type": "default"}) | windows | {"attention_bias": True, "mlp_bias": True}
+
+
+def olmo2(rng: random.Random) -> dict[str, Any]:
+    return shared(rng) | rope(rng, LLAMA3 | {"original_max_position_embeddings": 16}) | {"attention_bias": True}
+
+
+def granite(rng: random.Random) -> dict[str, Any]:
+    factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.6}
+    return (
+        shared(rng)
+        | rope(rng, {"rope_type": "linear", "factor": 4.0})
+        | factors
+        | {
+            "logits_scaling": 1.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        }
+    )
+
+
+CONFIGS: dict[str, Make] = {
+    "llama": lambda rng: random_config(rng.randrange(100)),
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "phi3": phi3,
+    "smollm3": smollm3,
+    "olmo2": olmo2,
+    "granite": granite,
+}
+
+
+def config_of(family: str, seed: int = 0) -> dict[str, Any]:
+    """What transformers writes into config.json."""
+    return AutoConfig.for_model(family, **CONFIGS[family](random.Random(seed))).to_dict()
+
+
+def spec_of(family: str, seed: int = 0) -> ModelSpec:
+    return from_hf(config_of(family, seed), "test")
+
+
+def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """No norm is one and no bias zero. Matrices are large enough that soft caps bend the scores."""
+    torch.manual_seed(seed)
+    model = Decoder(spec)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.uniform_(parameter, -0.5 if spec.norm_plus_one else 0.5, 0.5 if spec.norm_plus_one else 1.5)
+        else:
+            nn.init.normal_(parameter, 0.0, 0.2)
+    return model.to(dtype)
+
+
+def theirs_of(spec: ModelSpec, config: dict[str, Any], ours: Decoder) -> PreTrainedModel:
+    """transformers' model with our weights, by its plain implementation of attention."""
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+    )
+    state = ours.state_dict()
+    stacked = {name: torch.cat([state[part] for part in parts]) for name, parts in hf.stacks(spec).items()}
+    if spec.tie_word_embeddings:
+        stacked["lm_head.weight"] = stacked["model.embed_tokens.weight"]
+    theirs.load_state_dict(stacked)
+    return theirs.eval()
+
+
+def pair(family: str, seed: int = 0) -> tuple[Decoder, PreTrainedModel]:
+    config = config_of(family, seed)
+    spec = from_hf(config, "test")
+    ours = random_model(spec, seed)
+    return ours, theirs_of(spec, config, ours)
+
+
+def without(spec: ModelSpec, feature: str) -> ModelSpec:
+    """``spec`` with one feature as if it were not there."""
+    if feature == "partial_rotary_factor" and spec.rope_scaling is not None:
+        longer = {key: asdict(spec.rope_scaling)[key] + (14.0, 15.0) for key in ("short_factor", "long_factor")}
+        spec = replace(spec, rope_scaling=replace(spec.rope_scaling, **longer))
+    return replace(spec, **{feature: NEUTRAL[feature]})
+
+
+NEUTRAL: dict[str, Any] = {
+    "rope_scaling": None,
+    "sliding_window": None,
+    "layer_types": (),
+    "local_rope_theta": None,
+    "nope_layers": (),
+    "attention_scale": None,
+    "attention_soft_cap": None,
+    "final_soft_cap": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "norm_plus_one": False,
+    "activation": "silu",
+    "partial_rotary_factor": 1.0,
+    "norm_placement": "before",
+    "qk_norm": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Features, and what a model without them has."""

@@ -1,0 +1,285 @@
+"""Every family against transformers: logits, gradients, names, configs, files; and that each feature matters."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwise.errors import ConfigError, DataError, PolicyError
+from shardwise.models import hf
+from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec, from_hf, layer_kinds, load_spec, parameter_shapes, to_hf
+from shardwise.models.decoder import Decoder
+from shardwise.models.families import FAMILIES, FULL, SLIDING
+from shardwise.models.rope import RopeScaling
+from tests.models.families import CONFIGS, LENGTH, NEUTRAL, config_of, pair, random_model, spec_of, without
+from tests.models.llama import relative, tokens
+
+LONG: dict[str, object] = {"rope_type": "longrope"}
+OTHERS = [family for family in FAMILIES if family != "llama"]
+
+
+def test_every_family_is_tested() -> None:
+    assert FAMILIES.keys() == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", OTHERS)
+def test_logits_and_gradients_are_those_of_transformers(family: str, seed: int) -> None:
+    """2e-5 and 1e-4 relative: the project's bar for fp32, where orders of summation differ."""
+    ours, theirs = pair(family, seed)
+    ids, positions = tokens(ours.spec.vocab_size, length=LENGTH, seed=seed)
+    logits, reference = ours(ids, positions, MaskSpec()), theirs(ids, use_cache=False).logits
+    assert relative(logits, reference) < 2e-5
+    labels = ids.roll(-1, 1).flatten()
+    F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    F.cross_entropy(reference.flatten(0, 1), labels).backward()
+    gradients = stacked(ours.spec, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    for name, parameter in theirs.named_parameters():
+        gradient = gradients.pop(name)
+        if float(parameter.grad.norm()) < 1e-6 * largest:  # of k's bias without rotation: nothing but rounding
+            assert float(gradient.norm()) < 1e-6 * largest, name
+        else:
+            assert relative(gradient, parameter.grad) < 1e-4, name
+    assert not gradients
+
+
+def stacked(spec: ModelSpec, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([values[part] for part in parts]) for name, parts in hf.stacks(spec).items()}
+
+
+def has(spec: ModelSpec, feature: str) -> bool:
+    return bool(getattr(spec, feature) != NEUTRAL[feature])
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_each_feature_changes_the_logits(family: str) -> None:
+    """So that the comparison above could not pass with one left out: more than 1e-3, of each that the family has."""
+    spec = spec_of(family)
+    model = random_model(spec)
+    ids, positions = tokens(spec.vocab_size, length=LENGTH)
+    reference = model(ids, positions, MaskSpec())
+    at_work = [feature for feature in NEUTRAL if has(spec, feature)]
+    assert at_work
+    for feature in at_work:
+        other = Decoder(without(spec, feature))
+        other.load_state_dict(model.state_dict(), strict=False)
+        assert relative(other(ids, positions, MaskSpec()), reference) > 1e-3, feature
+
+
+def test_all_features_are_at_work_somewhere() -> None:
+    specs = [spec_of(family, seed) for family in OTHERS for seed in range(3)]
+    assert {f for f in NEUTRAL if any(has(spec, f) for spec in specs)} == NEUTRAL.keys()
+    kinds = {spec.rope_scaling.kind for spec in specs if spec.rope_scaling is not None}
+    assert kinds == {"linear", "dynamic", "llama3", "yarn", "longrope"}
+    assert {spec.attention_output_bias for spec in specs} == {None, False}
+    longest = {spec.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
+    assert longest == {16, 48}, "longrope within the trained range and beyond it"
+    features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
+    assert features <= NEUTRAL.keys() | {"attention_output_bias"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", OTHERS)
+def test_configs_survive_transformers(family: str, seed: int) -> None:
+    """ours -> transformers -> ours, and ours -> ours."""
+    spec = spec_of(family, seed)
+    assert spec.family == family
+    again = AutoConfig.for_model(**to_hf(spec)).to_dict()
+    assert from_hf(again, "test") == spec
+    assert from_hf(json.loads(json.dumps(to_hf(spec))), "test") == spec
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
+    bare = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 7}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    given = {**bare, **heads, "model_type": family}
+    assert from_hf(given, "x") == from_hf(AutoConfig.for_model(**given).to_dict(), "x")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_a_bijection_with_those_of_transformers(family: str) -> None:
+    ours, theirs = pair(family, 1)
+    stacks = hf.stacks(ours.spec)
+    assert stacks.keys() == {name for name, _ in theirs.named_parameters()}
+    parts = [part for parts in stacks.values() for part in parts]
+    assert Counter(parts) == Counter(name for name, _ in ours.named_parameters()) and len(parts) == len(set(parts))
+    for theirs_name, own in stacks.items():
+        assert all(hf.to_hf_name(part, family) == theirs_name for part in own)
+        if len(own) == 1:
+            assert hf.from_hf_name(theirs_name, family) == own[0]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
+@pytest.mark.parametrize("family", OTHERS)
+def test_files_go_both_ways(tmp_path: Path, family: str, max_shard_bytes: int) -> None:
+    """Bitwise; transformers loads an export with the logits of the same weights, and we what transformers saves."""
+    ours, theirs = pair(family, 2)
+    spec, state = ours.spec, ours.state_dict()
+    hf.write_weights(tmp_path / "ours", spec, state.__getitem__, max_shard_bytes=max_shard_bytes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    ids, _ = tokens(spec.vocab_size, length=LENGTH)
+    assert torch.equal(loaded(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
+    whole = {name: [slice(0, n) for n in shape] for name, shape in parameter_shapes(spec).items()}
+    for directory in ("ours", "theirs"):
+        assert replace(load_spec(str(tmp_path / directory)), name="test") == spec
+        read = dict(hf.read_weights(tmp_path / directory, whole, spec))
+        assert read.keys() == whole.keys() and all(torch.equal(read[name], state[name]) for name in whole)
+
+
+def test_slices_of_stacked_tensors(tmp_path: Path) -> None:
+    """Only the rows asked for are read of a tensor in which several parameters are stacked."""
+    spec = spec_of("phi3")
+    state = random_model(spec).state_dict()
+    hf.write_weights(tmp_path, spec, state.__getitem__)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in load_file(tmp_path / hf.SINGLE)
+    names = ("attention.k", "attention.v", "mlp.up")
+    parts = {f"layers.1.{name}.weight": (slice(3, 9), slice(5, 20)) for name in names}
+    for name, value in hf.read_weights(tmp_path, parts, spec):
+        assert torch.equal(value, state[name][parts[name]])
+        assert value.untyped_storage().nbytes() == value.numel() * 4
+    with pytest.raises(KeyError):
+        hf.from_hf_name("model.layers.0.self_attn.qkv_proj.weight", "phi3")
+
+
+def test_a_stack_of_the_wrong_height_is_told(tmp_path: Path) -> None:
+    spec = spec_of("phi3")
+    hf.write_weights(tmp_path, spec, random_model(spec).state_dict().__getitem__)
+    with pytest.raises(DataError, match=r"`layers\.0\.mlp\.gate\.weight` file \[\d+, 32\]"):
+        list(hf.read_weights(tmp_path, {}, replace(spec, intermediate_size=spec.intermediate_size + 1)))
+
+
+def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
+    """Gemma 3 from 4B on comes inside such a model; its own names and those of transformers 5."""
+    spec = spec_of("gemma3_text")
+    state = stacked(spec, random_model(spec).state_dict())
+    text = {key: value for key, value in config_of("gemma3_text").items() if key != "eos_token_id"}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    whole = {name: [slice(0, n) for n in shape] for name, shape in parameter_shapes(spec).items()}
+    for index, (prefix, vision) in enumerate((("language_model.model.", ""), ("model.language_model.", "model."))):
+        directory = tmp_path / str(index)
+        directory.mkdir()
+        named = {prefix + name.removeprefix("model."): value for name, value in state.items() if "lm_head" not in name}
+        named[("" if vision else "language_model.") + "lm_head.weight"] = state["lm_head.weight"].clone()
+        save_file(named | {f"{vision}vision_tower.x.weight": torch.zeros(2)}, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(outer | {"text_config": text}))
+        assert replace(load_spec(str(directory)), name="test") == replace(spec, eos_token_id=(1, 106))
+        read = dict(hf.read_weights(directory, whole, spec))
+        assert read.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_packed_documents_give_what_each_gives_alone(family: str) -> None:
+    """Windows, stretched positions and all: fp64, so that nothing but a fault could make a difference."""
+    spec = spec_of(family)
+    model = random_model(spec, dtype=torch.float64)
+    ids, _ = tokens(spec.vocab_size, rows=2, length=LENGTH)
+    lengths = [14, 26, 40]
+    bounds = torch.tensor([0, 14, 40, 80], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, LENGTH)
+    packed = model(ids, positions, MaskSpec(documents=bounds, longest=40))
+    pieces = zip(ids.flatten().split(lengths), lengths, strict=True)
+    alone = torch.cat([model(piece[None], torch.arange(n)[None], MaskSpec())[0] for piece, n in pieces])
+    torch.testing.assert_close(packed.flatten(0, 1), alone, rtol=1e-11, atol=1e-11)
+
+
+def test_a_window_that_holds_the_sequence_is_none() -> None:
+    """So that a kernel serves."""
+    model = Decoder(spec_of("mistral"))
+    kinds, _ = layer_kinds(model.spec)
+    assert [model.masks(kinds, length, MaskSpec())[0].window for length in (6, 7, 8)] == [None, None, 7]
+    documents = torch.tensor([0, 5, 12], dtype=torch.int32)
+    assert model.masks(kinds, 12, MaskSpec(documents=documents, longest=7))[0].window is None
+
+
+def test_long_and_short_factors_are_chosen_by_sequence() -> None:
+    """transformers chooses once for a batch; here what is in the other rows changes nothing."""
+    spec = replace(spec_of("phi3"), sliding_window=None)
+    assert spec.rope_scaling is not None
+    spec = replace(spec, rope_scaling=replace(spec.rope_scaling, original_max_position_embeddings=16))
+    model = random_model(spec, dtype=torch.float64)
+    ids, positions = tokens(spec.vocab_size, rows=2, length=LENGTH)
+    positions = torch.stack([positions[0], positions[0] % 10])
+    together = model(ids, positions, MaskSpec())
+    for row in range(2):
+        torch.testing.assert_close(together[row], model(ids[row : row + 1], positions[row : row + 1], MaskSpec())[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_a_block_compiles_whole(family: str) -> None:
+    """fullgraph: no break in a norm, a gate, a part of a head that is turned, or a mask of the layer's own."""
+    torch._dynamo.reset()
+    model = random_model(spec_of(family))
+    kinds, order = layer_kinds(model.spec)
+    positions = torch.arange(20).expand(2, 20)
+    rotary = model.tables(kinds, positions, torch.float32, MaskSpec())[order[0]]
+    mask, hidden = model.masks(kinds, 20, MaskSpec())[order[0]], torch.randn(2, 20, model.spec.hidden_size)
+    assert mask.window is not None
+    compiled = torch.compile(model.layers[0], fullgraph=True, backend="aot_eager")
+    assert relative(compiled(hidden, rotary, mask), model.layers[0](hidden, rotary, mask)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_bf16_is_near_fp32(family: str) -> None:
+    """Within a few roundings of 2^-8 a layer."""
+    spec = spec_of(family)
+    ids, positions = tokens(spec.vocab_size)
+    model = random_model(spec)
+    reference = model(ids, positions, MaskSpec())
+    assert relative(model.bfloat16()(ids, positions, MaskSpec()).float(), reference) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "text"),
+    [
+        ("qwen3", {"layer_types": [SLIDING, "linear_attention", FULL]}, "linear_attention"),
+        ("gemma3_text", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping: 20.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"rope_parameters": {SLIDING: {"rope_type": "yarn"}}}, "in sliding layers"),
+        ("phi3", {"rope_parameters": LONG | {"short_factor": [1.0], "long_factor": [1.0]}}, "1 numbers"),
+        ("phi3", {"rope_parameters": LONG | {"short_factor": 1, "long_factor": [1.0]}}, "list"),
+        ("phi3", {"rope_parameters": LONG}, "lacks short_factor, long_factor"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "not an even number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen2", {"layer_types": [SLIDING, FULL]}, "2 layer_types for 3 layers"),
+    ],
+)
+def test_what_is_refused(family: str, change: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        from_hf(config_of(family) | change, "x")
+
+
+def test_code_in_a_models_directory_is_never_run() -> None:
+    """Phi's files name code that transformers has made its own; that of others may do anything."""
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
+    assert from_hf(config_of("phi3") | code, "test") == spec_of("phi3")
+    with pytest.raises(PolicyError, match="never executed"):
+        from_hf(config_of("qwen3") | code, "test")
+
+
+def test_ropes_of_old_configs() -> None:
+    """As the files on the Hub have them."""
+    phi = {"rope_theta": 1e4, "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}}
+    old = {k: v for k, v in config_of("phi3").items() if k != "rope_parameters"} | {"partial_rotary_factor": 0.75}
+    spec = from_hf(old | phi | {"original_max_position_embeddings": 32}, "x")
+    assert spec.rope_scaling is not None and spec.rope_scaling.kind == "longrope"
+    assert (spec.rope_scaling.factor, spec.rope_scaling.original_max_position_embeddings) == (2.0, 32)
+    assert spec.partial_rotary_factor == 0.75
+    gemma = {k: v for k, v in config_of("gemma3_text").items() if k not in ("rope_parameters", "layer_types")}
+    gemma |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    spec = from_hf(gemma | {"sliding_window_pattern": 2}, "x")
+    assert (spec.rope_theta, spec.local_rope_theta, spec.rope_scaling) == (1e6, 1e4, RopeScaling("linear", 8.0))
+    assert spec.layer_types == (SLIDING, FULL, SLIDING)
