@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.data.read import pieces, units
-from shardwise.data.source import Source, divide, find, unit_hash
+from shardwise.data.source import Source, divide, find, mix, unit_hash
 from shardwise.errors import DataError, MissingInputError, ShardwiseError
 
 
@@ -85,6 +85,13 @@ def test_the_standard_library_without_its_tests() -> None:
     assert 0.02 < len(divided.validation) / len(found) < 0.09
 
 
+def test_the_conversations_that_ship_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (found,) = find("python-chat")
+    assert (found.name, found.kind) == ("python-chat.jsonl", "jsonl") and found.stop > 50_000
+    assert [source.path for source in mix(["python-chat"], [1.0], [found])] == [found.path]
+
+
 def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "abc.py").write_text("x = 1\n")
     (tmp_path / "zipped.pyc").write_bytes(b"x" * 10**6)
@@ -139,11 +146,11 @@ def test_b49_a_directory_without_files(tmp_path: Path) -> None:
 
 
 def test_compressed_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "a.txt.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(DataError) as caught:
         find(str(tmp_path))
     assert message(caught) == (
-        "error[DATA008]: a.jsonl.gz is compressed; text and jsonl are read as they are\n"
-        f"where: {tmp_path}/a.jsonl.gz\n"
-        f"fix:   gunzip -k {tmp_path}/a.jsonl.gz, and name a.jsonl"
+        "error[DATA008]: a.txt.gz is compressed; of compressed files, .jsonl.gz and .jsonl.zst are read\n"
+        f"where: {tmp_path}/a.txt.gz\n"
+        f"fix:   gunzip -k {tmp_path}/a.txt.gz, and name a.txt"
     )

@@ -39,6 +39,27 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk_tokens: int) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 20, 1000])
+def test_capped_logits(chunk_tokens: int, dtype: torch.dtype) -> None:
+    """Against cross-entropy over cap * tanh(logits / cap); the cap is where many logits are. bf16: to its rounding."""
+    cap = 3.0
+    exact, labels = inputs()[:2], inputs()[2]
+    expected = F.cross_entropy(
+        (torch.tanh(exact[0] @ exact[1].mT / cap) * cap).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    hidden, weight, _ = inputs(dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens, cap)
+    tolerance = 1e-12 if dtype == torch.float64 else 0.02
+    assert relative(loss.double(), expected) < tolerance
+    assert relative(loss.double(), reference(*exact, labels)) > 0.1
+    loss.backward()
+    for ours, theirs in zip((hidden, weight), torch.autograd.grad(expected, exact), strict=True):
+        assert relative(ours.grad.double(), theirs) < tolerance
+    losses = token_losses(hidden, weight, labels, chunk_tokens, cap)
+    torch.testing.assert_close(losses.sum().double(), loss.detach().double(), rtol=1e-6, atol=0)
+
+
 def test_gradients_against_finite_differences() -> None:
     """gradcheck propagates one loss several times, which this one refuses; so central differences along a direction,
     whose error is about 1e-10 for a step of 1e-5."""

@@ -1,4 +1,4 @@
-"""``shardwise data prepare``: tokenise before training, without any process group."""
+"""``shardwise data prepare``: tokenise before training, without any process group. And ``data preview``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
 
+from shardwise.cli import preview
 from shardwise.cli.options import add_command, recipe_or_quickstart, sort_words
 from shardwise.cli.show import print_json, say
 from shardwise.models.resolve import data_of
@@ -17,7 +18,7 @@ from shardwise.spec.load import load_recipe
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from shardwise.data.store import Prepared
+    from shardwise.data.store import Prepared, Split
 
 app = Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -52,11 +53,13 @@ def run(options: Options) -> None:
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = options.json or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        prepared = prepare(data_of(recipe), options.out, options.force, _Stages(bar))
+        stages = _Stages(bar)
+        prepared = prepare(data_of(recipe), options.out, options.force, stages, recipe.sample_tokens)
     prepared.verify()
     if options.json:
         splits = {name: asdict(split) for name, split in prepared.manifest.splits.items()}
-        facts = {"fingerprint": prepared.manifest.fingerprint, "tokenizer_hash": prepared.manifest.tokenizer_hash}
+        facts: dict[str, Any] = {"counts": prepared.manifest.counts}
+        facts |= {"fingerprint": prepared.manifest.fingerprint, "tokenizer_hash": prepared.manifest.tokenizer_hash}
         print_json({"directory": str(prepared.directory), **facts, "splits": splits})
     else:
         say(describe(prepared))
@@ -79,9 +82,18 @@ def describe(prepared: Prepared) -> str:
     """What was prepared, in a few lines."""
     manifest = prepared.manifest
     lines = [
-        f"{name:<11} {split.tokens:,} tokens in {split.documents:,} documents, {split.text_bytes / 1e6:,.1f} MB of text"
+        f"{name:<11} {split.tokens:,} tokens in {split.documents:,} {_noun(split)}, {split.text_bytes / 1e6:,.1f} MB"
+        f" of {'answers' if split.packs else 'text'}"
         for name, split in manifest.splits.items()
     ]
+    for name, split in manifest.splits.items():
+        if split.packs is not None and manifest.seq_len:
+            share, filled = split.supervised_tokens / split.tokens, split.tokens / (split.windows * manifest.seq_len)
+            lines.append(
+                f"{'':<11} {name}: {split.supervised_tokens:,} tokens learnt ({share:.1%}), {split.windows:,} windows "
+                f"of {manifest.seq_len:,}, {filled:.1%} filled"
+            )
+    lines += preview.report(manifest.counts)
     if manifest.empty_documents:
         lines.append(f"left out    {manifest.empty_documents:,} empty documents")
     lines += [
@@ -91,4 +103,9 @@ def describe(prepared: Prepared) -> str:
     return "\n".join(lines)
 
 
+def _noun(split: Split) -> str:
+    return "samples" if split.packs else "documents"
+
+
 add_command(app, Options, run, "prepare")
+add_command(app, preview.Options, preview.run, "preview")

@@ -8,6 +8,9 @@ With ``mask_documents`` a token sees its own document only: attention stops at t
 again at 0 (also where a window begins in the middle of a document), and the label of the end-of-text position is
 masked, since what follows it is another text. Without, a window is one sequence, and the first token of a document is
 learnt from the end of the one before.
+
+Samples for supervised fine-tuning are not cut: preparation lays whole ones into windows (``bins.py``), each a document
+of its own, and only what is marked as learnt is a label.
 """
 
 from __future__ import annotations
@@ -73,6 +76,53 @@ class Windows:
 
     def padding(self) -> Sample:
         """A window in which nothing is learnt: it makes up the number where every rank must have equally many."""
+        return _padding(self.store, self.seq_len, self.mask_documents)
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The windows of prepared samples, each of several whole samples and some end-of-text to fill up."""
+
+    store: TokenStore
+    seq_len: int
+
+    def __len__(self) -> int:
+        return self.store.split.windows
+
+    def __getitem__(self, k: int) -> Sample:
+        if not 0 <= k < len(self):
+            raise IndexError(f"window {k} of {len(self)}")
         ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        return Sample(ids, labels, np.arange(self.seq_len, dtype=np.int64), (self.seq_len,), self.mask_documents)
+        lengths: list[int] = []
+        at = 0
+        for index in self.store.window(k):
+            begin, end, _ = self.store.sample(index)
+            tokens, learnt = self.store.read(begin, end), self.store.read_mask(begin, end)
+            ids[at : at + len(tokens)] = tokens
+            labels[at : at + len(tokens) - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
+            lengths.append(len(tokens))
+            at += len(tokens)
+        if at < self.seq_len:
+            lengths.append(self.seq_len - at)
+        positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+        return Sample(ids, labels, positions, tuple(lengths), masked=True)
+
+    def text_bytes(self, k: int) -> float:
+        """Bytes of text that window k's labels stand for."""
+        return float(sum(self.store.sample(index)[2] for index in self.store.window(k)))
+
+    def padding(self) -> Sample:
+        """A window in which nothing is learnt."""
+        return _padding(self.store, self.seq_len, masked=True)
+
+
+def _padding(store: TokenStore, seq_len: int, masked: bool) -> Sample:
+    ids = np.full(seq_len, store.eot_id, dtype=np.int64)
+    labels = np.full(seq_len, IGNORE, dtype=np.int64)
+    return Sample(ids, labels, np.arange(seq_len, dtype=np.int64), (seq_len,), masked)
+
+
+def open_windows(store: TokenStore, seq_len: int, mask_documents: bool) -> Windows | Packs:
+    """What a run reads of a prepared split: windows cut from text, or packed samples."""
+    return Windows(store, seq_len, mask_documents) if store.split.packs is None else Packs(store, seq_len)

@@ -16,43 +16,58 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from shardwise.data import shards, source, store, tokens
+from shardwise.data.binary import index_of
+from shardwise.data.convert import to_jsonl
 from shardwise.data.read import pieces, units
+from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
+from shardwise.data.template import find_template
 from shardwise.errors import DataError, OutputError, Problem
-from shardwise.spec.recipe import Data
+from shardwise.spec.recipe import SFT_ONLY, Data
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (``tokenizer`` or ``tokens``) and bytes done and in all."""
 DEFAULT_VOCAB_SIZE = 4096
+SAMPLES_VERSION = 1
+"""Of how records become samples: equal records, rules and versions give equal samples."""
 _TRAINING_TEXT_BYTES = 2**29
 """A tokenizer is trained on at most about this much, taken evenly from all of the text."""
 
 
 def prepare(
-    data: Data, out: Path | None = None, force: bool = False, progress: Progress | None = None
+    data: Data,
+    out: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    sample_tokens: int | None = None,
 ) -> store.Prepared:
     """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it
-    anew. Raises DATA001 to DATA008 and DATA014 for what is read, DATA013 and TOK002 for what stands already, TOK003 and
-    TOK004 for the tokenizer, OUT001 and OUT002 for the place; nothing is left over after an error."""
+    anew; ``sample_tokens``: records become samples for supervised fine-tuning, packed into windows of that many tokens.
+    Raises DATA001 to DATA009, DATA012, DATA014, DATA015 and CHAT001 to CHAT003 for what is read, DATA013 and TOK002 for
+    what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat template, OUT001 and OUT002 for the
+    place; nothing is left over after an error."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
-        return _open_named(named, data, cache)
-    sources = _sources(data)
-    note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), _settings(data)])
+        return _open_named(named, data, cache, sample_tokens)
+    with _writing(cache):
+        sources = _sources(data, cache, sample_tokens is not None)
+    settings = _settings(data, sample_tokens)
+    note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), settings])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
-    of = _Ingredients(data, sources, _files(sources))
+    of = _Ingredients(data, sources, _files(sources), settings)
     with _writing(cache):
         tokenizer = _tokenizer(of, cache, said)
+        of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
         fingerprint = of.fingerprint(tokenizer)
         target = out or cache / "data" / fingerprint
         with _lock(target):
@@ -67,39 +82,73 @@ def prepare(
 def check_sources(data: Data) -> None:
     """That there is something to prepare; nothing is read or written. Raises DATA001 and DATA008."""
     if not (isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser())):
-        _sources(data)
+        source.find(data.path)
+        source.find(data.validation_path or data.path)
 
 
-def _sources(data: Data) -> Sources:
-    found = source.find(data.path)
+def _sources(data: Data, cache: Path, records: bool) -> Sources:
+    """What is read, other kinds of files made into jsonl first."""
+
+    def found(paths: str | list[str]) -> list[Source]:
+        return [to_jsonl(one, cache, _making) for one in source.find(paths, records)]
+
     if data.validation_path is None:
-        return source.divide(found, data.validation_share)
-    return Sources(tuple(found), tuple(source.find(data.validation_path)), 0.0)
+        sources = source.divide(found(data.path), data.validation_share)
+    else:
+        sources = Sources(tuple(found(data.path)), tuple(found(data.validation_path)), 0.0)
+    if data.mixture_weights is None:
+        return sources
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    return replace(sources, train=source.mix(paths, data.mixture_weights, sources.train))
 
 
-def _settings(data: Data) -> dict[str, Any]:
+def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
     """What decides the tokens, beside the sources."""
     keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer"}
-    return data.model_dump(include=keys, mode="json")
+    if data.mixture_weights is not None:
+        keys.add("mixture_weights")
+    if sample_tokens is None:
+        return data.model_dump(include=keys, mode="json")
+    return {**data.model_dump(include=keys | SFT_ONLY, mode="json"), "sample_tokens": sample_tokens}
+
+
+def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | None:
+    """How records become samples. A tokenizer without a template does no harm until there is a conversation."""
+    if sample_tokens is None:
+        return None
+    template = None
+    with suppress(*() if data.chat_template else (DataError,)):
+        template = find_template(data.chat_template, tokenizer)
+    return Rules(
+        data.format,
+        template,
+        data.train_on,
+        data.train_on_eot,
+        sample_tokens,
+        data.too_long,
+        data.on_bad_sample == "skip",
+        data.packing,
+        data.text_key,
+    )
 
 
 def _stats(sources: Sources, tokenizer: str | None) -> list[list[Any]]:
     """What tells cheaply that nothing changed since the last time."""
-    named = [(s.path, s.name) for s in (*sources.train, *sources.validation)]
-    local = Path(tokenizer or "", tokens.FILES[0]).expanduser()
-    named += [(local, tokens.FILES[0])] if tokenizer and local.is_file() else []
+    named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
+    local = [Path(tokenizer or "", name).expanduser() for name in tokens.KEPT]
+    named += [(path, path.name) for path in local if tokenizer and path.is_file()]
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 
 def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
     """The facts of each source file, its checksum among them."""
     facts: dict[Path, dict[str, Any]] = {}
-    for s in (*sources.train, *sources.validation):
-        if s.path not in facts:
-            stat = s.path.stat()
+    for path in (s.original for s in (*sources.train, *sources.validation)):
+        if path not in facts:
+            stat = path.stat()
             size, changed = stat.st_size, stat.st_mtime_ns
-            digest = store.checksum(s.path)
-            facts[s.path] = {"path": str(s.path), "size_bytes": size, "mtime_ns": changed, "xxh3": digest}
+            digest = store.checksum(path)
+            facts[path] = {"path": str(path), "size_bytes": size, "mtime_ns": changed, "xxh3": digest}
     return facts
 
 
@@ -124,14 +173,25 @@ class _Ingredients:
     data: Data
     sources: Sources
     files: dict[Path, dict[str, Any]]
+    settings: dict[str, Any]
+    rules: Rules | None = None
 
     def identity(self, group: Sequence[Source]) -> list[list[Any]]:
         """Names and contents, wherever the files lie."""
-        return [[s.name, s.kind, s.start, s.stop, self.files[s.path]["xxh3"]] for s in group]
+        mixed = self.data.mixture_weights is not None
+        more: list[list[Any]] = [[s.copy, s.keep] if mixed else [] for s in group]
+        for source_, extra in zip(group, more, strict=True):
+            if source_.kind == "ids" and (index := index_of(source_.path)):
+                extra.append(store.checksum(index))
+        return [
+            [s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"], *extra]
+            for s, extra in zip(group, more, strict=True)
+        ]
 
     def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
         both = [self.identity(self.sources.train), self.identity(self.sources.validation)]
-        return _digest([store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash])
+        facts = [store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash]
+        return _digest(facts if self.rules is None else [*facts, SAMPLES_VERSION, asdict(self.rules)])
 
 
 def _digest(value: Any) -> str:
@@ -143,6 +203,9 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     data, sources = of.data, of.sources
     if data.tokenizer.path is not None:
         return tokens.load(data.tokenizer.path, cache, data.tokenizer.revision)
+    if ids := next((s for s in (*sources.train, *sources.validation) if s.kind == "ids"), None):
+        what = f"{ids.name} holds token ids, and the recipe does not say of which tokenizer"
+        raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=<the one that made them>"))
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
     target = (
         cache
@@ -171,14 +234,17 @@ def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
 def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
     data, sources = of.data, of.sources
     # A jsonl file of which a share is held out is in both; it is read once.
-    held = tuple(s for s in sources.validation if s.kind == "text" or not sources.share)
+    held = tuple(s for s in sources.validation if s.kind != "jsonl" or not sources.share)
     with _becoming(target) as directory, ExitStack() as files_open:
         (directory / "tokenizer").mkdir()
         tokenizer.copy_to(directory / "tokenizer")
+        if data.chat_template is not None and of.rules is not None and of.rules.template is not None:
+            # What the model is tuned on is what its users must speak: it goes with the tokenizer into the export.
+            (directory / "tokenizer" / "chat_template.jinja").write_text(of.rules.template, encoding="utf-8")
         names = ("train", "validation")
         writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
-        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, names)
-        only = shards.Job(directory / "tokenizer", data.text_key, 0.0, ("validation", "validation"))
+        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, names, of.rules)
+        only = replace(mixed, share=0.0, splits=("validation", "validation"))
         work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
         total = sum(part.stop - part.start for unit, _ in work for part in unit)
         done = 0
@@ -191,11 +257,14 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
         if changed := _first_change(of.files.values()):
             what = f"{changed} changed while it was being prepared"
             raise DataError(Problem("DATA013", what, str(target), "shardwise data prepare, when it rests"))
-        splits = {name: writer.close() for name, writer in writers.items()}
+        splits = {name: writer.close(of.rules) for name, writer in writers.items()}
+        counts = writers["train"].counts + writers["validation"].counts
+        counts["in_both"] = len(writers["train"].hashes & writers["validation"].hashes)
         empty = sum(writer.empty for writer in writers.values())
         if not splits["train"].documents:
             held_out = f" ({splits['validation'].documents} held out)" if splits["validation"].documents else ""
-            what = f"0 documents in {len(of.files)} file{'s' * (len(of.files) != 1)}{held_out}"
+            dropped = f"; {counts['dropped']} are too long, {counts['bad']} are bad" if counts.total() else ""
+            what = f"0 documents in {len(of.files)} file{'s' * (len(of.files) != 1)}{held_out}{dropped}"
             raise DataError(Problem("DATA002", what, "data.path", "name data with text in it"))
         if not splits["validation"].documents:
             del splits["validation"]
@@ -203,8 +272,9 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
         facts = of.fingerprint(tokenizer), tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
         copied = [path.relative_to(directory) for path in sorted((directory / "tokenizer").iterdir())]
         copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
-        manifest = store.Manifest(*facts, splits, copies, tuple(of.files.values()), _settings(data), empty)
-        store.write_manifest(directory, manifest)
+        manifest = store.Manifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
+        length = of.rules.seq_len if of.rules else None
+        store.write_manifest(directory, replace(manifest, counts=dict(+counts), seq_len=length))
 
 
 def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
@@ -230,8 +300,15 @@ def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.T
         raise DataError(Problem("TOK002", what, str(target), fix))
 
 
-def _open_named(directory: Path, data: Data, cache: Path) -> store.Prepared:
+def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | None) -> store.Prepared:
     prepared = store.load(directory)
+    made = prepared.manifest.seq_len
+    if made != sample_tokens:
+        kinds = ["text" if length is None else f"samples in windows of {length:,}" for length in (made, sample_tokens)]
+        fix = f"train.seq_len={made}" if made and sample_tokens else "the method it was prepared for, or other data"
+        raise DataError(
+            Problem("DATA013", f"prepared as {kinds[0]}, the recipe asks for {kinds[1]}", str(directory), fix)
+        )
     if data.tokenizer.path is not None:
         _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache, data.tokenizer.revision))
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
@@ -272,6 +349,13 @@ def _lock(target: Path) -> Iterator[None]:
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _making(target: Path) -> Iterator[Path]:
+    """A directory that becomes ``target``, made by one process at a time."""
+    with _lock(target), _becoming(target) as directory:
+        yield directory
 
 
 @contextmanager

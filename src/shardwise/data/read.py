@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
@@ -136,49 +136,79 @@ def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
 
 
 def _jsonl(part: Part, text_key: str, share: float) -> Iterator[Piece]:
+    for offset, line, held_out in _documents(part, share):
+        yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
+
+
+def _documents(part: Part, share: float) -> Iterator[tuple[int, bytes, bool]]:
+    """(offset, line, held out) for each line of jsonl that is to be read: a source that is read more than once has its
+    held-out documents once, and of one read in part some are passed over."""
+    source = part.source
     for offset, line in _lines(part):
         if not line.strip():
             continue
-        text = _record(part, offset, line, text_key)
         held_out = share > 0 and unit_hash(f"{part.name}:{offset}") < share
-        yield from _cut(text, last=True, held_out=held_out)
+        if held_out and source.copy:
+            continue
+        if not held_out and source.keep < 1 and unit_hash(f"keep:{part.name}:{offset}") >= source.keep:
+            continue
+        yield offset, line, held_out
+
+
+def records(part: Part, share: float) -> Iterator[tuple[int, dict[str, Any], bool]]:
+    """(offset, record, held out) for each record of a jsonl file. Raises DATA004 (not JSON), DATA005 (no object),
+    DATA006 (not UTF-8), DATA007 (too long or too deep)."""
+    if part.source.kind != "jsonl":
+        fix = "name .jsonl, .json, .csv, .parquet or .arrow files (jsonl also as .gz and .zst)"
+        kind = "token ids" if part.source.kind == "ids" else "text"
+        raise DataError(Problem("DATA005", f"{part.name} is {kind}; method sft reads records", str(part.path), fix))
+    for offset, line, held_out in _documents(part, share):
+        yield offset, _object(part, offset, line, int, '{"messages": [...]}'), held_out
 
 
 def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007
     (too deep)."""
-    decoded = _decode(part, offset, line).rstrip("\r\n")
-    try:
-        # As floats, integers of any length are read in linear time.
-        record = json.loads(decoded, parse_int=float)
-    except JSONDecodeError as error:
-        snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
-        why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        fix = f"repair the line: sed -n {_line_number(part, offset)}p {part.path}"
-        raise _fault(part, offset, "DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
-    except RecursionError as error:
-        fix = "flatten the record or leave it out"
-        raise _fault(part, offset, "DATA007", "is nested too deeply to be read", fix) from error
-    if not isinstance(record, dict):
-        fix = f'a line is an object such as {{"{text_key}": "..."}}'
-        raise _fault(part, offset, "DATA005", f"is {_KINDS[type(record)]}, not an object", fix)
+    # As floats, integers of any length are read in linear time.
+    record = _object(part, offset, line, float, f'{{"{text_key}": "..."}}')
     if text_key not in record:
         texts = [key for key, value in record.items() if isinstance(value, str)]
         best = max(texts, key=lambda key: len(record[key]), default=None)
         fix = f"data.text_key={best}" if best is not None else f"give every line a `{text_key}`"
         keys = ", ".join(list(record)[:12]) or "none"
-        raise _fault(part, offset, "DATA005", f"has no `{text_key}`; its keys are {keys}", fix)
+        raise fault(part, offset, "DATA005", f"has no `{text_key}`; its keys are {keys}", fix)
     text = record[text_key]
     if not isinstance(text, str):
         fix = f"make `{text_key}` a text, or leave the line out"
-        raise _fault(part, offset, "DATA005", f"`{text_key}` is {_KINDS[type(text)]}, not a text", fix)
+        raise fault(part, offset, "DATA005", f"`{text_key}` is {_KINDS[type(text)]}, not a text", fix)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         what = f"character {error.start + 1}: lone surrogate U+{ord(text[error.start]):04X}"
         fix = "write both halves of the character, or leave it out"
-        raise _fault(part, offset, "DATA006", what, fix) from error
+        raise fault(part, offset, "DATA006", what, fix) from error
     return text
+
+
+def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float], example: str) -> dict[str, Any]:
+    """One line of jsonl, which must be an object."""
+    decoded = _decode(part, offset, line).rstrip("\r\n")
+    try:
+        record = json.loads(decoded, parse_int=number)
+    except JSONDecodeError as error:
+        snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
+        why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
+        fix = f"repair the line: sed -n {_line_number(part, offset)}p {part.path}"
+        raise fault(part, offset, "DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
+    except RecursionError as error:
+        fix = "flatten the record or leave it out"
+        raise fault(part, offset, "DATA007", "is nested too deeply to be read", fix) from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise fault(part, offset, "DATA004", str(error).partition(";")[0].lower(), "shorten the number") from error
+    if not isinstance(record, dict):
+        kind = _KINDS.get(type(record), "a number")
+        raise fault(part, offset, "DATA005", f"is {kind}, not an object", f"a line is an object such as {example}")
+    return record
 
 
 def _decode(part: Part, offset: int, data: bytes) -> str:
@@ -190,7 +220,7 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
         place = f"byte {start - line_start + 1}"
         what = f"{place}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
         fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
-        raise _fault(part, line_start, "DATA006", what, fix) from error
+        raise fault(part, line_start, "DATA006", what, fix) from error
 
 
 def _starts_with_bom(part: Part) -> bool:
@@ -208,11 +238,12 @@ def _line_number(part: Part, offset: int) -> int:
     return number
 
 
-def _fault(part: Part, offset: int, code: str, what: str, fix: str) -> DataError:
+def fault(part: Part, offset: int, code: str, what: str, fix: str) -> DataError:
     """``what`` is wrong with the line that holds byte ``offset``."""
-    return DataError(Problem(code, f"{part.name}:{_line_number(part, offset)} {what}", str(part.path), fix))
+    where = str(part.source.original)
+    return DataError(Problem(code, f"{part.name}:{_line_number(part, offset)} {what}", where, fix))
 
 
 def _too_long(part: Part, offset: int) -> DataError:
     what, fix = f"exceeds {LINE_BYTES // 2**20} MiB", "break the line up, or leave it out"
-    return _fault(part, offset, "DATA007", what, fix)
+    return fault(part, offset, "DATA007", what, fix)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -18,8 +18,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardwise.data import tokens
+from shardwise.data import binary, bins, tokens
+from shardwise.data.chat import Encoded
 from shardwise.data.read import Part, pieces
+from shardwise.data.samples import Rules, encode
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, MissingInputError, Problem
 
@@ -29,23 +31,28 @@ SHARD_TOKENS = 2**27
 @dataclass(frozen=True)
 class Job:
     """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while
-    reading."""
+    reading. ``rules``: records become samples for supervised fine-tuning; None: text becomes documents."""
 
     tokenizer_directory: Path
     text_key: str
     share: float
     splits: tuple[str, str]
+    rules: Rules | None = None
 
 
 @dataclass(frozen=True)
 class Run:
     """What a unit adds to one split: ids, and for each document closed in it the (tokens, bytes of text) up to its
-    end, from the unit's start. ``text_bytes`` counts the text of documents left open too."""
+    end, from the unit's start. ``text_bytes`` counts the text of documents left open too. Of samples also ``masks``,
+    beside ids, a hash of each, and what became of the records."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.uint64]
     text_bytes: int
     empty: int
+    masks: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    hashes: tuple[int, ...] = ()
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
@@ -54,6 +61,14 @@ def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
     tokenizer = _tokenizer(job.tokenizer_directory)
     try:
         for part in unit:
+            if job.rules is not None:
+                counts = gathered[job.splits[0]].counts
+                for held_out, sample in encode(part, job.tokenizer_directory, job.rules, job.share, counts):
+                    gathered[job.splits[int(held_out)]].add(sample)
+                continue
+            if part.source.kind == "ids":
+                gathered[job.splits[0]].add_ids(*binary.documents(part, tokenizer.eot_id, tokenizer.vocab_size))
+                continue
             opened = part.continues
             for piece in pieces(part, job.text_key, job.share):
                 target = gathered[job.splits[int(piece.held_out)]]
@@ -78,6 +93,26 @@ class _Gathered:
         self.documents: list[tuple[int, int]] = []
         self.text_bytes = 0
         self.empty = 0
+        self.parts: list[NDArray[np.int64]] = []
+        self.before = 0
+        self.masks: list[NDArray[np.uint8]] = []
+        self.hashes: list[int] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(self, sample: Encoded) -> None:
+        """One sample for supervised fine-tuning."""
+        self._take(sample.ids)
+        self.masks.append(sample.supervised)
+        self.text_bytes += sample.text_bytes
+        self.documents.append((self.before, self.text_bytes))
+        self.hashes.append(xxhash.xxh3_64_intdigest(sample.ids.tobytes()))
+
+    def add_ids(self, ids: NDArray[np.int64], ends: NDArray[np.int64], empty: int) -> None:
+        """Documents that are tokens already; of their text nothing is known."""
+        self._take(np.empty(0, dtype=np.int64))
+        self.documents += [(self.before + end, self.text_bytes) for end in ends.tolist()]
+        self._take(ids)
+        self.empty += empty
 
     def close(self, eot_id: int | None) -> None:
         """End a document; None: nothing was in it, so there is none."""
@@ -85,11 +120,19 @@ class _Gathered:
             self.empty += 1
         else:
             self.ids.append(eot_id)
-            self.documents.append((len(self.ids), self.text_bytes))
+            self.documents.append((self.before + len(self.ids), self.text_bytes))
+
+    def _take(self, ids: NDArray[np.int64]) -> None:
+        """``ids`` after those in the list, without making numbers of Python's of them."""
+        self.parts += [np.array(self.ids, dtype=np.int64), ids]
+        self.before += len(self.ids) + len(ids)
+        self.ids = []
 
     def run(self) -> Run:
         documents = np.array(self.documents, dtype=np.uint64).reshape(-1, 2)
-        return Run(np.array(self.ids, dtype=np.int64), documents, self.text_bytes, self.empty)
+        masks = np.concatenate([np.empty(0, dtype=np.uint8), *self.masks])
+        ids = np.concatenate([*self.parts, np.array(self.ids, dtype=np.int64)])
+        return Run(ids, documents, self.text_bytes, self.empty, masks, tuple(self.hashes), self.counts)
 
 
 @cache
@@ -141,35 +184,59 @@ class SplitWriter:
         (directory / name).mkdir()
         self.boundaries = _File(directory, f"{name}/documents.bin")
         self.tokens = self.documents = self.text_bytes = self.empty = 0
+        self.masks: list[_File] = []
+        self.supervised_tokens = 0
+        self.hashes: set[int] = set()
+        self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for part in (*self.shards, self.boundaries):
+        for part in (*self.shards, *self.masks, self.boundaries):
             part.file.close()
 
     def add(self, run: Run) -> None:
         documents = run.documents + np.array([self.tokens, self.text_bytes], dtype=np.uint64)
         self.boundaries.write(documents.astype("<u8").tobytes())
-        ids = run.ids
+        ids, masks = run.ids, run.masks
         while ids.size:
             room = -self.tokens % SHARD_TOKENS
             if room == 0:
                 self.shards.append(_File(self.directory, f"{self.name}/tokens-{len(self.shards):05}.bin"))
+                if masks.size:
+                    self.masks.append(_File(self.directory, f"{self.name}/mask-{len(self.masks):05}.bin"))
                 room = SHARD_TOKENS
             taken, ids = ids[:room], ids[room:]
             self.shards[-1].write(taken.astype(self.dtype).tobytes(), int(taken.max()))
+            if masks.size:
+                self.masks[-1].write(masks[:room].tobytes())
+                masks = masks[room:]
             self.tokens += taken.size
+        self.supervised_tokens += int(run.masks.sum())
+        self.hashes.update(run.hashes)
+        self.counts.update(run.counts)
         self.documents += len(documents)
         self.text_bytes += run.text_bytes
         self.empty += run.empty
 
-    def close(self) -> Split:
+    def close(self, rules: Rules | None = None) -> Split:
+        """Finish the files; with ``rules``, pack the samples into windows."""
         shards = tuple(shard.close() for shard in self.shards)
         boundaries = self.boundaries.close()
         counts = self.tokens, self.documents, self.text_bytes
-        return Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries)
+        if rules is None or not self.documents:
+            return Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries)
+        masks = tuple(mask.close() for mask in self.masks)
+        ends = np.fromfile(self.directory / boundaries.name, dtype="<u8").reshape(-1, 2)[:, 0].astype(np.int64)
+        lengths = np.diff(ends, prepend=0)
+        windows = bins.pack(lengths, rules.seq_len) if rules.packing else np.arange(len(lengths))
+        order = np.argsort(windows, kind="stable")
+        packs = _File(self.directory, f"{self.name}/packs.bin")
+        packs.write(np.stack([windows[order], order], axis=1).astype("<u8").tobytes())
+        made = int(windows.max()) + 1
+        split = Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries)
+        return replace(split, masks=masks, packs=packs.close(), windows=made, supervised_tokens=self.supervised_tokens)
 
 
 class _File:

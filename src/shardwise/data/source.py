@@ -1,5 +1,5 @@
-"""Where the text comes from: files, directories, globs, jsonl, and ``stdlib``, the Python standard library's own
-sources.
+"""Where the text comes from: files, directories, globs, jsonl, and two names: ``stdlib``, the Python standard library's
+own sources, and ``python-chat``, conversations about Python that ship with the package.
 
 Sources are found here and read in ``read``. Names are relative to what the user named, so that the same files
 elsewhere are the same data. A text file is one document; a jsonl file has a document a line. Hidden files and
@@ -9,6 +9,7 @@ directories are passed over.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -20,24 +21,40 @@ from typing import Literal
 import xxhash
 
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.shipped import recipes_directory
 
-STDLIB = "stdlib"
+STDLIB, CHAT = "stdlib", "python-chat"
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _STDLIB_LEAST_BYTES = 2 * 2**20
 _JSONL = {".jsonl", ".ndjson"}
-_COMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+_COMPRESSED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".gz": "gunzip -k", ".zst": "zstd -d"}
+_TABLES = {".parquet", ".arrow"}
+_LARGEST_ID_BYTES = 8
+_AMBIGUOUS = {".json", ".csv", ".tsv"}
+"""Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes [start, stop) of one file. ``name`` is relative to what the user named, with forward slashes."""
+    """Bytes [start, stop) of one file. ``name`` is relative to what the user named, with forward slashes. ``other``
+    kinds are made into jsonl (``convert``) before they are read; ``origin`` is then what the user named. ``ids`` are
+    tokens already (``binary``). ``copy`` and
+    ``keep`` are for mixtures: this is the n-th reading in an epoch, of that share of the documents."""
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl"]
+    kind: Literal["text", "jsonl", "other", "ids"]
     start: int
     stop: int
+    origin: Path | None = None
+    copy: int = 0
+    keep: float = 1.0
+
+    @property
+    def original(self) -> Path:
+        """What the user named."""
+        return self.origin or self.path
 
 
 @dataclass(frozen=True)
@@ -49,13 +66,17 @@ class Sources:
     share: float
 
 
-def find(paths: str | Sequence[str]) -> list[Source]:
-    """The files behind ``paths`` in a fixed order, each once. Raises DATA001 where a path matches nothing."""
+def find(paths: str | Sequence[str], records: bool = False) -> list[Source]:
+    """The files behind ``paths`` in a fixed order, each once. ``records``: json and csv are not texts. Raises DATA001
+    where a path matches nothing."""
     names = [paths] if isinstance(paths, str) else list(paths)
     found: dict[Path, Source] = {}
     for name in names:
-        for source in _stdlib() if name == STDLIB else _find_one(name):
-            found.setdefault(source.path, source)
+        for source in _find_one(name):
+            if source.path.suffix == ".idx" and source.path.with_suffix(".bin").is_file():
+                continue  # it is read with its .bin
+            table = records and source.path.suffix in _AMBIGUOUS
+            found.setdefault(source.path, replace(source, kind="other") if table else source)
     if not found:
         fix = "data.path=stdlib, or a file or directory"
         raise MissingInputError(Problem("DATA001", "no data is named", _WHERE, fix))
@@ -66,12 +87,15 @@ def divide(sources: Sequence[Source], share: float) -> Sources:
     """Hold out ``share`` of ``sources`` for validation: text files by the hash of their name (the file of the lowest
     hash if chance takes none), a text file that stands alone by its last bytes, jsonl document by document when
     read."""
-    texts = [source for source in sources if source.kind == "text"]
+    texts = [source for source in sources if source.kind in ("text", "ids")]
     lines = [source for source in sources if source.kind == "jsonl"]
     if share == 0:
         return Sources(tuple(sources), (), 0.0)
     if len(texts) == 1 and not lines:
-        cut = _line_start(texts[0].path, int(texts[0].stop * (1 - share)))
+        cut = int(texts[0].stop * (1 - share))
+        cut = (
+            cut // _LARGEST_ID_BYTES * _LARGEST_ID_BYTES if texts[0].kind == "ids" else _line_start(texts[0].path, cut)
+        )
         head, tail = replace(texts[0], stop=cut), replace(texts[0], start=cut)
         return Sources((head,), (tail,) if tail.start < tail.stop else (), share)
     ranked = sorted(texts, key=lambda source: unit_hash(source.name))
@@ -81,6 +105,30 @@ def divide(sources: Sequence[Source], share: float) -> Sources:
         held -= {ranked[-1].path}
     train = tuple(source for source in sources if source.path not in held)
     return Sources(train, tuple(s for s in sources if s.path in held or s.kind == "jsonl"), share)
+
+
+def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source]) -> tuple[Source, ...]:
+    """``sources`` as often as the weight of the path that names them says: 2.5 is twice, and half of the documents a
+    third time, chosen by hash. Raises DATA012 for weights that mean nothing."""
+    shown = ", ".join(f"{name}: {weight:g}" for name, weight in zip(paths, weights, strict=False))
+    if len(weights) != len(paths):
+        what, fix = f"{len(weights)} weights for {len(paths)} paths", "one weight for each entry of data.path"
+        raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
+    if min(weights) < 0 or max(weights) == 0:
+        what = f"weights must be >= 0 and not all 0, got {shown}"
+        raise DataError(Problem("DATA012", what, "data.mixture_weights", "1 for each is every document once an epoch"))
+    by_path: dict[Path, float] = {}
+    for name, weight in zip(paths, weights, strict=True):
+        for found in _find_one(name):
+            by_path.setdefault(found.path, weight)
+    mixed = []
+    for source in sources:
+        weight = by_path[source.original]
+        for copy in range(math.ceil(weight)):
+            keep = min(1.0, weight - copy)
+            if source.kind == "jsonl" or unit_hash(f"keep:{source.name}") < keep:
+                mixed.append(replace(source, copy=copy, keep=keep))
+    return tuple(mixed)
 
 
 def unit_hash(name: str) -> float:
@@ -98,7 +146,11 @@ def _line_start(path: Path, at: int) -> int:
 
 
 def _find_one(name: str) -> Iterator[Source]:
-    path = Path(name).expanduser()
+    if name == STDLIB:
+        yield from _stdlib()
+        return
+    shipped = recipes_directory() / "data" / f"{name}.jsonl"
+    path = shipped if name == CHAT else Path(name).expanduser()
     if path.is_file():
         yield _source(path, path.name)
     elif path.is_dir():
@@ -136,9 +188,10 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 
 
 def _source(path: Path, name: str) -> Source:
-    if path.suffix in _COMPRESSED:
+    lines = path.suffix in (".gz", ".zst") and Path(path.stem).suffix in _JSONL
+    if path.suffix in _COMPRESSED and not lines:
         fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
-        what = f"{path.name} is compressed; text and jsonl are read as they are"
+        what = f"{path.name} is compressed; of compressed files, .jsonl.gz and .jsonl.zst are read"
         raise DataError(Problem("DATA008", what, str(path), fix))
     try:
         size = path.stat().st_size
@@ -146,7 +199,9 @@ def _source(path: Path, name: str) -> Source:
     except OSError as error:
         fix = f"chmod +r {path}"
         raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
-    return Source(path.resolve(), name, "jsonl" if path.suffix in _JSONL else "text", 0, size)
+    kind: Literal["text", "jsonl", "other", "ids"] = "other" if lines or path.suffix in _TABLES else "text"
+    kind = "ids" if path.suffix == ".bin" else kind
+    return Source(path.resolve(), name, "jsonl" if path.suffix in _JSONL else kind, 0, size)
 
 
 def _nothing(name: str, what: str) -> MissingInputError:

@@ -5,13 +5,18 @@
             train/tokens-00000.bin   token ids, little-endian uint16 or uint32; all but the last of one length
             train/documents.bin      [documents, 2] little-endian uint64: tokens, bytes of text up to its end
             validation/...
+
+and for supervised fine-tuning, where a document is a sample:
+
+            train/mask-00000.bin     uint8 beside each token: 1 where it is learnt
+            train/packs.bin          [documents, 2] little-endian uint64: window, sample; ordered by both
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,7 +48,9 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Split:
-    """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents."""
+    """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents; of samples for
+    supervised fine-tuning, of what is learnt; ``masks``, ``packs``, ``windows`` and ``supervised_tokens`` are theirs
+    alone."""
 
     tokens: int
     documents: int
@@ -52,13 +59,17 @@ class Split:
     shard_tokens: int
     shards: tuple[FileSum, ...]
     document_file: FileSum
+    masks: tuple[FileSum, ...] = ()
+    packs: FileSum | None = None
+    windows: int = 0
+    supervised_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and
     contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are
-    for people to read."""
+    for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records on the way."""
 
     fingerprint: str
     tokenizer_hash: str
@@ -70,6 +81,8 @@ class Manifest:
     settings: dict[str, Any]
     empty_documents: int = 0
     format: int = FORMAT
+    counts: dict[str, int] = field(default_factory=dict)
+    seq_len: int | None = None
 
 
 def checksum(path: Path) -> str:
@@ -133,18 +146,53 @@ class TokenStore:
         """Tokens [start, min(stop, tokens)), across shards. Raises DATA009 for an id that the tokenizer does not
         have."""
         length = self.split.shard_tokens
-        stop = min(stop, self.split.tokens)
-        parts = []
-        for index in range(start // length, -(-stop // length)):
-            first = index * length
-            parts.append(self._shards[index][max(start - first, 0) : stop - first].astype(np.int64))
-        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        tokens = self._read(self._shards, start, stop)
         if tokens.size and int(tokens.max()) >= self.vocab_size:
             at = start + int(np.argmax(tokens >= self.vocab_size))
             name = self.directory / self.split.shards[at // length].name
             what = f"{name.name}: id {int(tokens.max())} at token {at % length:,} >= vocab {self.vocab_size}"
             raise DataError(Problem("DATA009", what, str(name), _REDO))
         return tokens
+
+    def read_mask(self, start: int, stop: int) -> NDArray[np.int64]:
+        """1 where the token is learnt, else 0, for tokens [start, stop) of samples."""
+        return self._read(self._masks, start, stop)
+
+    def _read(self, shards: list[NDArray[Any]], start: int, stop: int) -> NDArray[np.int64]:
+        length = self.split.shard_tokens
+        stop = min(stop, self.split.tokens)
+        parts = []
+        for index in range(start // length, -(-stop // length)):
+            first = index * length
+            parts.append(shards[index][max(start - first, 0) : stop - first].astype(np.int64))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def sample(self, index: int) -> tuple[int, int, int]:
+        """First token, end, and bytes of learnt text of one sample."""
+        rows = self._documents[max(index - 1, 0) : index + 1].astype(np.int64)
+        begin, bytes_before = rows[0].tolist() if index else (0, 0)
+        end, text_bytes = rows[-1].tolist()
+        return begin, end, text_bytes - bytes_before
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document or sample."""
+        ends = self._documents[:, 0].astype(np.int64)
+        return ends - np.concatenate(([0], ends[:-1]))
+
+    def window(self, number: int) -> list[int]:
+        """The samples that lie in one window."""
+        first, last = np.searchsorted(self._packs[:, 0], np.array([number, number + 1], dtype=np.uint64))
+        found: list[int] = self._packs[first:last, 1].tolist()
+        return found
+
+    @cached_property
+    def _packs(self) -> NDArray[np.uint64]:
+        assert self.split.packs is not None
+        return np.memmap(self.directory / self.split.packs.name, dtype="<u8", mode="r").reshape(-1, 2)
+
+    @cached_property
+    def _masks(self) -> list[NDArray[Any]]:
+        return [np.memmap(self.directory / file.name, dtype=np.uint8, mode="r") for file in self.split.masks]
 
     @cached_property
     def _shards(self) -> list[NDArray[Any]]:
@@ -206,7 +254,9 @@ class Prepared:
         """Every file but the manifest."""
         yield from self.manifest.tokenizer_files
         for split in self.manifest.splits.values():
-            yield from (*split.shards, split.document_file)
+            yield from (*split.shards, split.document_file, *split.masks)
+            if split.packs is not None:
+                yield split.packs
 
     def verify(self) -> None:
         """Read everything and compare checksums. Raises DATA013 naming the first file that differs."""
@@ -230,8 +280,9 @@ def load(directory: Path, verify: bool | None = None) -> Prepared:
         what = f"{directory} is not prepared data: it has no {MANIFEST}"
         raise MissingInputError(Problem("DATA001", what, str(directory), "shardwise data prepare makes it"))
     prepared = Prepared(directory, _read_manifest(path))
-    splits = prepared.manifest.splits.values()
+    splits = list(prepared.manifest.splits.values())
     widths = {file.name: np.dtype(split.dtype).itemsize for split in splits for file in split.shards}
+    widths |= {file.name: 1 for split in splits for file in split.masks}
     for file in prepared.files():
         _check_size(directory / file.name, file, widths.get(file.name, 16 if file.name.endswith(".bin") else 1))
     if verify is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.order import Order
-from shardwise.data.pack import Windows
+from shardwise.data.pack import Packs, Windows
 from shardwise.errors import DataError, Problem
 
 
@@ -56,9 +56,11 @@ class EvaluationBatch:
     text_bytes: float
 
 
-def check_size(windows: Windows, global_batch_size: int, repeat: bool = False) -> None:
+def check_size(windows: Windows | Packs, global_batch_size: int, repeat: bool = False) -> None:
     """Raises DATA003 when the text does not fill one global batch; with ``repeat``, when it has no pair of tokens to
-    learn from."""
+    learn from. Packed samples are counted in windows."""
+    if isinstance(windows, Packs):
+        return _check_packs(windows, global_batch_size, repeat)
     tokens, needed = windows.store.tokens, global_batch_size * windows.seq_len
     if tokens > needed or (repeat and len(windows)):
         return
@@ -76,13 +78,25 @@ def check_size(windows: Windows, global_batch_size: int, repeat: bool = False) -
     raise DataError(Problem("DATA003", what, "data.path", ", or ".join([*choices, "more data"])))
 
 
-def steps_per_epochs(windows: Windows, global_batch_size: int, epochs: float) -> int:
+def _check_packs(windows: Packs, global_batch_size: int, repeat: bool) -> None:
+    if len(windows) >= global_batch_size or repeat:
+        return
+    documents = windows.store.split.documents
+    what = (
+        f"{documents:,} samples fill {len(windows):,} windows of {windows.seq_len:,} tokens, one global batch needs "
+        f"{global_batch_size}"
+    )
+    fix = f"train.global_batch_size={len(windows)}, or data.repeat=true, to read samples more than once in a step"
+    raise DataError(Problem("DATA003", what, "data.path", f"{fix}, or more data"))
+
+
+def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: float) -> int:
     """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next
     epoch."""
     return max(1, -(-int(len(windows) * epochs) // global_batch_size))
 
 
-def stream(windows: Windows, order: Order, share: Share, cursor: int = 0) -> Iterator[StepBatch]:
+def stream(windows: Windows | Packs, order: Order, share: Share, cursor: int = 0) -> Iterator[StepBatch]:
     """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing
     of that is state: a new stream at ``StepBatch.cursor`` goes on exactly there."""
     with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
@@ -93,7 +107,7 @@ def stream(windows: Windows, order: Order, share: Share, cursor: int = 0) -> Ite
             yield step
 
 
-def read_step(windows: Windows, order: Order, share: Share, cursor: int) -> StepBatch:
+def read_step(windows: Windows | Packs, order: Order, share: Share, cursor: int) -> StepBatch:
     """The part of the step at ``cursor`` that ``share`` says: a pure function."""
     own = share.micro_batch_size * share.accumulation
     ids = order.samples(cursor + share.dp_rank * own, own).tolist()
@@ -105,7 +119,7 @@ def read_step(windows: Windows, order: Order, share: Share, cursor: int) -> Step
     return StepBatch(batches, ids, supervised, cursor + share.global_batch_size)
 
 
-def evaluation(windows: Windows, share: Share, limit: int | None = None) -> Iterator[EvaluationBatch]:
+def evaluation(windows: Windows | Packs, share: Share, limit: int | None = None) -> Iterator[EvaluationBatch]:
     """The first ``limit`` windows (all, if None) in order, in equally many batches on every rank: missing rows are
     padding in which nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is
     not used."""

@@ -25,8 +25,8 @@ EOT = "<|endoftext|>"
 TRAINED_VERSION = 1
 """Of the algorithm below: equal texts, sizes and versions give equal tokenizers."""
 FILES = ("tokenizer.json", "tokenizer_config.json")
-_KEPT = (*FILES, "special_tokens_map.json", "chat_template.jinja")
-_WANTED = (*_KEPT, "tokenizer.model", "vocab.*", "merges.txt", "config.json")
+KEPT = (*FILES, "special_tokens_map.json", "chat_template.jinja")
+_WANTED = (*KEPT, "tokenizer.model", "vocab.*", "merges.txt", "config.json")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,7 +55,7 @@ class Tokenizer:
 
     def copy_to(self, directory: Path) -> None:
         """Put the tokenizer's files into ``directory``, where transformers' AutoTokenizer finds them."""
-        for name in _KEPT:
+        for name in KEPT:
             if (self.directory / name).is_file():
                 shutil.copyfile(self.directory / name, directory / name)
 

@@ -31,8 +31,13 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
         steps.append(("logits", logits * compute, ()))
         if narrow:
             steps.append(("widened", logits * wide, ()))
-        steps.append(("log_probabilities", logits * wide, ()))
-        steps.append(("", 0, ("widened", "logits") if narrow else ("logits",)))
+        if sheet.capped:  # capped in place in the wide type, and needed until the slope is made
+            steps.append(("", 0, ("logits",) if narrow else ()))
+            steps.append(("log_probabilities", logits * wide, ()))
+            steps.append(("", 0, ("widened",) if narrow else ("logits",)))
+        else:
+            steps.append(("log_probabilities", logits * wide, ()))
+            steps.append(("", 0, ("widened", "logits") if narrow else ("logits",)))
         if narrow:
             steps.append(("slope", logits * compute, ()))
         if want_weight and chunks == 1:

@@ -21,6 +21,16 @@ def _log_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.log_softmax(hidden @ weight.mT, -1, dtype=accumulation_dtype(hidden.dtype))
 
 
+def _capped(hidden: Tensor, weight: Tensor, soft_cap: float) -> Tensor:
+    """Logits [n,V] in fp32 (fp64), as cap * tanh(logits / cap)."""
+    return (hidden @ weight.mT).to(accumulation_dtype(hidden.dtype)).div_(soft_cap).tanh_().mul_(soft_cap)
+
+
+def _capped_slope(capped: Tensor, soft_cap: float) -> Tensor:
+    """The derivative of :func:`_capped` by the logits, 1 - tanh^2, in the place of its result."""
+    return capped.div_(soft_cap).square_().neg_().add_(1.0)
+
+
 def _pick(logs: Tensor, labels: Tensor) -> Tensor:
     """Losses [n], 0 where the label is ignored."""
     picked = logs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
@@ -40,7 +50,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     fp32 (several; fp64 for fp64)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None
+    ) -> Tensor:
         wide = accumulation_dtype(hidden.dtype)
         cast = weight.to(hidden.dtype)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -50,9 +62,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], chunk_tokens):
             tokens = slice(start, start + chunk_tokens)
-            logs = _log_probabilities(hidden[tokens], cast)
+            capped = None if soft_cap is None else _capped(hidden[tokens], cast, soft_cap)
+            logs = _log_probabilities(hidden[tokens], cast) if capped is None else torch.log_softmax(capped, -1)
             total += _pick(logs, labels[tokens]).sum()
-            slope = _logit_gradient(logs, labels[tokens]).to(hidden.dtype)
+            slope = _logit_gradient(logs, labels[tokens])
+            if capped is not None and soft_cap is not None:
+                slope = slope.mul_(_capped_slope(capped, soft_cap))
+            del capped
+            slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, cast, out=grad_hidden[tokens])
             if grad_weight is not None and slope.dtype == wide:
@@ -67,29 +84,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden.mul_(grad)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None = None
+) -> Tensor:
     """The sum of the token losses, a scalar in fp32 (fp64 for fp64).
 
     hidden [..,d], weight [V,d] (cast to hidden's dtype), labels int64 [..] with -100 where nothing is to be learned.
+    ``soft_cap`` is the model's final one: logits become cap * tanh(logits / cap).
     """
     if not torch.is_grad_enabled():
-        return token_losses(hidden, weight, labels, chunk_tokens).sum()
+        return token_losses(hidden, weight, labels, chunk_tokens, soft_cap).sum()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), chunk_tokens)
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), chunk_tokens, soft_cap)
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+def token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None = None
+) -> Tensor:
     """The loss of each token, shaped as ``labels``, 0 where ignored; without gradients, for evaluation."""
     cast = weight.to(hidden.dtype)
+
+    def logs(h: Tensor) -> Tensor:
+        return _log_probabilities(h, cast) if soft_cap is None else _capped(h, cast, soft_cap).log_softmax(-1)
+
     chunks = zip(hidden.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens), strict=True)
-    return torch.cat([_pick(_log_probabilities(h, cast), y) for h, y in chunks]).view_as(labels)
+    return torch.cat([_pick(logs(h), y) for h, y in chunks]).view_as(labels)

@@ -19,7 +19,8 @@ def loss(model: Decoder, batch: MicroBatch, chunk_tokens: int, denominator: Tens
     """Sum of the token losses over ``denominator``, which is the supervised tokens of the whole optimizer step."""
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, batch.labels, chunk_tokens) / denominator
+        cap = model.spec.final_soft_cap
+        return linear_cross_entropy(hidden, weight, batch.labels, chunk_tokens, cap) / denominator
 
     return model(batch.ids, batch.positions, mask(batch), finish)
 
@@ -28,6 +29,6 @@ def evaluate(model: Decoder, batch: MicroBatch, chunk_tokens: int) -> Tensor:
     """The loss of each token [b,s] in nats, 0 where there is no label; without gradients."""
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        return token_losses(hidden, weight, batch.labels, chunk_tokens)
+        return token_losses(hidden, weight, batch.labels, chunk_tokens, model.spec.final_soft_cap)
 
     return model(batch.ids, batch.positions, mask(batch), finish)

@@ -1,0 +1,132 @@
+"""``shardwise data preview``: what the model will see and what it is to learn, before a run is paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from shardwise.cli.options import recipe_or_quickstart, sort_words
+from shardwise.cli.show import coloured, on_terminal, print_json, say, visible
+from shardwise.data import tokens
+from shardwise.models.resolve import data_of
+from shardwise.spec.load import load_recipe
+from shardwise.spec.recipe import Recipe
+
+if TYPE_CHECKING:
+    from shardwise.data.store import Prepared, TokenStore
+
+_BARS = 8
+_BAR_WIDTH = 32
+LEFT_OUT = {
+    "divided": "samples more than conversations, where the template renders earlier turns otherwise",
+    "truncated": "samples cut at train.seq_len",
+    "dropped": "samples left out: longer than train.seq_len, or with nothing to learn before it",
+    "bad": "records left out (data.on_bad_sample: skip)",
+    "disarmed": "strings of special tokens in the data, encoded as plain text",
+}
+
+
+@dataclass
+class Options:
+    """Show samples with what is learnt in them, the share learnt, lengths, and how well windows are filled."""
+
+    words: Annotated[
+        list[str], Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
+    ] = field(default_factory=list)
+    samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3
+    split: Annotated[str, Option("--split", help="train or validation.")] = "train"
+    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+
+
+def run(options: Options) -> None:
+    """Prepare what is not prepared, and show it."""
+    from shardwise.data.prepare import prepare
+
+    words = sort_words(options.words)
+    recipe = load_recipe(recipe_or_quickstart(words.path, words.overrides), words.overrides)
+    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
+    store = prepared.validation if options.split == "validation" else prepared.train
+    if store is None:
+        say("nothing is held out")
+        return
+    facts = measure(prepared, store, recipe)
+    tokenizer = tokens.open_directory(prepared.tokenizer_directory)
+    shown = [runs(store, tokenizer, index) for index in range(min(options.samples, store.split.documents))]
+    if options.json:
+        named = [[{"text": text, "supervised": learnt} for text, learnt in sample] for sample in shown]
+        print_json({**facts, "samples": named})
+        return
+    for index, sample in enumerate(shown):
+        say(f"sample {index}, {int(store.lengths()[index]):,} tokens")
+        say("".join(mark(visible(text)) if learnt else visible(text) for text, learnt in sample) + "\n")
+    say("\n".join(table(facts)))
+
+
+def mark(text: str) -> str:
+    """What is learnt: green on a terminal, in « » elsewhere."""
+    return coloured(text, "green") if on_terminal() else f"«{text}»"
+
+
+def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int) -> list[tuple[str, bool]]:
+    """The text of one sample (of a long document its first 400 tokens), cut where what is learnt begins and ends."""
+    begin, end, _ = store.sample(index)
+    ids = store.read(begin, end)
+    packed = store.split.packs is not None
+    if not packed:
+        ids = ids[:400]
+    learnt = store.read_mask(begin, end).tolist() if packed else [1] * len(ids)
+    found = []
+    for supervised, group in groupby(zip(ids.tolist(), learnt, strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.backend.decode([id_ for id_, _ in group], skip_special_tokens=False)
+        found.append((text, bool(supervised)))
+    return found
+
+
+def measure(prepared: Prepared, store: TokenStore, recipe: Recipe) -> dict[str, Any]:
+    """The figures: tokens, share supervised, lengths, and how full the windows are."""
+    import numpy as np
+
+    from shardwise.data.pack import open_windows
+
+    lengths = store.lengths()
+    windows = len(open_windows(store, recipe.train.seq_len, recipe.data.mask_documents))
+    packed = store.split.packs is not None
+    supervised = store.split.supervised_tokens if packed else store.split.tokens
+    counts, edges = np.histogram(lengths, bins=_BARS, range=(0, int(lengths.max(initial=1))))
+    return {
+        "samples_in_all": len(lengths),
+        "tokens": store.split.tokens,
+        "supervised_tokens": supervised,
+        "supervised_share": supervised / max(store.split.tokens, 1),
+        "lengths": {"least": int(lengths.min()), "median": float(np.median(lengths)), "most": int(lengths.max())},
+        "histogram": [[round(float(edge)), int(count)] for edge, count in zip(edges[1:], counts, strict=True)],
+        "windows": windows,
+        "filled": store.split.tokens / (windows * recipe.train.seq_len) if windows else 0.0,
+        "counts": prepared.manifest.counts,
+    }
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    """The figures as lines."""
+    lengths, most = facts["lengths"], max((count for _, count in facts["histogram"]), default=1)
+    lines = [
+        f"samples     {facts['samples_in_all']:,}, {facts['tokens']:,} tokens",
+        f"learnt      {facts['supervised_tokens']:,} tokens, {facts['supervised_share']:.1%}",
+        f"windows     {facts['windows']:,}, {facts['filled']:.1%} filled",
+        f"lengths     {lengths['least']:,} to {lengths['most']:,} tokens, median {lengths['median']:,.0f}",
+    ]
+    for edge, count in facts["histogram"]:
+        lines.append(f"  <= {edge:>8,} {count:>9,} {'#' * round(_BAR_WIDTH * count / max(most, 1))}")
+    return lines + report(facts["counts"])
+
+
+def report(counts: dict[str, int]) -> list[str]:
+    """What became of records on the way, a line each, and the warning of what is in both splits."""
+    lines = [f"{name:<11} {counts[name]:,} {words}" for name, words in LEFT_OUT.items() if counts.get(name)]
+    if counts.get("in_both"):
+        lines.append(f"warning[DATA011]: {counts['in_both']:,} samples are in both train and validation")
+    return lines

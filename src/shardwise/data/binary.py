@@ -1,0 +1,94 @@
+"""Token ids that others prepared: Megatron's ``.bin`` with its ``.idx``, and nanoGPT's ``.bin`` (bare uint16).
+
+The ids are taken as they are. A document ends where the ``.idx`` says, or at the end-of-text; one that does not end
+with the end-of-text gets it, and empty ones are left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.read import Part
+from shardwise.errors import DataError, Problem
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def index_of(path: Path) -> Path | None:
+    """The ``.idx`` beside a ``.bin``, where there is one."""
+    index = path.with_suffix(".idx")
+    return index if index.is_file() else None
+
+
+def _fault(path: Path, what: str) -> DataError:
+    return DataError(Problem("DATA010", f"{path.name}: {what}", str(path), "copy the file again, or name another"))
+
+
+def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]:
+    """The type of the ids and, from an index, the ends of documents in tokens. Raises DATA010."""
+    size = path.stat().st_size
+    index = index_of(path)
+    if index is None:
+        if size % 2:
+            raise _fault(path, f"size {size:,} is not a multiple of 2 (uint16)")
+        return np.dtype("<u2"), None
+    raw = index.read_bytes()
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise _fault(index, f"it does not begin as an index of Megatron's does, but with {raw[:9]!r}")
+    _, version, code, sequences, documents = _HEADER.unpack_from(raw)
+    if version != 1 or code not in _TYPES:
+        raise _fault(index, f"version {version} with data type {code}; read are version 1 and whole numbers")
+    expected = _HEADER.size + 12 * sequences + 8 * documents
+    if len(raw) != expected or not documents:
+        raise _fault(index, f"size {len(raw):,} should be {expected:,} for {sequences:,} sequences")
+    dtype = np.dtype(_TYPES[code])
+    if size % dtype.itemsize:
+        raise _fault(path, f"size {size:,} is not a multiple of {dtype.itemsize} ({dtype.name})")
+    pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
+    firsts = np.frombuffer(raw, "<i8", documents, _HEADER.size + 12 * sequences)
+    starts = np.append(pointers, size) // dtype.itemsize
+    if firsts.min() < 0 or firsts.max() > sequences or starts.max() * dtype.itemsize > size:
+        raise _fault(index, f"it points outside of {path.name}")
+    return dtype, starts[firsts[1:]]
+
+
+def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """The ids of one part, the ends in them of the documents that close there (end-of-text included), and how many
+    documents were empty. Raises DATA009 for an id that the tokenizer does not have."""
+    dtype, ends = _layout(part.path)
+    first, stop = part.start // dtype.itemsize, part.stop // dtype.itemsize
+    before = max(first - 1, part.source.start // dtype.itemsize)
+    read = np.fromfile(part.path, dtype, stop - before, offset=before * dtype.itemsize).astype(np.int64)
+    wrong = (read < 0) | (read >= vocab_size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        what = f"{part.name}: id {read[at]} at token {before + at:,} >= vocab {vocab_size}"
+        raise DataError(Problem("DATA009", what, str(part.path), "data.tokenizer.path=<the tokenizer of these ids>"))
+    ids = read[first - before :]
+    closes = ids == eot_id
+    if ends is not None:
+        inside = ends[(ends > first) & (ends <= stop)] - first - 1
+        closes = np.zeros(len(ids), dtype=bool)
+        closes[inside] = True
+    last = part.stop == part.source.stop and len(ids) > 0
+    if last:
+        closes[-1] = True
+    missing = closes & (ids != eot_id)
+    # An end-of-text that follows a document's end, or the beginning of all, closes nothing.
+    previous_closes = np.concatenate([[first == before or _closed(read[0], first, ends, eot_id)], closes[:-1]])
+    hollow = closes & ~missing & previous_closes
+    ids = np.insert(ids, np.flatnonzero(missing) + 1, eot_id)
+    keep = np.insert(~hollow, np.flatnonzero(missing) + 1, True)
+    marks = np.insert(closes & ~missing, np.flatnonzero(missing) + 1, True)
+    return ids[keep], np.flatnonzero(marks[keep]) + 1, int(hollow.sum())
+
+
+def _closed(previous: int, first: int, ends: NDArray[np.int64] | None, eot_id: int) -> bool:
+    """Whether a document ends right before token ``first``."""
+    return bool(previous == eot_id) if ends is None else bool((ends == first).any())

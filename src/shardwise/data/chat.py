@@ -1,0 +1,319 @@
+"""Conversations as token ids, and which of them are learnt.
+
+A turn of the assistant is learnt from where generation would begin (the template rendered up to there, with its
+generation prompt) to the token that ends it: what the model is to write, no more and no less. Templates that mark this
+themselves with ``{% generation %}`` are taken at their word. Some templates render earlier turns otherwise once others
+follow (Qwen 3 drops their reasoning, Mistral moves the system prompt): then one conversation becomes several samples,
+each of them what the model will see when it writes that turn, and every turn is learnt once.
+
+Text of the data never becomes a special token. While a template renders, each special token that stands in the data is
+replaced by a private character that no tokenizer knows, and what the template itself writes by another that stands for
+the token; so both can be told apart in one pass of the tokenizer, which therefore cuts the text as transformers would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.formats import Conversation, Fault, Segment
+from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template, special_tokens
+from shardwise.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as Backend
+
+_ALIAS, _GUARD, _RESERVED_END = 0x100000, 0x108000, 0x10FFFD
+_RESERVED = re.compile(f"[{chr(_ALIAS)}-{chr(_RESERVED_END)}]")
+_ENDING = re.compile(f"[{chr(_ALIAS)}-{chr(_GUARD - 1)}\\s]*\\Z")
+_GROUP = re.compile(f"\\s*[{chr(_ALIAS)}-{chr(_GUARD - 1)}]+")
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A sample as text, special tokens as private characters, and the [start, stop) of characters that are learnt.
+    ``end``: where the last learnt turn ends."""
+
+    text: str
+    spans: Spans
+    end: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample: ids, which of them are learnt, and the bytes of text behind those."""
+
+    ids: NDArray[np.int64]
+    supervised: NDArray[np.uint8]
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model is given to answer: ids that end where its turn begins. The turn is over at the id ``end``; where
+    the template ends turns with plain text, at the text ``closing``."""
+
+    ids: list[int]
+    end: int | None
+    closing: str
+
+
+class Encoder:
+    """Encodes with one tokenizer. ``specials`` in data are counted in ``disarmed``."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        """``tokenizer``: the directory with tokenizer.json."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        content = json.loads((tokenizer / "tokenizer.json").read_bytes())
+        added = [token for token in content["added_tokens"] if token["special"]]
+        # Nothing may be put around the text, and offsets must be those of whole tokens.
+        content.update(post_processor=None, truncation=None, padding=None)
+        self._backend: Backend = Backend.from_str(json.dumps(content))
+        self._backend.encode_special_tokens = True
+        flags = ("lstrip", "rstrip", "single_word")
+        aliases = [
+            AddedToken(chr(_ALIAS + i), normalized=False, special=False, **{flag: token[flag] for flag in flags})
+            for i, token in enumerate(added)
+        ]
+        self._backend.add_tokens(aliases)
+        largest = max(self._backend.get_vocab(with_added_tokens=True).values())
+        self._true_ids = np.arange(largest + 1)
+        for alias, token in zip(aliases, added, strict=True):
+            self._true_ids[self._backend.token_to_id(alias.content)] = token["id"]
+        texts = [token["content"] for token in added]
+        self._numbers = {text: i for i, text in enumerate(texts)}
+        self._texts = texts
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.disarmed = 0
+
+    def guard(self, value: Any) -> Any:
+        """``value`` of the data with special tokens in its texts disarmed."""
+        if isinstance(value, str):
+            if reserved := _RESERVED.search(value):
+                what = f"the private character U+{ord(reserved.group()):X} stands in it"
+                raise Fault("DATA006", what, "leave it out")
+            guarded, count = self._special.subn(lambda found: chr(_GUARD + self._numbers[found.group()]), value)
+            self.disarmed += count
+            return guarded
+        if isinstance(value, dict):
+            return {self.guard(key): self.guard(item) for key, item in value.items()}
+        return [self.guard(item) for item in value] if isinstance(value, list) else value
+
+    def alias(self, text: str) -> str:
+        """A rendered text with the template's special tokens as single characters."""
+        return self._special.sub(lambda found: chr(_ALIAS + self._numbers[found.group()]), text)
+
+    def eot(self, eot_id: int) -> str:
+        """What stands for the end-of-text in a rendered text."""
+        return self.alias(str(self._backend.id_to_token(eot_id)))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        """Ids and masks of samples. Raises Fault DATA006 for lone surrogates."""
+        opened = [self._disguise_no_more(sample) for sample in rendered]
+        for sample in opened:
+            try:
+                sample.text.encode()
+            except UnicodeEncodeError as error:
+                what = f"lone surrogate U+{ord(sample.text[error.start]):04X}"
+                raise Fault("DATA006", what, "write both halves of the character, or leave it out") from error
+        encodings = self._backend.encode_batch([sample.text for sample in opened], add_special_tokens=False)
+        return [self._mask(sample, encoding) for sample, encoding in zip(opened, encodings, strict=True)]
+
+    def _disguise_no_more(self, sample: Rendered) -> Rendered:
+        """The data's own text again, spans moved along."""
+        places = [match.start() for match in re.finditer(f"[{chr(_GUARD)}-{chr(_RESERVED_END)}]", sample.text)]
+        if not places:
+            return sample
+        grown = [len(self._texts[ord(sample.text[place]) - _GUARD]) - 1 for place in places]
+
+        def moved(at: int) -> int:
+            return at + sum(size for place, size in zip(places, grown, strict=True) if place < at)
+
+        pieces, last = [], 0
+        for place in places:
+            pieces += [sample.text[last:place], self._texts[ord(sample.text[place]) - _GUARD]]
+            last = place + 1
+        text = "".join([*pieces, sample.text[last:]])
+        return Rendered(text, [(moved(start), moved(stop)) for start, stop in sample.spans], moved(sample.end))
+
+    def _mask(self, sample: Rendered, encoding: Encoding) -> Encoded:
+        ids = np.array(encoding.ids, dtype=np.int64)
+        supervised = np.zeros(len(ids), dtype=np.uint8)
+        text_bytes = 0
+        for start, stop in sample.spans:
+            supervised[
+                _first_token(encoding, start, len(sample.text)) : _first_token(encoding, stop, len(sample.text))
+            ] = 1
+            text_bytes += len(_RESERVED.sub("", sample.text[start:stop]).encode())
+        return Encoded(self._true_ids[ids], supervised, text_bytes)
+
+
+def _first_token(encoding: Encoding, at: int, end: int) -> int:
+    """The first token that begins at character ``at`` or later. Asked of the tokenizer: a list of all offsets would
+    cost as much as the encoding."""
+    for character in range(at, end):
+        token = encoding.char_to_token(character)
+        if token is not None:
+            begin, _ = encoding.token_to_chars(token)
+            while begin < at:  # it lies across, or is one of several tokens of one character
+                token += 1
+                found = encoding.token_to_chars(token) if token < len(encoding.ids) else None
+                begin = at if found is None else found[0]
+            return int(token)
+    return len(encoding.ids)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Renders conversations with one template. ``end_of_turn``: the tokens that end a turn are learnt with it."""
+
+    template: Template
+    encoder: Encoder
+    end_of_turn: bool
+
+    def render(self, talk: Conversation) -> list[Rendered]:
+        """The samples of one conversation (see above). Raises Fault CHAT002 for what the template refuses and turns
+        without text, CHAT003 where the template does not show what the assistant's part is."""
+        messages = self.encoder.guard(talk.messages)
+        tools = self.encoder.guard(talk.tools)
+        if talk.trained is None:
+            text = self._text(messages, tools)
+            return [Rendered(text, [(0, len(text))], len(text))]
+        if self.template.marked:
+            return [self._marked(messages, tools, talk)]
+        samples: list[Rendered] = []
+        for k in (k for k, trained in enumerate(talk.trained) if trained):
+            whole, start = self._turn(messages, tools, k)
+            span = start, self._end(whole, start)
+            last = samples[-1] if samples else None
+            if last is not None and whole.startswith(last.text[: last.end]):
+                samples[-1] = Rendered(whole, [*last.spans, span], span[1])
+            else:
+                samples.append(Rendered(whole, [span], span[1]))
+        return samples
+
+    def ask(self, messages: list[dict[str, Any]]) -> Asked:
+        """The prompt for the turn that follows ``messages``, as it is learnt. Raises Fault CHAT002 where the template
+        refuses them, CHAT003 where it does not show where an answer begins."""
+        turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
+        whole, start = self._turn(turns, None, len(messages))
+        closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
+        given, ending = self.encoder.encode([Rendered(text, [], len(text)) for text in (whole[:start], closing)])
+        special = _RESERVED.match(closing) is not None
+        return Asked(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
+
+    def _text(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
+        return self.encoder.alias(_unmarked(self._raw(messages, tools, generate))[0])
+
+    def _raw(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
+        try:
+            return self.template.render(messages, tools, generate)
+        except RenderError as error:
+            what = f"cannot be rendered by the chat template: {error}"
+            fix = "repair the line, data.on_bad_sample=skip, or another data.chat_template"
+            raise Fault("CHAT002", what, fix) from error
+
+    def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, k: int) -> tuple[str, int]:
+        """The conversation up to and with turn ``k``, and where generation of that turn begins."""
+        whole = self._text(messages[: k + 1], tools)
+        prompt = self._text(messages[:k], tools, generate=True) if k else ""
+        before = self._text(messages[:k], tools) if k else ""
+        fits = bool(k) and whole.startswith(prompt)
+        if fits and prompt != before:
+            return whole, len(prompt)
+        # The template has no generation prompt, or one that its own history does not repeat: see where content goes.
+        probe = self._text([*messages[:k], {"role": messages[k]["role"], "content": PROBE}], tools)
+        head = probe.partition(PROBE)[0]
+        if head != probe and fits and not head[len(prompt) :].strip():
+            return whole, len(prompt)
+        if head != probe and whole.startswith(head):
+            if fits or whole.startswith(before):
+                return whole, len(head)
+            # Mistral's early templates lose the system prompt once there is an answer: keep what was asked.
+            closed = head.rstrip()
+            if prompt and prompt[-1] == closed[-1:] and _ENDING.fullmatch(prompt[-1]):
+                return prompt + whole[len(closed) :], len(prompt)
+        what = f"the chat template does not show where turn {k + 1} begins"
+        fix = "put {% generation %} and {% endgeneration %} around the assistant's part, in data.chat_template"
+        raise Fault("CHAT003", what, fix)
+
+    def _end(self, whole: str, start: int) -> int:
+        """Where the turn that begins at ``start`` and closes ``whole`` ends: after the special tokens that follow its
+        text at once. What comes later (a line end, an end of all) is not the turn's."""
+        tail = whole[start:]
+        ending = _ENDING.search(tail)
+        assert ending is not None  # it matches the empty text too
+        group = _GROUP.match(ending.group())
+        if group is None:
+            return start + len(tail.rstrip())
+        spaces = len(group.group()) - len(group.group().lstrip())
+        return start + ending.start() + (group.end() if self.end_of_turn else spaces)
+
+    def _marked(self, messages: list[dict[str, Any]], tools: list[Any] | None, talk: Conversation) -> Rendered:
+        assert talk.trained is not None
+        text, marks = _unmarked(self.encoder.alias(self._raw(messages, tools)))
+        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [talk.trained[k] for k in turns]
+        if not all(wanted):
+            if len(marks) != len(turns):
+                what = (
+                    f"the chat template marks {len(marks)} parts as the assistant's, and there are {len(turns)} turns"
+                )
+                raise Fault("CHAT003", what, "data.train_on=assistant, or a template that marks each turn once")
+            marks = [mark for mark, want in zip(marks, wanted, strict=True) if want]
+        if not self.end_of_turn:
+            marks = [(start, self._end(text[:stop], start)) for start, stop in marks]
+        return Rendered(text, marks, len(text))
+
+
+def _unmarked(text: str) -> tuple[str, Spans]:
+    """The text without the marks of ``{% generation %}``, and where they stood."""
+    pieces, spans, size, opened = [], [], 0, 0
+    for piece in re.split(f"([{OPEN}{CLOSE}])", text):
+        if piece == OPEN:
+            opened = size
+        elif piece == CLOSE:
+            spans.append((opened, size))
+        else:
+            pieces.append(piece)
+            size += len(piece)
+    return "".join(pieces), spans
+
+
+def lay(segments: Sequence[Segment], encoder: Encoder, eot_id: int, end_of_turn: bool) -> tuple[Rendered, ...]:
+    """Template-free segments, closed by end-of-text, which is learnt where the last segment is. Each is encoded by
+    itself, as a prompt will be when the model is used: no token lies across a seam."""
+    found = []
+    for segment in segments:
+        text = encoder.alias(segment.text) if segment.special else encoder.guard(segment.text)
+        found.append(Rendered(text, [(0, len(text))] if segment.supervised else [], len(text)))
+    eot = encoder.eot(eot_id)
+    learnt = segments[-1].supervised and end_of_turn
+    return (*found, Rendered(eot, [(0, len(eot))] if learnt else [], len(eot)))
+
+
+def ask(tokenizer: Path, question: str) -> Asked:
+    """A question as the turn of a user, by the chat template beside a tokenizer. Raises DataError (CHAT001) where there
+    is none, and for a question that cannot be encoded."""
+    try:
+        text = find_template(None, tokenizer)
+    except DataError as error:
+        fix = "tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
+        raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
+    chat = Chat(Template(text, special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)
+    try:
+        return chat.ask([{"role": "user", "content": question}])
+    except Fault as fault:
+        raise DataError(Problem(fault.code, f"the question {fault.what}", "--prompt", fault.fix)) from fault

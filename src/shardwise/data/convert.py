@@ -1,0 +1,152 @@
+"""Other kinds of files as jsonl: a record a line, made once into the cache, in bounded memory.
+
+Compressed jsonl, json (a list of objects), csv and tsv, parquet and arrow. So there is one reader of records, one way
+to cut a file among processes, and one numbering: line n of what is made is line n of compressed jsonl and record n of
+the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from shardwise.data.source import Source
+from shardwise.errors import DataError, Problem, UnavailableError
+
+WHOLE_BYTES = 256 * 2**20
+"""A json file is parsed whole, so it may not be larger."""
+_BLOCK_BYTES = 2**20
+
+
+def to_jsonl(source: Source, cache: Path, making: Callable[[Path], Any]) -> Source:
+    """``source`` itself, or its jsonl in the cache. ``making(target)`` is a context that gives a directory and renames
+    it to ``target`` when it is whole. Raises DATA004 to DATA008 for files that cannot be read."""
+    if source.kind != "other":
+        return source
+    stat = source.path.stat()
+    facts = json.dumps([str(source.path), stat.st_size, stat.st_mtime_ns])
+    target = cache / "converted" / xxhash.xxh3_128_hexdigest(facts.encode())
+    if not target.is_dir():
+        with making(target) as directory, (directory / "records.jsonl").open("xb") as out:
+            _convert(source, out)
+    made = target / "records.jsonl"
+    return replace(source, path=made, kind="jsonl", stop=made.stat().st_size, origin=source.path)
+
+
+def _convert(source: Source, out: IO[bytes]) -> None:
+    suffix = source.path.suffix
+    if suffix in (".gz", ".zst"):
+        _decompress(source, out)
+        return
+    reader = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}[suffix]
+    for record in reader(source):
+        out.write(json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
+        out.write(b"\n")
+
+
+def _decompress(source: Source, out: IO[bytes]) -> None:
+    lines = written = 0
+    try:
+        with gzip.open(source.path) if source.path.suffix == ".gz" else _zstd(source.path) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                out.write(block)
+                written += len(block)
+                lines += block.count(b"\n")
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        cut = isinstance(error, EOFError) or "trunc" in str(error).lower()
+        why = "ends early" if cut else f"is damaged ({str(error).lower()})"
+        what = f"{source.name} {why} at byte {written:,} of its text ({lines:,} lines were read)"
+        raise DataError(Problem("DATA008", what, str(source.path), "fetch the file again")) from error
+
+
+def _zstd(path: Path) -> Any:
+    return _pyarrow(path).CompressedInputStream(str(path), "zstd")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        what = f"{path.name} is read with pyarrow, which is not installed"
+        raise UnavailableError(Problem("DATA008", what, str(path), 'pip install "shardwise[parquet]"')) from error
+    return pyarrow
+
+
+def _json(source: Source) -> Iterator[Any]:
+    if source.path.stat().st_size > WHOLE_BYTES:
+        what = f"{source.name} is one JSON text of more than {WHOLE_BYTES // 2**20} MiB"
+        name = source.path.with_suffix(".jsonl").name
+        raise DataError(Problem("DATA007", what, str(source.path), f"jq -c '.[]' {source.path} > {name}"))
+    try:
+        found = json.loads(source.path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        what = f"{source.name} byte {error.start + 1}: not UTF-8 (0x{error.object[error.start]:02x})"
+        raise DataError(Problem("DATA006", what, str(source.path), "iconv -f latin1 -t utf-8")) from error
+    except (ValueError, RecursionError) as error:
+        code = "DATA007" if isinstance(error, RecursionError) else "DATA004"
+        what = f"{source.name}: {str(error).lower()}"
+        raise DataError(Problem(code, what, str(source.path), "repair it; a json file is a list of objects")) from error
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        found = lists[0] if len(found) == 1 and lists else [found]
+    yield from found if isinstance(found, list) else [found]
+
+
+def _csv(source: Source) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(64 * 2**20)
+    with source.path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t" if source.path.suffix == ".tsv" else ",", strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    got = len([value for value in row.values() if isinstance(value, str)]) + len(row.get(None) or ())
+                    what = f"{source.name}:{rows.line_num} has {got} fields, the header {len(rows.fieldnames or ())}"
+                    raise DataError(Problem("DATA004", what, str(source.path), "quote fields with separators in them"))
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            code = "DATA004" if isinstance(error, csv.Error) else "DATA006"
+            what = f"{source.name}:{rows.line_num} {error}"
+            raise DataError(Problem(code, what, str(source.path), "repair the line")) from error
+
+
+def _parquet(source: Source) -> Iterator[dict[str, Any]]:
+    pyarrow = _pyarrow(source.path)
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(source, error) from error
+
+
+def _arrow(source: Source) -> Iterator[dict[str, Any]]:
+    """Arrow's stream format (what datasets writes) or its file format."""
+    pyarrow = _pyarrow(source.path)
+    try:
+        with source.path.open("rb") as file:
+            stream = file.read(6) != b"ARROW1"
+        with pyarrow.memory_map(str(source.path)) as mapped:
+            reader = pyarrow.ipc.open_stream(mapped) if stream else pyarrow.ipc.open_file(mapped)
+            batches = iter(reader) if stream else map(reader.get_batch, range(reader.num_record_batches))
+            for batch in batches:
+                for start in range(0, batch.num_rows, 1024):
+                    yield from batch.slice(start, 1024).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(source, error) from error
+
+
+def _damaged(source: Source, error: Exception) -> DataError:
+    what = f"{source.name} cannot be read: {str(error).splitlines()[0][:160]}"
+    return DataError(Problem("DATA008", what, str(source.path), "fetch the file again"))

@@ -1,0 +1,255 @@
+"""The formats of records for supervised fine-tuning, told by their fields, as conversations, segments or tokens.
+
+messages            {"messages": [{"role": ..., "content": ...}], "tools": [...]}    also reasoning_content, tool_calls
+sharegpt            {"conversations": [{"from": "human", "value": ...}]}
+alpaca              {"instruction": ..., "input": ..., "output": ...}
+prompt_completion   {"prompt": ..., "completion": ...}     texts without a template, or lists of messages
+segments            {"segments": [{"text": ..., "label": true}]}    template-free; axolotl's input_output
+tokens              {"input_ids": [...], "labels": [...]}  labels are the ids, or -100
+text                {"text": ...}                          all of it is learnt
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+
+
+class Fault(Exception):
+    """What is wrong with one record: a code, what, and a remedy."""
+
+    def __init__(self, code: str, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.code, self.what, self.fix = code, what, fix
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as chat templates take them. ``trained`` tells of each whether it is learnt; None: everything is."""
+
+    messages: list[dict[str, Any]]
+    trained: list[bool] | None
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text. ``special``: strings of special tokens in it are those tokens; the data's author says so."""
+
+    text: str
+    supervised: bool
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, and labels that are the same ids, or -100."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+Sample = Conversation | list[Segment] | Tokens
+
+
+def detect(record: Record) -> str:
+    """The name of a record's format. Raises Fault DATA005 where the fields are those of none."""
+    for name, (fields, _) in _FORMATS.items():
+        if all(field in record for field in fields):
+            return name
+    keys = ", ".join(list(record)[:12]) or "none"
+    known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _FORMATS.items())
+    raise Fault("DATA005", f"is in no known format; its keys are {keys}", f"rename them to those of one: {known}")
+
+
+def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> Sample:
+    """What a record says. ``form``: a format's name, or ``auto``; ``train_on``: assistant, last (turn of it), or all.
+    Raises Fault DATA005 for fields of the wrong kind."""
+    if form == "auto" and text_key != "text" and text_key in record:
+        form = "text"
+    name = detect(record) if form == "auto" else form
+    fields, read = _FORMATS[name]
+    if name == "text":
+        return [Segment(_text(record, text_key), True)]
+    for field in fields:
+        if field not in record:
+            keys = ", ".join(list(record)[:12]) or "none"
+            what = f"has no `{field}`, which {name} has; its keys are {keys}"
+            raise Fault("DATA005", what, "data.format=auto, or the name of its format")
+    return read(record, train_on)
+
+
+def _messages(record: Record, train_on: str) -> Conversation:
+    turns = _list(record, "messages")
+    return _conversation([_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)], record, train_on)
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    turn: dict[str, Any] = given if isinstance(given, dict) else {}
+    if not isinstance(turn.get("role"), str):
+        raise Fault("DATA005", f"`{where}` has no `role`", 'a message is {"role": "user", "content": "..."}')
+    content = turn.get("content")
+    calls = turn.get("tool_calls")
+    if calls is not None:
+        turn = {**turn, "tool_calls": [_call(call, where) for call in (calls if isinstance(calls, list) else [None])]}
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(parts) != len(content):
+            raise Fault("DATA005", f"`{where}.content` has parts that are not text", "leave the line out")
+        turn = {**turn, "content": "".join(part["text"] for part in parts)}
+    elif not isinstance(content, str) and not (content is None and calls):
+        raise Fault("DATA005", f"`{where}.content` is not a text", "make it one, or leave the line out")
+    return turn
+
+
+def _call(call: Any, where: str) -> Any:
+    """A tool call whose arguments are an object: OpenAI sends them as JSON in a text, and templates render objects."""
+    if not isinstance(call, dict):
+        raise Fault("DATA005", f"`{where}.tool_calls` is not a list of objects", "leave the line out")
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
+        return {**call, "function": {**function, "arguments": _json(arguments, f"{where}.tool_calls")}}
+    return call
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Fault("DATA005", f"`{where}` holds a text that is not JSON: {error}", "leave the line out") from error
+
+
+def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str, first: int = 0) -> Conversation:
+    """``first``: turns before it are not learnt."""
+    answers = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k >= first]
+    empty = [
+        k
+        for k in answers
+        if not str(messages[k].get("content") or "").strip()
+        and not any(messages[k].get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    ]
+    fix = "data.on_bad_sample=skip, or leave the line out"
+    if empty:
+        raise Fault("CHAT002", f"turn {empty[0] + 1} is an empty answer of the assistant", fix)
+    chosen = {k for k in answers if messages[k].get("train", True) and messages[k].get("weight", 1)}
+    if train_on == "last":
+        chosen &= set(answers[-1:])
+    if not chosen and train_on != "all":
+        why = "no turn of the assistant" if not answers else "no turn that is to be learnt"
+        raise Fault("CHAT002", f"trains on 0 tokens: it has {why}", fix)
+    tools = record.get("tools")
+    tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
+    if tools and not isinstance(tools, list):
+        raise Fault("DATA005", "`tools` is not a list", "a list of JSON schemas")
+    plain = [{key: value for key, value in message.items() if key not in ("train", "weight")} for message in messages]
+    trained = None if train_on == "all" else [k in chosen for k in range(len(messages))]
+    return Conversation(plain, trained, tools or None)
+
+
+def _sharegpt(record: Record, train_on: str) -> Conversation:
+    turns = _list(record, "conversations")
+    messages: list[dict[str, Any]] = []
+    system = record.get("system")
+    if isinstance(system, str) and system:
+        messages.append({"role": "system", "content": system})
+    for i, turn in enumerate(turns):
+        if isinstance(turn, dict) and "from" not in turn and "role" in turn:
+            messages.append(_message(turn, f"conversations[{i}]"))
+        elif not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
+            what = f"`conversations[{i}]` has no `from` and `value` that are texts"
+            raise Fault("DATA005", what, 'a turn is {"from": "human", "value": "..."}')
+        else:
+            more = {key: turn[key] for key in ("weight", "train") if key in turn}
+            messages.append({"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"], **more})
+    return _conversation(messages, record, train_on)
+
+
+def _alpaca(record: Record, train_on: str) -> Conversation:
+    asked = _text(record, "instruction")
+    more = record.get("input")
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": f"{asked}\n\n{more}" if isinstance(more, str) and more else asked}
+    ]
+    if isinstance(system := record.get("system"), str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+    return _conversation([*messages, {"role": "assistant", "content": _text(record, "output")}], record, train_on)
+
+
+def _prompt_completion(record: Record, train_on: str) -> Sample:
+    if isinstance(record["prompt"], list):
+        prompt, completion = _list(record, "prompt"), _list(record, "completion")
+        messages = [_message(turn, f"prompt and completion [{i}]") for i, turn in enumerate([*prompt, *completion])]
+        return _conversation(messages, record, train_on, first=len(prompt))
+    answer = _text(record, "completion")
+    if not answer:
+        raise Fault("CHAT002", "trains on 0 tokens: its `completion` is empty", "data.on_bad_sample=skip")
+    return [Segment(_text(record, "prompt"), train_on == "all"), Segment(answer, True)]
+
+
+def _segments(record: Record, train_on: str) -> list[Segment]:
+    found = []
+    for i, segment in enumerate(_list(record, "segments")):
+        if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
+            raise Fault("DATA005", f"`segments[{i}]` has no `text`", 'a segment is {"text": "...", "label": true}')
+        found.append(
+            Segment(segment["text"], train_on == "all" or bool(segment.get("label")), bool(segment.get("special")))
+        )
+    if not any(segment.supervised and segment.text for segment in found):
+        raise Fault("CHAT002", "trains on 0 tokens: no segment has `label: true`", "data.on_bad_sample=skip")
+    return found
+
+
+def _tokens(record: Record, train_on: str) -> Tokens:
+    ids = _list(record, "input_ids")
+    labels = ids if record.get("labels") is None else _list(record, "labels")
+    if not all(type(value) is int and value >= 0 for value in ids):
+        raise Fault("DATA005", "`input_ids` is not a list of token ids", "whole numbers from 0 up")
+    if len(labels) != len(ids):
+        raise Fault("DATA005", f"{len(labels)} `labels` for {len(ids)} `input_ids`", "one label for each id")
+    other = next((i for i, (label, id_) in enumerate(zip(labels, ids, strict=True)) if label not in (-100, id_)), None)
+    if other is not None:
+        what = f"`labels[{other}]` is {labels[other]}, neither -100 nor the id {ids[other]} at its place"
+        raise Fault("DATA005", what, "labels stand at the place of their own id; they are shifted here")
+    return Tokens(ids, ids if train_on == "all" else labels)
+
+
+def _list(record: Record, key: str) -> list[Any]:
+    value = record[key]
+    if not isinstance(value, list) or not value:
+        what = f"`{key}` is not a list with something in it"
+        raise Fault("DATA005", what, f"make `{key}` one, or leave the line out")
+    return value
+
+
+def _text(record: Record, key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        keys = ", ".join(list(record)[:12])
+        what = f"`{key}` is not a text" if key in record else f"has no `{key}`; its keys are {keys}"
+        raise Fault("DATA005", what, f"make `{key}` a text, or leave the line out")
+    return value
+
+
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Record, str], Sample]]] = {
+    "messages": (("messages",), _messages),
+    "sharegpt": (("conversations",), _sharegpt),
+    "tokens": (("input_ids",), _tokens),
+    "segments": (("segments",), _segments),
+    "prompt_completion": (("prompt", "completion"), _prompt_completion),
+    "alpaca": (("instruction", "output"), _alpaca),
+    "text": (("text",), lambda record, train_on: [Segment(_text(record, "text"), True)]),
+}

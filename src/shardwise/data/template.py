@@ -1,0 +1,197 @@
+"""Chat templates: where they come from, and rendering them as transformers does, in a sandbox with limits.
+
+A template is a program that came with a tokenizer, so it is not trusted: attributes that begin with an underscore are
+refused when it is compiled, and each rendering is limited in seconds, in size, and in what one operator may build.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shardwise.errors import DataError, PolicyError, Problem
+
+SHIPPED = {
+    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "zephyr": "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + "
+    "'\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+}
+"""Templates by name, for tokenizers without one. ``zephyr`` needs no token but the end-of-text."""
+OPEN, CLOSE, PROBE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
+"""Around what a template marks with ``{% generation %}``; and what stands for a turn's content (private characters)."""
+LIMIT_S = 2.0
+LIMIT_CHARACTERS = 64 * 2**20
+_WHERE = "data.chat_template"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class RenderError(Exception):
+    """The template refused these messages, or failed on them."""
+
+
+class _Generation(Extension):
+    """``{% generation %}``: what stands in it is the assistant's."""
+
+    tags = frozenset(("generation",))  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Operators that could build something huge from something small are limited."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(self, scope: Context, operator: str, left: Any, right: Any) -> Any:
+        sized, times = (left, right) if isinstance(left, str | list | tuple) else (right, left)
+        built = isinstance(sized, str | list | tuple) and isinstance(times, int) and len(sized) * times > 2**20
+        if (operator == "*" and built) or operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise SecurityError(f"the operator {operator} could build something huge")
+        return super().call_binop(scope, operator, left, right)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = 0) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=bool(sort_keys))
+
+
+class Template:
+    """One chat template with the special tokens that it may name. ``marked``: it says itself what the assistant's part
+    is. Raises CHAT001 (it is not a template) and SEC009 (it wants what no template needs)."""
+
+    def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            _refuse_private(environment.parse(text))
+            self._compiled = environment.from_string(text)
+        except TemplateSyntaxError as error:
+            what = f"chat template line {error.lineno}: {error.message}"
+            fix = "repair it, or data.chat_template=<another: a name, a file or the text>"
+            raise DataError(Problem("CHAT001", what, _WHERE, fix)) from error
+        self._tokens = dict(tokens)
+        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
+        """The text, with ``OPEN`` and ``CLOSE`` around marked parts; ``generate`` adds what an answer begins with.
+        Raises RenderError; SEC009 where it takes too long or writes too much."""
+        pieces: list[str] = []
+        size = 0
+        try:
+            with _limited(LIMIT_S):
+                for piece in self._compiled.generate(
+                    messages=[_same_reasoning(message) for message in messages],
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=generate,
+                    **self._tokens,
+                ):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > LIMIT_CHARACTERS:
+                        raise SecurityError(f"it wrote more than {LIMIT_CHARACTERS:,} characters")
+        except (SecurityError, OverflowError, TimeoutError) as error:  # OverflowError: the sandbox's range()
+            raise _insecure(str(error)) from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise RenderError(str(error) or type(error).__name__) from error
+        return "".join(pieces)
+
+
+def _insecure(why: str) -> PolicyError:
+    fix = "use a template that you trust: data.chat_template=<a name, a file or the text>"
+    return PolicyError(Problem("SEC009", f"the chat template was refused: {why}", _WHERE, fix))
+
+
+def _refuse_private(tree: nodes.Template) -> None:
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Name)):
+        name = node.attr if isinstance(node, nodes.Getattr) else node.name if isinstance(node, nodes.Name) else None
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+            name = node.arg.value
+        if isinstance(name, str) and name.startswith("__"):
+            raise _insecure(f"it uses `{name}`, at line {node.lineno}")
+
+
+def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the names that templates read, whichever of them the data use."""
+    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """TimeoutError after that many seconds of this process's time, where signals can be had: in a main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"it ran for more than {seconds:g} s")
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def find_template(named: str | None, tokenizer: Path) -> str:
+    """The text of the template that the recipe names (a name of ours, a file, or the text itself), else the
+    tokenizer's. Raises CHAT001 where there is none."""
+    if named in SHIPPED:
+        return SHIPPED[named]
+    if named is not None and ("{{" in named or "{%" in named):
+        return named
+    path = Path(named).expanduser() if named is not None else tokenizer / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    fix = f"data.chat_template={' or '.join(SHIPPED)}, a file, or the text of a template"
+    if named is not None:
+        raise DataError(Problem("CHAT001", f"`{named}` is no chat template and no file", _WHERE, fix))
+    stored = _config(tokenizer).get("chat_template")
+    if isinstance(stored, list):
+        stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
+    if not isinstance(stored, str):
+        raise DataError(Problem("CHAT001", "the tokenizer has no chat template", str(tokenizer), fix))
+    return stored
+
+
+def special_tokens(tokenizer: Path) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and so on, as templates name them."""
+    facts = {key: value for key, value in _config(tokenizer).items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in facts.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
+
+
+def _config(tokenizer: Path) -> dict[str, Any]:
+    path = tokenizer / "tokenizer_config.json"
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found

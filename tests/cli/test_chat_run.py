@@ -1,0 +1,103 @@
+"""Conversations from end to end: a tiny model is tuned on some of those that ship, and answers in their style."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardwise.cli.app import main
+from shardwise.data import tokens
+from shardwise.data.source import find
+from shardwise.models import hf, init
+from shardwise.models.config import from_hf, parameter_shapes
+from shardwise.runtime.loop import train
+from shardwise.spec.plan import Batch, Lora, Plan
+from shardwise.spec.recipe import Recipe
+
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL = {"model_type": "llama", "vocab_size": 400, "tie_word_embeddings": True, **SIZE}
+QUESTION = "What does len do?"
+
+
+@pytest.fixture
+def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """20 of the conversations, a tokenizer of their text, and untrained weights in ``model``."""
+    monkeypatch.chdir(tmp_path)
+    (source,) = find("python-chat")
+    lines = source.path.read_text(encoding="utf-8").splitlines(keepends=True)[:20]
+    Path("talks.jsonl").write_text("".join(lines), encoding="utf-8")
+    spec = from_hf(MODEL, "tiny")
+    shapes = parameter_shapes(spec)
+    wholes = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
+    hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
+    tokens.train(lines, 400, Path("model"))
+    return lines
+
+
+def tune(name: str, steps: int, lora: Lora | None = None) -> None:
+    """In this process. The tests of the runtime have more ranks."""
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "device": "cpu", "timeout_s": 60.0},
+        "model": {"path": "model"},
+        "method": {"name": "sft"},
+        "data": {"path": "talks.jsonl", "chat_template": "zephyr", "validation_share": 0.0, "cache": "cache"},
+        "train": {"seq_len": 128, "max_steps": steps},
+        "optim": {"learning_rate": 1e-2, "schedule": "constant"},
+        "lora": {"rank": lora.rank if lora else None},
+    }
+    train(Recipe.model_validate(sections), Plan(batch=Batch(4, 1, 128), lora=lora))
+
+
+def test_a_tiny_model_learns_the_style(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer is what transformers writes after the template that went with the tokenizer."""
+    tune("full", 60)
+    losses = [json.loads(line)["loss"] for line in Path("runs/full/metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > 5.5  # ln 400 is 6.0
+    assert sum(losses[-5:]) / 5 < 0.65 * losses[0]  # 0.53 when this was written
+    capsys.readouterr()
+    assert main(["generate", "runs/full", "--chat", "--prompt", QUESTION, "--tokens", "40"]) == 0
+    said = capsys.readouterr().out.strip()
+    assert said.startswith("In Python, ")
+    theirs = AutoTokenizer.from_pretrained("runs/full/hf")
+    turn = [{"role": "user", "content": QUESTION}]
+    ids = theirs.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained("runs/full/hf").generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=theirs.eos_token_id,
+        )
+    assert said == theirs.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_adapters_answer_and_are_exported(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """From the checkpoint, then merged: the template goes along."""
+    tune("adapters", 3, Lora(rank=2, alpha=4.0))
+    capsys.readouterr()
+    words = ["--chat", "--prompt", QUESTION, "--tokens", "8", "--json"]
+    assert main(["generate", "runs/adapters", *words]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["prompt"] == QUESTION and not before["text"].startswith("<|")
+    assert main(["export", "runs/adapters"]) == 0
+    assert "14 adapters merged" in capsys.readouterr().out
+    assert "<|assistant|>" in Path("runs/adapters/hf/chat_template.jinja").read_text()
+    assert main(["generate", "runs/adapters", *words]) == 0
+    assert json.loads(capsys.readouterr().out) == before
+
+
+def test_what_cannot_chat_is_refused(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "model", "--chat", "--prompt", QUESTION]) == 65
+    said = capsys.readouterr().err
+    assert "error[CHAT001]: the model has no chat template" in said and "data.chat_template=zephyr" in said
+    assert main(["generate", "model", "--chat"]) == 2
+    assert "error[CLI001]: --chat without a question" in capsys.readouterr().err
+    Path("model/chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    assert main(["generate", "model", "--chat", "--prompt", QUESTION, "--json"]) == 65
+    assert json.loads(capsys.readouterr().out)["error"]["problems"][0]["code"] == "CHAT002"

@@ -1,0 +1,77 @@
+"""``shardwise data preview`` and what ``data prepare`` says of samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.cli.preview import mark
+from shardwise.data import tokens
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    talks = [
+        [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}],
+        [{"role": "user", "content": "say <|endoftext|>"}, {"role": "assistant", "content": "no " * 100}],
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (tmp_path / "tokenizer").mkdir()
+    tokens.train(["say yes no user assistant " * 50], 300, tmp_path / "tokenizer")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"method: sft\ntrain: {{seq_len: 64}}\ndata:\n  path: {tmp_path}/talks.jsonl\n  cache: {tmp_path}/cache\n"
+        f"  validation_share: 0\n  num_proc: 1\n  chat_template: zephyr\n  tokenizer: {{path: {tmp_path}/tokenizer}}\n"
+    )
+    return path
+
+
+def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "preview", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "<|user|>\nsay yes<|endoftext|>\n<|assistant|>\n«yes<|endoftext|>»\n" in out
+    assert main(["data", "preview", str(recipe), "--json", "-n", "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["samples"]) == 1 and told["samples"][0][1] == {"text": "yes<|endoftext|>", "supervised": True}
+    assert told["samples_in_all"] == 2 and told["windows"] == 2 and told["lengths"]["most"] == 64
+    assert sum(count for _, count in told["histogram"]) == 2
+    assert told["supervised_share"] == told["supervised_tokens"] / told["tokens"]
+    assert told["filled"] == told["tokens"] / 128
+    assert told["counts"] == {"truncated": 1, "disarmed": 1}
+    for line in (
+        f"samples     2, {told['tokens']} tokens",
+        f"learnt      {told['supervised_tokens']} tokens, {told['supervised_share']:.1%}",
+        f"windows     2, {told['filled']:.1%} filled",
+        "truncated   1 samples cut at train.seq_len",
+        "disarmed    1 strings of special tokens in the data, encoded as plain text",
+    ):
+        assert line in out
+
+
+def test_prepare_tells_the_share_learnt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "prepare", str(recipe), f"data.validation_path={recipe.parent}/talks.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens learnt (" in out and "windows of 64" in out
+    assert "warning[DATA011]: 2 samples are in both train and validation" in out
+
+
+def test_nothing_to_learn_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe.parent / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "say yes"}]}\n')
+    assert main(["data", "preview", str(recipe)]) == 65
+    assert capsys.readouterr().err.startswith(
+        "error[CHAT002]: talks.jsonl:1 trains on 0 tokens: it has no turn of the assistant\n"
+    )
+
+
+def test_keys_for_fine_tuning_mean_nothing_to_pretraining(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "prepare", str(recipe), "method=pretrain"]) == 78
+    assert "`data.chat_template` is for `method: sft`, and this is pretrain" in capsys.readouterr().err
+
+
+def test_colour_on_a_terminal_marks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mark("x") == "«x»"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert mark("x") == "\x1b[32mx\x1b[0m"
