@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from shardwise.models.config import ModelSpec, RopeScaling
@@ -34,6 +35,32 @@ TIED = ModelSpec(
     initializer_range=0.3,
     rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16),
 )
+
+GEMMA = ModelSpec(
+    name="tiny-gemma",
+    vocab_size=66,
+    hidden_size=16,
+    intermediate_size=30,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+    activation="gelu_tanh",
+    norm_placement="both",
+    norm_plus_one=True,
+    qk_norm="head",
+    attention_scale=0.6,
+    attention_soft_cap=2.0,
+    final_soft_cap=3.0,
+    embedding_multiplier=4.0,
+    sliding_window=5,
+    layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+    local_rope_theta=10.0,
+    rope_scaling=RopeScaling("linear", 8.0),
+)
+QWEN = replace(UNTIED, name="tiny-qwen", qk_norm="head", attention_bias=True, attention_output_bias=False)
 
 FP64 = Precision(compute="fp64", weights="fp64", reduce="fp64")
 FP32 = Precision()

@@ -40,12 +40,13 @@ def run(options: Options) -> None:
     if options.out is not None:
         _check_target(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
-    tokenizer = open_directory(prepare(data_of(recipe)).tokenizer_directory)
-    written = export_run(source, resolve(recipe), recipe.precision.weights, tokenizer, target)
+    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
+    tokenizer = open_directory(prepared.tokenizer_directory)
+    written, merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
     if options.json:
         print_json({"directory": str(written)})
     else:
-        say(f"written: {written}")
+        say(f"written: {written}{f' ({merged})' if merged else ''}")
 
 
 def _check_target(target: Path) -> None:

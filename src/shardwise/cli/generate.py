@@ -1,4 +1,4 @@
-"""``shardwise generate``: continue a text with a trained model."""
+"""``shardwise generate``: continue a text, or answer a question, with a trained model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typer import Argument, Option
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
+from shardwise.errors import Problem, UsageError
 from shardwise.models.config import load_spec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
-from shardwise.techniques.numbers import torch_type
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    """Continue a text with a run's model, or with any model directory that transformers can read."""
+    """Continue a text with a run's model, or with any model directory that transformers can read; --chat answers."""
 
     path: Annotated[Path, Argument(help="A run's directory (its hf/ is used), or a model's.")]
     prompt: Annotated[str, Option("--prompt", help="The text to continue.")] = ""
-    tokens: Annotated[int, Option("--tokens", min=1, help="How many tokens to add at most.")] = 64
+    chat: Annotated[bool, Option("--chat", help="The prompt is a user's turn: print the answer alone.")] = False
+    tokens: Annotated[
+        int | None, Option("--tokens", min=1, help="How many tokens to add at most (64; 256 with --chat).")
+    ] = None
     temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.0
     seed: Annotated[int, Option("--seed", min=0)] = 0
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
@@ -36,32 +39,41 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Print the continuation."""
+    """Print the continuation, or the answer."""
     import torch
 
-    from shardwise.runtime.generate import Sampling, continue_text
+    from shardwise.data.chat import ask
+    from shardwise.runtime.generate import Sampling, answer, continue_text
+
+    if options.chat and not options.prompt:
+        raise UsageError(Problem("CLI001", "--chat without a question", "the command line", '--prompt "..."'))
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = _load(options.path, device)
-    sampling = Sampling(options.tokens, options.temperature, options.seed, tokenizer.eot_id)
-    text = continue_text([model], tokenizer, options.prompt, sampling, device)
+    length = options.tokens or (256 if options.chat else 64)
+    sampling = Sampling(length, options.temperature, options.seed, tokenizer.eot_id)
+    if options.chat:
+        text = answer([model], tokenizer, ask(tokenizer.directory, options.prompt), sampling, device)
+    else:
+        text = continue_text([model], tokenizer, options.prompt, sampling, device)
     if options.json:
         print_json({"prompt": options.prompt, "text": text})
     else:
-        say(options.prompt + text)
+        say(text if options.chat else options.prompt + text)
 
 
 def _load(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
     """The exported model of a run or a directory; of an unfinished run its newest checkpoint."""
     from shardwise.data.prepare import prepare
-    from shardwise.runtime.export import load_checkpoint
+    from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
     if (model / "config.json").is_file():
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
-    tokenizer = open_directory(prepare(data_of(recipe)).tokenizer_directory)
-    return load_checkpoint(path, resolve(recipe), torch_type(recipe.precision.weights)).to(device), tokenizer
+    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
+    tokenizer = open_directory(prepared.tokenizer_directory)
+    return load_run(path, recipe, resolve(recipe)).to(device), tokenizer
 
 
 def _read(directory: Path) -> Decoder:

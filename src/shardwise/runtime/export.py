@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
-from shardwise.models import hf
+from shardwise.errors import Problem, TrainingError
+from shardwise.models import hf, peft
+from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
+from shardwise.models.roles import is_adapter
+from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.checkpoint import read
+from shardwise.spec.plan import Lora, Plan, Precision
+from shardwise.spec.recipe import Recipe
+from shardwise.techniques import lora
 from shardwise.techniques.numbers import torch_type
 
 
@@ -28,11 +36,23 @@ def export(
         for name in parameter_shapes(spec):
             whole(parameters[name])
         return target
-    draft = target.with_name(f".{target.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    hf.write_weights(draft, spec, lambda name: whole(parameters[name]), dtype)
-    tokenizer.copy_to(draft)
-    replace_directory(draft, target)
+    with replacing(target) as draft:
+        hf.write_weights(draft, spec, lambda name: whole(parameters[name]), dtype)
+        tokenizer.copy_to(draft)
+    return target
+
+
+def export_adapter(
+    parameters: Mapping[str, Tensor], settings: Lora, spec: ModelSpec, model: str | None, target: Path
+) -> Path:
+    """Write the adapters alone, in PEFT's format, as :func:`export` writes a model. ``model``: what they belong to."""
+    shapes = {name: tuple(value.shape) for name, value in parameters.items() if is_adapter(name)}
+    if dist.is_initialized() and dist.get_rank() != 0:
+        for name in shapes:
+            whole(parameters[name])
+        return target
+    with replacing(target) as draft:
+        peft.write_adapter(draft, settings, spec, model, shapes, lambda name: whole(parameters[name]))
     return target
 
 
@@ -44,9 +64,12 @@ def whole(parameter: Tensor) -> Tensor:
     return value.cpu()
 
 
-def replace_directory(draft: Path, target: Path) -> None:
-    """Put ``draft`` in the place of ``target``."""
-    old = target.with_name(f".{target.name}.old")
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the place of ``target`` when the block ends well."""
+    draft, old = (target.with_name(f".{target.name}.{word}") for word in ("draft", "old"))
+    shutil.rmtree(draft, ignore_errors=True)
+    yield draft
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
@@ -54,20 +77,55 @@ def replace_directory(draft: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """The model of a run's newest checkpoint (or of the one named), whole, in this process."""
+def load_run(path: Path, recipe: Recipe, spec: ModelSpec) -> Decoder:
+    """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
+    the weights that they were trained on."""
+    adapters = lora.settings(recipe.lora)
+    plan = Plan(precision=Precision(weights=recipe.precision.weights), lora=adapters)
     with torch.device("meta"):
-        model = Decoder(spec).to(dtype)
-    model.to_empty(device="cpu")
-    if spec.tie_word_embeddings:
-        model.head.weight = model.embed.weight
-    read(path, {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+        model = Decoder(spec).to(torch_type(recipe.precision.weights))
+    lora.apply([model], plan, None)
+    allocate([model], spec, torch.device("cpu"))
+    if adapters is not None:
+        fill([model], spec, recipe, plan)
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    read(path, {f"model.{name}": value for name, value in named.items() if adapters is None or is_adapter(name)})
     return model
 
 
-def export_run(run: Path, spec: ModelSpec, weights: str, tokenizer: tokens.Tokenizer, target: Path) -> Path:
-    """``shardwise export``: the newest checkpoint of ``run`` into ``target``, in one process. ``weights`` is the number
-    type that the run keeps its weights in."""
-    dtype = torch_type(weights)  # type: ignore[arg-type]
-    model = load_checkpoint(run, spec, dtype)
-    return export(dict(model.named_parameters()), spec, tokenizer, target, dtype)
+def export_run(
+    run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path
+) -> tuple[Path, str]:
+    """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
+    process; and what is to be said of the merge. Raises TrainingError (LORA001) if the merged model is another one."""
+    model, said = load_run(run, recipe, spec), ""
+    adapters = lora.settings(recipe.lora)
+    if adapters is not None:
+        said = merge(model, adapters)
+    return export(dict(model.named_parameters()), spec, tokenizer, target, torch_type(recipe.precision.weights)), said
+
+
+@torch.no_grad()
+def merge(model: Decoder, adapters: Lora) -> str:
+    """Add every adapter into its layer and take it away; the words to report. The model must then say the same as
+    before, and no layer may be what it was unless its adapter is zero: what a narrow type rounds away is an error."""
+    ids = torch.arange(32).remainder(model.spec.vocab_size).view(1, -1)
+    before = model(ids, torch.arange(32).view(1, -1), MaskSpec()).float()
+    lost, count = [], 0
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
+            continue
+        delta = lora.scale(adapters) * (module.lora_b.weight.float() @ module.lora_a.weight.float())
+        merged = (module.weight.float() + delta).to(module.weight.dtype)
+        count += 1
+        if delta.any() and torch.equal(merged, module.weight):
+            lost.append(name)
+        module.weight.copy_(merged)
+        lora.detach(module)
+    after = model(ids, torch.arange(32).view(1, -1), MaskSpec()).float()
+    error = float((after - before).norm() / before.norm())
+    allowed = 50 * torch.finfo(model.head.weight.dtype).eps
+    if lost or not error <= allowed:
+        what = f"{len(lost)} of {count} adapters were rounded away" if lost else f"logits differ by {error:.1e}"
+        raise TrainingError(Problem("LORA001", f"merging changed the model: {what}", "lora", "precision.weights: fp32"))
+    return f"{count} adapters merged; logits differ by {error:.0e} of their norm"

@@ -3,14 +3,16 @@ and small models; a server of models is another program)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.data import tokens
+from shardwise.data.chat import Asked
 from shardwise.models.attention import MaskSpec
+from shardwise.models.layers import soft_cap
 from shardwise.runtime.evaluate import reshard
 
 
@@ -25,9 +27,16 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(parts: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: torch.device) -> list[int]:
-    """The ids that follow ``prompt`` (at least one id). In a distributed model every rank calls this alike and gets the
-    same answer: the draw depends on the seed and on nothing of the rank."""
+def generate(
+    parts: Sequence[nn.Module],
+    prompt: Sequence[int],
+    sampling: Sampling,
+    device: torch.device,
+    over: Callable[[list[int]], bool] = lambda ids: False,
+) -> list[int]:
+    """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough. In a distributed
+    model every rank calls this alike and gets the same answer: the draw depends on the seed and on nothing of the
+    rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.max_new_tokens):
@@ -35,6 +44,8 @@ def generate(parts: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampli
         if chosen == sampling.eot_id:
             break
         ids.append(chosen)
+        if over(ids[len(prompt) :]):
+            break
     reshard(parts)
     return ids[len(prompt) :]
 
@@ -48,7 +59,7 @@ def last_logits(model: nn.Module, ids: Sequence[int], device: torch.device) -> T
     text = torch.tensor([list(ids)], dtype=torch.int64, device=device)
     positions = torch.arange(len(ids), device=device)[None]
     logits: Tensor = model(text, positions, MaskSpec(), finish)
-    return logits.float().cpu()
+    return soft_cap(logits.float(), model.spec.final_soft_cap).cpu()  # type: ignore[union-attr, arg-type]
 
 
 def choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
@@ -64,3 +75,15 @@ def continue_text(
     """What the model writes after ``prompt``."""
     ids = [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]
     return tokenizer.decode(generate(parts, ids, sampling, device))
+
+
+def answer(
+    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Asked, sampling: Sampling, device: torch.device
+) -> str:
+    """What the model writes in its turn, without what ends the turn."""
+
+    def over(ids: list[int]) -> bool:
+        return ids[-1] == asked.end or (bool(asked.closing) and asked.closing in tokenizer.decode(ids))
+
+    text = tokenizer.decode(generate(parts, asked.ids, sampling, device, over))
+    return (text.partition(asked.closing)[0] if asked.closing else text).strip()

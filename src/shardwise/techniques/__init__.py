@@ -9,13 +9,13 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
-from shardwise.techniques import compile, freeze, optim, precision, remat, shard
+from shardwise.techniques import compile, freeze, lora, optim, precision, remat, shard
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-ORDER = (precision, freeze, remat, compile, shard, optim)
+ORDER = (lora, precision, freeze, remat, compile, shard, optim)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -33,8 +34,11 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
     import torch
 
+    from shardwise.models.decoder import Decoder
+
     if plan.compile:
         for part in parts:
-            for block in part.layers:  # type: ignore[union-attr]
-                block.forward = torch.compile(block.forward, fullgraph=True)
+            ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
+            for block in blocks(part):
+                block.forward = torch.compile(block.forward, fullgraph=ours)
     return parts

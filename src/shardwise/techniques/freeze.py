@@ -1,4 +1,5 @@
-"""Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names).
+"""Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names; under lora.py all but
+the adapters).
 
 Shards and sends nothing: a frozen weight has no gradient, no moments and no part in any reduction; its products with
 the incoming gradient are left out, and so is what only they would read. Backward stops where nothing trained lies
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
@@ -28,12 +30,17 @@ if TYPE_CHECKING:
 
 def frozen(name: str, plan: Plan) -> bool:
     """The technique's one fact: whether the parameter with this canonical name stays as it is."""
+    if plan.lora is not None:
+        return not is_adapter(name)
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if not plan.frozen:
         return []
+    if plan.lora is not None:
+        what = "with adapters, everything else is frozen"
+        return [Problem("PLAN017", what, "model.frozen", "leave out model.frozen")]
     names, problems = list(parameter_shapes(spec)), []
     for pattern in plan.frozen:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -62,7 +69,7 @@ def _nearest(pattern: str, spec: ModelSpec, names: list[str]) -> str:
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Prunes each unit; blocks become kinds of their own by what they freeze and whether anything trained is before
     them."""
-    if not plan.frozen:
+    if not plan.frozen and plan.lora is None:
         return sheet
     flows = any(not frozen(weight.name, plan) for weight in sheet.stem.weights)
     stem = prune(sheet.stem, _held(sheet.stem, plan, ""), input_trained=False)

@@ -3,7 +3,7 @@
 What it does: each rank updates the shard of weights and moments that it owns; no collective is sent. Norms and biases
 are not decayed; every matrix is, embeddings included (as GPT-2, Llama and their descendants do). A recipe's
 ``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
-sharding of the weights: 2 x 4 bytes a parameter in fp32.
+sharding of the weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Optim
 from shardwise.spec.sheet import Collective, Sheet
+from shardwise.techniques.quantised import moment_bytes, quantised
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,7 +73,9 @@ def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
             weights += times * weight.local_numel(plan.layout, rank, padded=True) * number
             if not weight.trained:
                 continue
-            moments += times * (2 * weight.local_numel(plan.layout, rank, padded=False) * number + 4)
+            mine, shape = weight.local_numel(plan.layout, rank, padded=False), tuple(map(int, weight.shape))
+            packed = plan.optim.name == "adamw8bit" and quantised(shape)
+            moments += times * (4 + (moment_bytes(shape, mine) if packed else 2 * mine * number))
     return {"weights": weights, "moments": moments}
 
 
@@ -103,16 +106,16 @@ def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan) -> Optimizer:
     for name, parameter in named(parts).items():
         if parameter.requires_grad:
             groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
-            for (chosen, _), parameters in groups.items()
-        ],
-        lr=optim.learning_rate,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=plan.optim.fused,
-    )
+    given = [
+        {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
+        for (chosen, _), parameters in groups.items()
+    ]
+    betas = (optim.beta1, optim.beta2)
+    if plan.optim.name == "adamw8bit":
+        from shardwise.techniques.moments import AdamW8bit
+
+        return AdamW8bit(given, lr=optim.learning_rate, betas=betas, eps=optim.eps)
+    optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
     for parameters in groups.values():
         for parameter in parameters:
             optimizer.state[parameter] = fresh_moments(parameter)

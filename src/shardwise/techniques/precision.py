@@ -53,6 +53,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         # Seen with torch 2.13: selective checkpointing counts operations that FSDP2's inner units do once only.
         what = "selective recompute does not work around sharded modules that have a type of their own"
         problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or leave out precision.modules"))
+    if precision.modules and _beyond_llama(spec):
+        what = f"{spec.name} has norms or multipliers that Llama has not: types by module are not worked out for them"
+        problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
     head = compute_type(precision, "head")
     if head != precision.compute:
         what = f"the output layer is asked to compute in {head}, but it is one with the loss, which computes in "
@@ -63,6 +66,13 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"norms are asked to compute in {norm}"
         problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
     return problems
+
+
+def _beyond_llama(spec: ModelSpec) -> bool:
+    """Whether blocks, stem or tail have operations that patterns.py does not know."""
+    multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
+    norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
+    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -67,12 +68,14 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+    from torch import nn
     from torch.utils.checkpoint import checkpoint
 
     for part in parts:
-        for index, block in enumerate(part.layers):  # type: ignore[arg-type]
+        random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in part.modules())
+        for index, block in enumerate(blocks(part)):
             if treated(plan, index):
-                options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
                     options["context_fn"] = partial(_counted, _products(block))
                 block.forward = partial(checkpoint, block.forward, **options)

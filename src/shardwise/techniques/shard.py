@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
@@ -38,7 +39,7 @@ _REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 
 def units(part: nn.Module) -> list[nn.Module]:
     """The technique's one fact: what is gathered and reduced as one: each block, then the root with all the rest."""
-    return [*part.layers, part]  # type: ignore[misc]
+    return [*blocks(part), part]
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -238,8 +239,9 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The blocks that are frozen whole with all before them."""
     idle: list[nn.Module] = []
-    if not part.get_parameter("embed.weight").requires_grad:
-        for block in part.layers:  # type: ignore[union-attr]
+    before = [parameter for name, parameter in part.named_parameters() if name == "embed.weight"]
+    if before and not before[0].requires_grad:
+        for block in blocks(part):
             if any(parameter.requires_grad for parameter in block.parameters()):
                 break
             idle.append(block)

@@ -1,0 +1,68 @@
+"""Adapters from end to end: two ranks train them on a directory's weights, another run goes on, the export merges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardwise.cli.app import main
+from shardwise.models import hf, init
+from shardwise.models.config import from_hf, parameter_shapes
+from shardwise.models.tensorfile import entries
+from tests.runtime.small_run import MODEL, write_text
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("text"))
+    spec = from_hf(MODEL, "tiny")
+    shapes = parameter_shapes(spec)
+    wholes = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
+    hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
+    settings = "model.path=model data.path=text data.cache=cache data.tokenizer.vocab_size=320 train.seq_len=16"
+    more = "train.global_batch_size=4 optim.learning_rate=0.05 lora.rank=2 evaluate.max_batches=2 run.timeout_s=60"
+    return ["train", *settings.split(), *more.split(), "precision.compute=fp32", "--nproc", "2", "--run", "a"]
+
+
+def test_train_go_on_merge(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Only adapters are saved; PEFT reads what the run leaves; merged, transformers computes what PEFT does."""
+    assert main([*words, "parallel.strategy=zero3", "--max-steps", "3", "train.num_epochs=null"]) == 0
+    saved = entries(next(Path("runs/a/checkpoints").glob("step-00000003/model-00000-*.safetensors")))
+    assert saved and all(".lora_" in name for name in saved)
+    config = json.loads(Path("runs/a/adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 4.0, "model")
+    assert main(["export", "runs/a"]) == 0
+    said = capfd.readouterr().out
+    assert "14 adapters merged" in said
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained("model")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained("runs/a/hf")(ids).logits
+        fresh = AutoModelForCausalLM.from_pretrained("model")
+        theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(ids).logits
+    assert (merged - theirs).norm() < 1e-5 * theirs.norm()
+    assert (merged - plain).norm() > 1e-3 * plain.norm()
+    # Generation reads the checkpoint where nothing was exported.
+    assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
+
+
+def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--max-steps", "2"]) == 0
+    second = [*words[:-1], "b", "lora.path=runs/a/adapter", "--max-steps", "1", "optim.learning_rate=1e-9"]
+    assert main(second) == 0
+    before, after = (entries(Path(f"runs/{name}/adapter/adapter_model.safetensors")) for name in "ab")
+    assert before.keys() == after.keys()
+    for name, entry in before.items():
+        assert torch.allclose(entry.read(), after[name].read(), atol=1e-6), name
+    capfd.readouterr()
+    assert main([*words[:-1], "c", "lora.path=runs/a/adapter", "lora.rank=4", "--max-steps", "1"]) == 65
+    assert "the adapter has r 2, the recipe 4" in capfd.readouterr().err
+    assert not Path("runs/c").exists(), "told before any process starts"

@@ -1,0 +1,60 @@
+"""Adapters: what a plan sends, holds and saves with them is what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.sheets import variant
+from shardwise.prove.drift import PEAK_FROM_BYTES, drift
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
+from tests.drift.test_frozen import BIASED, DIALS, TIED
+
+ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
+    "all-linear": (SPEC, Lora(4, 8.0)),
+    "q and v": (SPEC, Lora(4, 8.0, ("q", "v"))),
+    "down": (SPEC, Lora(5, 8.0, ("down",))),
+    "gate and o": (SPEC, Lora(4, 8.0, ("gate", "o"))),
+    "biases": (BIASED, Lora(4, 8.0)),
+    "tied": (TIED, Lora(4, 8.0, ("k", "up"))),
+}
+GRID = [("fp32", "none", 1), ("bf16", "none", 3), ("bf16", "selective", 1), ("bf16", "full", 3), ("fp32", "full", 1)]
+
+
+def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan:
+    plan = plan_of(dial, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
+    return replace(plan, lora=lora)
+
+
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("what", ADAPTERS)
+def test_adapters(what: str, dial: str) -> None:
+    """Two rows of the grid for each, others for the next, so that every pair of settings comes up."""
+    spec, lora = ADAPTERS[what]
+    turn = list(ADAPTERS).index(what) + DIALS.index(dial)
+    for step in (0, 2):
+        precision, remat, m = GRID[(turn + step) % len(GRID)]
+        check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(7,))
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("what", ADAPTERS)
+def test_every_row_of_the_grid(what: str, dial: str) -> None:
+    spec, lora = ADAPTERS[what]
+    for precision, remat, m in GRID:
+        check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(0, 7))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_peak_of_a_large_model(strategy: str, remat: str) -> None:
+    """Above 1 GiB, where the peak too is among the differences when it is not within 3 %."""
+    spec = ModelSpec("large", 32_000, 2048, 5632, 6, 16, 8, 128)
+    plan = plan_of(strategy, 8, batch=Batch(2, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
+    plan = replace(plan, lora=Lora(16, 32.0), shard=Shard(strategy))  # type: ignore[arg-type]
+    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()

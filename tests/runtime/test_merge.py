@@ -1,0 +1,52 @@
+"""Adapters merged into their weights: the same model, or a refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.errors import TrainingError
+from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.models.roles import is_adapter
+from shardwise.runtime.export import merge
+from shardwise.spec.plan import Lora, Plan
+from shardwise.techniques import lora
+
+SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)
+SETTINGS = Lora(4, 8.0)
+
+
+def adapted(dtype: torch.dtype, size: float) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(SPEC).to(dtype)
+    lora.apply([model], Plan(lora=SETTINGS), None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.fill_(size)
+            elif parameter.ndim == 2:
+                parameter.copy_(1.0 + parameter)
+    return model
+
+
+def test_the_merged_model_is_the_same_model() -> None:
+    model = adapted(torch.float32, 0.1)
+    first = model.get_parameter("layers.0.attention.q.weight").clone()
+    ids = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        before = model(ids, ids, MaskSpec())
+        assert merge(model, SETTINGS).startswith("14 adapters merged")
+        after = model(ids, ids, MaskSpec())
+    assert not any(is_adapter(name) for name, _ in model.named_parameters())
+    # B A is 4 x 0.1 x 0.1, its scale 8 / 4.
+    assert torch.allclose(model.get_parameter("layers.0.attention.q.weight"), first + 0.08)
+    assert (after - before).norm() < 1e-5 * before.norm()
+
+
+def test_what_the_weights_type_cannot_hold_is_refused() -> None:
+    """A change of 8e-6 beside weights around 1: fp32 holds it, bf16 (2^-8) does not."""
+    with pytest.raises(TrainingError, match=r"LORA001.*14 of 14 adapters were rounded away"):
+        merge(adapted(torch.bfloat16, 1e-3), SETTINGS)
+    merge(adapted(torch.float32, 1e-3), SETTINGS)

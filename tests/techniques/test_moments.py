@@ -1,0 +1,101 @@
+"""Moments in 8 bits: the code, the update, its bytes, and that no layout changes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.planner.sheets import variant
+from shardwise.prove.drift import drift
+from shardwise.prove.pool import RankPool
+from shardwise.spec.plan import Optim
+from shardwise.techniques.moments import BLOCK, AdamW8bit, decode, encode, table
+from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
+from tests.drift.test_drift import SPEC, plan_of, sheet
+from tests.techniques import moment_ranks
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_table(signed: bool) -> None:
+    """256 different values, ascending, that hold 0 and 1 exactly and reach down to 1e-7."""
+    values = table(signed)
+    assert values.shape == (256,) and bool((values.diff() > 0).all())
+    assert 0.0 in values and values[-1] == 1.0
+    assert values[0] == (-1.0 if signed else 0.0)
+    assert 1e-7 < float(values[values > 0].min()) < 1e-6
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_is_kept_is_near(signed: bool) -> None:
+    """The nearest value of the table: a block's largest exactly, others within half a step of the top decade."""
+    wide = torch.randn(7, 2 * BLOCK + 13)
+    wide = wide if signed else wide.square()
+    codes, scales = encode(wide, signed)
+    assert codes.shape == wide.shape and codes.dtype == torch.uint8 and scales.shape == (7, 3)
+    kept = decode(codes, scales, signed)
+    span = scales.repeat_interleave(BLOCK, 1)[:, : wide.shape[1]]
+    assert bool(((kept - wide).abs() <= 0.9 / (64 if signed else 128) / 2 * 1.01 * span).all())
+    largest = wide.abs()[:, :BLOCK].max(1)
+    assert torch.equal(kept.gather(1, largest.indices[:, None]).abs()[:, 0], largest.values)
+    again = encode(kept, signed)
+    assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
+
+
+def test_zeros_stay_zeros() -> None:
+    for signed in (True, False):
+        codes, scales = encode(torch.zeros(2, 300), signed)
+        assert not decode(codes, scales, signed).any() and not scales.any()
+
+
+def test_small_parameters_are_updated_as_adamw_does() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 30).view(5, 6)) for _ in range(2))
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    one, other = AdamW8bit([ours], **settings), torch.optim.AdamW([theirs], weight_decay=0.0, **settings)
+    for step in range(4):
+        ours.grad = theirs.grad = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        one.step()
+        other.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_large_ones_nearly() -> None:
+    """After 20 steps the weights have moved the same way (cosine 0.99) as with fp32 moments."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 300)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    one, other = AdamW8bit([ours], **settings), torch.optim.AdamW([theirs], weight_decay=0.0, **settings)
+    for step in range(20):
+        ours.grad = theirs.grad = torch.randn(64, 300, generator=torch.Generator().manual_seed(step))
+        one.step()
+        other.step()
+    moved, right = ((p.detach() - start).flatten() for p in (ours, theirs))
+    assert float(torch.nn.functional.cosine_similarity(moved, right, dim=0)) > 0.99
+    held = sum(value.nbytes for value in one.state[ours].values())
+    assert held == 4 + moment_bytes((64, 300), 64 * 300) < 0.3 * 8 * 64 * 300
+
+
+def test_what_is_quantised() -> None:
+    assert quantised((64, LEAST // 64)) and not quantised((63, LEAST // 64)) and not quantised((LEAST,))
+
+
+@pytest.mark.parametrize("dial", ["ddp", "zero1", "zero3", "hsdp-zero2"])
+def test_bytes(dial: str) -> None:
+    plan = replace(plan_of(dial, 8), optim=Optim("adamw8bit"))
+    for rank in (0, 7):
+        assert not drift(SPEC, plan, rank, sheet(SPEC, variant(plan.precision))).differences()
+
+
+def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Rows are updated alike wherever they are; saved from four shards, it loads whole and goes on as if never cut."""
+    one = ranks.run(moment_ranks.train, "ddp", 6, "", world=1)[0]
+    four = ranks.run(moment_ranks.train, "zero3", 3, str(tmp_path), world=4)[0]
+    assert four["step"] == 3
+    two = ranks.run(moment_ranks.train, "zero2", 6, str(tmp_path), world=2)[0]
+    for name, value in one["weights"].items():
+        assert torch.equal(value, two["weights"][name]), name
