@@ -1,0 +1,53 @@
+"""A training loop of one's own around a transformers model.
+
+    torchrun --nproc-per-node 2 examples/transformers_loop.py zero3
+    python examples/transformers_loop.py
+
+The lines that mention shardwise are what it takes; the rest is the plain loop.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwise
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+ROWS, SEQ_LEN = 8, 24
+
+
+def rows_of_step(step: int) -> torch.Tensor:
+    """The whole batch of a step: in place of a data loader."""
+    return torch.randint(SIZES["vocab_size"], (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+
+
+def main(strategy: str, steps: int = 6) -> list[float]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    plan = shardwise.plan(strategy)
+    with shardwise.world(plan) as mesh:
+        shardwise.parallelize(model, plan, mesh)
+        optimizer = shardwise.optimizer(model, learning_rate=1e-2)
+        losses = []
+        for step in range(steps):
+            ids = rows_of_step(step).chunk(plan.layout.dp)[dist.get_rank()]
+            loss = model(input_ids=ids, labels=ids).loss
+            shardwise.backward(model, loss)
+            shardwise.clip_grad_norm(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(float(mean) / plan.layout.dp)
+        if dist.get_rank() == 0:
+            print(*(f"step {step}: loss {loss:.4f}" for step, loss in enumerate(losses)), sep="\n")
+    return losses
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or ["ddp"])

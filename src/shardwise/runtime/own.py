@@ -1,0 +1,213 @@
+"""For a training loop of one's own: any ``nn.Module``, one plan, and these functions around a plain loop.
+
+    plan = shardwise.plan("zero3", compute="bf16")           # the strategy is one word
+    with shardwise.world(plan) as mesh:
+        shardwise.parallelize(model, plan, mesh)              # in place
+        optimizer = shardwise.optimizer(model, learning_rate=3e-4)
+        checkpoints = shardwise.Checkpoints("runs/mine", model, optimizer)
+        for step, batch in loader(first=checkpoints.resume()):    # each rank its own rows
+            loss = model(**batch).loss
+            shardwise.backward(model, loss)
+            shardwise.clip_grad_norm(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(step)
+
+A rank's loss is a mean over its own rows; gradients are means over the ranks, as DistributedDataParallel's are, so
+ranks with equally many rows train as one process with all of them. Started by ``torchrun``, or alone as one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Optimizer
+
+from shardwise.errors import ConfigError, DataError, Problem
+from shardwise.runtime import checkpoint, reduce
+from shardwise.runtime import world as processes
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Number, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.recipe import Checkpoint
+from shardwise.techniques import compile as compilation
+from shardwise.techniques import remat, shard
+from shardwise.techniques.numbers import torch_type
+from shardwise.techniques.optim import fresh_moments
+
+_PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+
+
+def plan(
+    strategy: Word = "ddp",
+    *,
+    compute: Number = "fp32",
+    reduce: Literal["fp64", "fp32", "bf16"] = "fp32",
+    recompute: Literal["none", "selective", "full"] = "none",
+    compile: bool = False,
+    replicas: int | None = None,
+) -> Plan:
+    """A plan for the processes that were started. ``replicas``: over how many a sharded model is replicated (hsdp: one
+    a node unless given). Raises ConfigError for what contradicts itself. Without a recipe nothing is estimated."""
+    me = processes.process()
+    count = 1 if replicas is None else replicas
+    if strategy == "hsdp" and replicas is None:
+        count = max(2, me.world_size // me.local_world_size) if me.world_size > 1 else 1
+    if me.world_size % count:
+        what = f"{count} replicas do not divide {me.world_size} processes"
+        raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {me.world_size}"))
+    known: dict[str, Strategy] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3", "hsdp": "zero3"}
+    dial = known.get(strategy, "zero3")
+    sharded = dial != "ddp" and me.world_size > count
+    layout = Layout(dp_replicate=count, dp_shard=me.world_size // count, ranks_per_node=me.local_world_size)
+    if not sharded:
+        layout = Layout(dp_replicate=me.world_size, ranks_per_node=me.local_world_size)
+    return Plan(
+        layout=layout,
+        shard=Shard(dial if sharded else "ddp"),
+        precision=Precision(compute=compute, reduce=reduce),
+        remat=Remat(recompute),
+        compile=compile,
+    )
+
+
+@contextmanager
+def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
+    """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields the mesh."""
+    with processes.world(plan.layout, "cuda" if torch.cuda.is_available() else "cpu", timeout_s) as mesh:
+        yield mesh
+
+
+def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
+    """Apply ``plan`` to ``module``, in place, and return it. All ranks begin with rank 0's weights and buffers.
+
+    Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
+    parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+    parts = shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh)
+    if plan.shard.strategy == "ddp" and plan.precision.compute not in ("fp32", "fp64"):
+        _autocast(module, torch_type(plan.precision.compute))
+    _PLANS[module] = plan
+    return parts[0]
+
+
+def _autocast(module: nn.Module, dtype: torch.dtype) -> None:
+    plain, device = module.forward, next(module.parameters()).device.type
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return plain(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def optimizer(
+    module: nn.Module,
+    *,
+    learning_rate: float = 3e-4,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> Optimizer:
+    """AdamW over the trained parameters of a parallelized module; vectors (norms, biases) are not decayed. Any other of
+    torch's optimizers, made after ``parallelize``, serves as well."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    made = AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps)
+    for parameter in trained:
+        made.state[parameter] = fresh_moments(parameter)  # there to be loaded into, before a first step
+    return made
+
+
+def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
+    """Propagate ``loss``, a mean over this rank's rows. Of several ``micro_batches`` a step, say which is the ``last``:
+    after it gradients are the mean over all of them and over all ranks."""
+    plan = _PLANS[module]
+    shard.synchronise([module], plan, last=last)
+    (loss / (plan.layout.dp * micro_batches)).backward()
+    if last:
+        shard.finish([module])
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
+    """Scale the gradients down to ``max_norm`` (None: not at all); the true norm over all ranks before that. Infinite
+    or NaN gradients are left as they are: look at what is returned."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    squares = reduce.local_squares(parameters, ranks)
+    reduce.sum_over_world(squares)
+    norm = float(squares) ** 0.5
+    if norm < float("inf"):
+        reduce.scale_gradients(parameters, reduce.clip_coefficient(norm, max_norm))
+    return norm
+
+
+class Checkpoints:
+    """The checkpoints of a module and its optimizer in ``directory``: saved while training goes on, committed whole or
+    not at all, and loaded under any other strategy and number of ranks. Made by every rank at once."""
+
+    def __init__(
+        self, directory: str | Path, module: nn.Module, optimizer: Optimizer, settings: Checkpoint | None = None
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self._kept = checkpoint.Checkpoints(directory, settings or Checkpoint(), "own loop")
+        self._kept.guard(optimizer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved: parameters and buffers by name, and the optimizer's state of each parameter."""
+        named = dict(self.module.named_parameters())
+        found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        found |= {f"model.{name}": buffer for name, buffer in self.module.named_buffers()}
+        for name, parameter in named.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    what = f"the optimizer keeps {key} as {type(value).__name__}, not as a tensor"
+                    raise DataError(Problem("CKPT020", what, name, "an optimizer whose state is tensors"))
+                found[f"optim.{key}.{name}"] = value
+        return found
+
+    def save(self, step: int, **facts: Any) -> None:
+        """Begin to save as ``step``, with ``facts`` (JSON) beside. The next ``optimizer.step()`` waits until the
+        tensors are copied; the rest is written in the background."""
+        self._kept.save(self.tensors(), {"step": step, **facts}, step)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none."""
+        made = not self.optimizer.state
+        if made:
+            _make_state(self.optimizer)
+        facts = self._kept.resume(self.tensors())
+        if facts is None and made:
+            self.optimizer.state.clear()
+        return facts
+
+    def close(self) -> list[checkpoint.Event]:
+        """Wait for the save in flight; what became of the saves since the last call."""
+        return self._kept.wait()
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Let an optimizer that makes its state at its first step make it now, changing nothing: a step of size zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,158 @@
+"""A loop of one's own computes what the plain loop does, whatever the strategy; the plain loops are torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from examples import transformers_loop, vision_loop
+from shardwise.errors import ConfigError
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import own
+from tests.runtime import own_ranks
+from tests.runtime.own_ranks import Model, loss_of, rows
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+SETTINGS = [
+    ("ddp", {}),
+    ("ddp", {"recompute": "full"}),
+    ("zero1", {}),
+    ("zero2", {"recompute": "selective"}),
+    ("zero3", {}),
+    ("zero3", {"recompute": "full"}),
+]
+
+
+def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+
+
+def plain_transformers() -> list[float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**transformers_loop.SIZES))
+    optimizer = optimizer_of(model, 1e-2)
+    losses = []
+    for step in range(6):
+        ids = transformers_loop.rows_of_step(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_vision() -> list[float]:
+    torch.manual_seed(0)
+    model = vision_loop.Classifier()
+    optimizer = optimizer_of(model, 3e-3)
+    losses = []
+    for step in range(6):
+        images, labels = vision_loop.batch_of_step(step)
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+PLAIN = {"transformers": plain_transformers, "vision": plain_vision}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_examples_train_as_the_plain_loop_does(ranks: RankPool, name: str) -> None:
+    """fp32: sums in another order, and Adam's first steps make a full step of the sign of a gradient near zero."""
+    right = PLAIN[name]()
+    for strategy in STRATEGIES:
+        for losses in ranks.run(own_ranks.example, name, strategy, world=2, timeout_s=120):
+            assert losses == pytest.approx(right, rel=2e-3), strategy
+            assert losses[:2] == pytest.approx(right[:2], rel=1e-5), strategy
+    assert ranks.run(own_ranks.example, name, "zero3", world=1)[0] == pytest.approx(right, rel=1e-5)
+
+
+def plain(steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = optimizer_of(model, 1e-2)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, rows(step))
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(found: list[Any], right: Any) -> None:
+    """In float64, within 1e-9: the mean of the ranks' losses, the true norm and every weight."""
+    losses = [sum(step) / len(found) for step in zip(*(losses for losses, _, _ in found), strict=True)]
+    assert losses == pytest.approx(right[0], rel=1e-9)
+    for _, norms, weights in found:
+        assert norms == pytest.approx(right[1], rel=1e-9)
+        for name, value in right[2].items():
+            assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize(("strategy", "settings"), SETTINGS)
+def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> None:
+    """With accumulation, clipping, a frozen bias, a buffer, and ranks that begin with weights of their own."""
+    same(ranks.run(own_ranks.train, strategy, dict(settings), 5, world=2, timeout_s=120), plain(5))
+
+
+def test_hybrid(ranks: RankPool) -> None:
+    same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
+
+
+def test_checkpoints_load_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(own_ranks.train, "zero3", {}, 3, str(tmp_path), world=4, timeout_s=120)
+    found = ranks.run(own_ranks.train, "ddp", {}, 6, str(tmp_path), world=2, timeout_s=120)
+    right = plain(6)
+    same(found, ([*right[0][3:]], [*right[1][3:]], right[2]))
+
+
+def test_an_optimizer_that_makes_its_state_late(tmp_path: Path) -> None:
+    """One of torch's own: the moments are there to be loaded into, and a fresh start has none."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, own.Checkpoints]:
+        torch.manual_seed(0)
+        model = shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
+        return model, optimizer, shardwise.Checkpoints(tmp_path, model, optimizer)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            shardwise.backward(model, loss_of(model, rows(number)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer, checkpoints = make()
+    assert checkpoints.resume() is None and not optimizer.state
+    steps(model, optimizer, range(2))
+    checkpoints.save(2, note="here")
+    steps(model, optimizer, range(2, 4))
+    checkpoints.close()
+    other, again, kept = make()
+    assert kept.resume() == {"note": "here", "step": 2}
+    steps(other, again, range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ConfigError, match="4 replicas do not divide 6 processes"):
+        shardwise.plan("hsdp", replicas=4)
+    assert shardwise.plan("hsdp", replicas=2).layout.dp_shard == 3
