@@ -1,0 +1,152 @@
+"""``shardwise compare``: what two runs have in common and in what they differ, from the files that they leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from shardwise.cli.curves import Curve, draw
+from shardwise.cli.history import History, Point, read_history
+from shardwise.cli.show import print_json, say, visible
+from shardwise.errors import OutputError, Problem, UsageError
+from shardwise.spec.units import columns, show_bytes
+
+OWN = {"run.name", "run.out", "format"}
+"""Keys that say which run it is, not what it does."""
+ROWS = 6
+"""Common steps whose losses are shown."""
+
+
+@dataclass
+class Options:
+    """Compare two runs, finished or not: recipes, losses, validation, speed and memory."""
+
+    run_a: Annotated[Path, Argument(metavar="RUN_A", help="A run's directory.")]
+    run_b: Annotated[Path, Argument(metavar="RUN_B", help="Another run's directory.")]
+    plot: Annotated[Path | None, Option("--plot", help="Draw both loss curves into this file (.svg).")] = None
+    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+
+
+def run(options: Options) -> None:
+    """Read both, and show them side by side."""
+    if options.plot is not None and options.plot.suffix != ".svg":
+        what = f"a plot is written as SVG, not as `{options.plot.suffix or options.plot.name}`"
+        raise UsageError(Problem("CLI001", what, "--plot", f"`--plot {options.plot.with_suffix('.svg')}`"))
+    pair = (read_history(options.run_a), read_history(options.run_b))
+    if options.plot is not None:
+        _write(options.plot, pair)
+    if options.json:
+        facts = [_facts(each) for each in pair]
+        print_json({"runs": facts, "recipe": differences(*pair), "losses": common_losses(*pair)})
+        return
+    for line in _lines(*pair):
+        say(visible(line))
+    if options.plot is not None:
+        say(f"\nwritten: {options.plot}")
+
+
+def differences(a: History, b: History) -> dict[str, tuple[Any, Any]]:
+    """Recipe keys whose values differ; a key that only one has is null in the other."""
+    keys = sorted({*a.recipe, *b.recipe} - OWN)
+    pairs = {key: (a.recipe.get(key), b.recipe.get(key)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
+    """(step, loss, loss) at a few steps that both have done, evenly apart, the last one among them."""
+    steps = sorted({*a.losses} & {*b.losses})
+    chosen = sorted({steps[-1 - round(n * (len(steps) - 1) / (ROWS - 1))] for n in range(ROWS)}) if steps else []
+    return [(step, a.losses[step], b.losses[step]) for step in chosen]
+
+
+def _facts(history: History) -> dict[str, Any]:
+    best = min(history.losses.items(), key=_value, default=None)
+    validation = history.validation
+    return {
+        "run": str(history.directory),
+        "finished": history.finished,
+        "steps": max(history.rows, default=0),
+        "max_steps": history.recipe.get("train.max_steps"),
+        "tokens": history.rows[max(history.rows)].get("tokens") if history.rows else 0,
+        "ranks": history.ranks,
+        "skipped_steps": sum(bool(row.get("skipped")) for row in history.rows.values()),
+        "last_loss": history.losses[max(history.losses)] if history.losses else None,
+        "best_loss": best and {"step": best[0], "loss": best[1]},
+        "last_validation": _validation(validation[-1] if validation else None),
+        "best_validation": _validation(min((p for p in validation if math.isfinite(p[1])), key=_value, default=None)),
+        "tokens_per_s": history.typical("tokens_per_s"),
+        "step_s": history.typical("seconds"),
+        "mfu": history.typical("mfu"),
+        "memory_bytes": history.highest("memory_bytes"),
+        "measured": dict(history.report),
+    }
+
+
+def _value(point: Point) -> float:
+    return point[1]
+
+
+def _validation(point: Point | None) -> dict[str, float] | None:
+    return point and {"step": point[0], "nats_per_token": point[1]}
+
+
+def _lines(a: History, b: History) -> list[str]:
+    one, two = _facts(a), _facts(b)
+    rows = [("", one["run"], two["run"], "B to A")]
+    rows.append(("state", *("finished" if facts["finished"] else "not finished" for facts in (one, two)), ""))
+    for label, key in (("ranks", "ranks"), ("steps", "steps"), ("tokens", "tokens"), ("skipped", "skipped_steps")):
+        rows.append((label, *(_show(facts[key], ",") for facts in (one, two)), ""))
+    rows.append(_row("last loss", one["last_loss"], two["last_loss"], ".4f"))
+    for label, key, leaf in (
+        ("best loss", "best_loss", "loss"),
+        ("last validation", "last_validation", "nats_per_token"),
+        ("best validation", "best_validation", "nats_per_token"),
+    ):
+        pair = [facts[key] for facts in (one, two)]
+        shown = [f"{found[leaf]:.4f} (step {found['step']:,})" if found else "-" for found in pair]
+        rows.append((label, *shown, _change(*(found and found[leaf] for found in pair))))
+    rows.append(_row("tokens/s", one["tokens_per_s"], two["tokens_per_s"], ",.0f"))
+    rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
+    memory = [facts["memory_bytes"] for facts in (one, two)]
+    rows.append(("memory of rank 0", *("-" if m is None else show_bytes(m) for m in memory), _change(*memory)))
+    if measured := [facts["measured"].get("memory a rank", "-") for facts in (one, two)]:
+        rows.append(("torch's share of it", *measured, ""))
+    lines = columns(rows, "<>>>")
+    if losses := common_losses(a, b):
+        table = [("step", "A", "B", "B - A")]
+        table += [(f"{step:,}", f"{x:.4f}", f"{y:.4f}", f"{y - x:+.4f}") for step, x, y in losses]
+        lines += ["", "loss at common steps", *columns(table, ">>>>")]
+    else:
+        lines += ["", "no step in common"]
+    changed = [(key, _show(x), _show(y)) for key, (x, y) in differences(a, b).items()]
+    lines += ["", *columns([("recipe", "A", "B"), *changed], "<<<")] if changed else ["", "the recipes are the same"]
+    return lines
+
+
+def _row(label: str, a: float | None, b: float | None, form: str) -> tuple[str, str, str, str]:
+    return label, _show(a, form), _show(b, form), _change(a, b)
+
+
+def _show(value: Any, form: str = "") -> str:
+    return "-" if value is None else format(value, form) if form else str(value)
+
+
+def _change(a: float | None, b: float | None) -> str:
+    return "" if not a or b is None or not math.isfinite(b / a) else f"{100 * (b - a) / a:+.1f} %"
+
+
+def _write(target: Path, pair: Sequence[History]) -> None:
+    curves = [Curve(str(one.directory), sorted(one.losses.items()), one.validation) for one in pair]
+    try:
+        target.write_text(draw(curves), encoding="utf-8")
+    except OSError as error:
+        what = f"cannot write {target}: {error.strerror}"
+        raise OutputError(
+            Problem("OUT002", what, "--plot", "`--plot` a file in a directory that can be written")
+        ) from None

@@ -1,0 +1,110 @@
+"""What a run has left in its directory, finished or not: its recipe, a line a step, and what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.runtime.track import dotted
+from shardwise.spec.document import read
+from shardwise.spec.recipe import Recipe
+
+WARM_UP_STEPS = 3
+"""The first steps after a start are slowed by what is measured in them."""
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class History:
+    """One run. ``recipe`` maps every key, dotted, to its value; ``rows`` are the lines of metrics.jsonl by step."""
+
+    directory: Path
+    recipe: Mapping[str, Any]
+    rows: Mapping[int, Mapping[str, Any]]
+    events: tuple[Mapping[str, Any], ...]
+    report: Mapping[str, str]
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """The loss by step, finite ones only."""
+        return {step: row["loss"] for step, row in self.rows.items() if math.isfinite(row.get("loss", math.nan))}
+
+    @cached_property
+    def validation(self) -> list[Point]:
+        """(step, nats a token) of every validation, the last one of a step that was repeated after a restart."""
+        return sorted({e["step"]: float(e["nats_per_token"]) for e in self._of("validation")}.items())
+
+    @property
+    def finished(self) -> bool:
+        return any(event["step"] >= max(self.rows, default=0) for event in self._of("end"))
+
+    @property
+    def ranks(self) -> int | None:
+        """Of the last start; None before the first."""
+        return next((int(event["ranks"]) for event in reversed(list(self._of("start")))), None)
+
+    def typical(self, key: str) -> float | None:
+        """The median over the steps."""
+        rows = [self.rows[step] for step in sorted(self.rows)]
+        rows = rows[WARM_UP_STEPS:] or rows
+        return median(found) if (found := [row[key] for row in rows if row.get(key) is not None]) else None
+
+    def highest(self, key: str) -> float | None:
+        return max((row[key] for row in self.rows.values() if row.get(key) is not None), default=None)
+
+    def _of(self, kind: str) -> Iterator[Mapping[str, Any]]:
+        return (event for event in self.events if event["event"] == kind)
+
+
+def read_history(directory: Path) -> History:
+    """The run in ``directory``. Raises MissingInputError (CFG011) where none is, DataError (DATA004) for a damaged
+    line; a last line that is still being written is left out."""
+    if not (directory / "recipe.yaml").is_file():
+        what = f"{directory} is not a run: it holds no recipe.yaml"
+        raise MissingInputError(
+            Problem("CFG011", what, str(directory), "name run directories, such as runs/quickstart-1")
+        )
+    written = dotted(read(directory / "recipe.yaml").data or {})
+    metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])})
+    events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])})
+    return History(
+        directory,
+        dotted(Recipe().model_dump()) | written,
+        {record["step"]: record for record in metrics},
+        tuple(events),
+        _measured(directory / "report.md"),
+    )
+
+
+def _records(path: Path, accept: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    found = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(accept(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            where = f"{path}:{number}"
+            fix = "remove that line; the others are read"
+            raise DataError(
+                Problem("DATA004", f"not a line that a run writes: {line[:60].rstrip()}", where, fix)
+            ) from error
+    return found
+
+
+def _measured(path: Path) -> dict[str, str]:
+    """What the report measured: the third column of its table."""
+    if not path.is_file():
+        return {}
+    rows = [line.strip("| ").split(" | ") for line in path.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    return {row[0]: row[2].strip() for row in rows if len(row) > 2 and row[0] and not row[0].startswith("|")}

@@ -1,0 +1,233 @@
+"""Trackers: what metrics.jsonl holds, sent on rank 0 to tensorboard, wandb, mlflow or trackio as well.
+
+Each tracker has a thread of its own, which imports it, too: one that is slow or away must neither slow a step down nor
+keep other ranks waiting until their collectives fail. One that fails is named once and dropped; training goes on.
+Imports no torch: the command line asks for missing packages before any process starts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Queue
+from typing import Any, Literal, Protocol
+
+from shardwise.errors import Problem, UnavailableError
+from shardwise.spec.recipe import Recipe
+
+Outcome = Literal["finished", "stopped", "failed"]
+Values = Mapping[str, float]
+CLOSING_S = 30.0
+"""How long the end of a run waits for its trackers; ranks that wait for rank 0 meanwhile give up after longer."""
+PROJECT = "shardwise"
+"""Where the tracker wants a project and has no default of its own."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run that is tracked. ``first_step`` is the one it goes on from, ``config`` the recipe, dotted."""
+
+    name: str
+    run_id: str
+    directory: Path
+    first_step: int
+    config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Opened by its constructor; used by one thread only."""
+
+    def row(self, step: int, values: Values) -> None:
+        """Log ``values`` at ``step``."""
+
+    def close(self, outcome: Outcome) -> None:
+        """Nothing follows."""
+
+
+class TensorBoard:
+    """Event files in the run's ``tensorboard/``. What a resumed run repeats replaces what was there."""
+
+    def __init__(self, subject: Subject) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = subject.directory / "tensorboard"
+        self._writer: Any = SummaryWriter(
+            str(folder), purge_step=subject.first_step + 1 if subject.first_step else None
+        )
+        lines = "\n".join(f"    {key}: {value}" for key, value in subject.config.items())
+        self._writer.add_text("recipe", lines, subject.first_step)
+
+    def row(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. Mode, project, directory and key come from its own variables (WANDB_MODE, WANDB_PROJECT)."""
+
+    def __init__(self, subject: Subject) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            name=subject.name, id=subject.run_id or None, resume="allow", config=dict(subject.config)
+        )
+
+    def row(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+class MLflow:
+    """MLflow, where its own variables say (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) or at its default. A run that
+    is resumed goes on in the MLflow run whose id it has kept."""
+
+    STATUS: Mapping[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    PARAMETERS_A_CALL, VALUE_CHARACTERS = 90, 500
+
+    def __init__(self, subject: Subject) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        kept = subject.directory / "mlflow-run-id"
+        if kept.exists():
+            mlflow.start_run(run_id=kept.read_text(encoding="utf-8").strip())
+            return
+        kept.write_text(mlflow.start_run(run_name=subject.name).info.run_id, encoding="utf-8")
+        pairs = [(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in subject.config.items()]
+        for first in range(0, len(pairs), self.PARAMETERS_A_CALL):
+            mlflow.log_params(dict(pairs[first : first + self.PARAMETERS_A_CALL]))
+
+    def row(self, step: int, values: Values) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._mlflow.end_run(self.STATUS[outcome])
+
+
+class Trackio:
+    """Trackio, in its own directory or the Space that its variables name. It is told not to watch the machine: that
+    would take another thread beside the training."""
+
+    def __init__(self, subject: Subject) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=PROJECT,
+            name=subject.name,
+            config=dict(subject.config),
+            resume="allow" if subject.first_step else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def row(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish()
+
+
+KINDS: Mapping[str, Callable[[Subject], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+class Feed:
+    """One tracker and its thread. ``error`` is why it has ended early, if it has."""
+
+    def __init__(self, name: str, kind: Callable[[Subject], Tracker], subject: Subject) -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self._items: Queue[tuple[int, Values] | Outcome] = Queue()
+        self._thread = threading.Thread(target=self._serve, args=(kind, subject), daemon=True, name=f"track-{name}")
+        self._thread.start()
+
+    def put(self, item: tuple[int, Values] | Outcome) -> None:
+        """Hand over a row, or the outcome, which is the last; never waits."""
+        if self.error is None:
+            self._items.put(item)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the thread has ended, after waiting for it."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _serve(self, kind: Callable[[Subject], Tracker], subject: Subject) -> None:
+        try:
+            tracker = kind(subject)
+            while not isinstance(item := self._items.get(), str):
+                tracker.row(*item)
+            tracker.close(item)
+        except BaseException as error:
+            self.error = error
+
+
+class Tracks:
+    """The trackers of a run; of none, on all ranks but the first."""
+
+    def __init__(self, feeds: Sequence[Feed] = ()) -> None:
+        self._feeds = list(feeds)
+
+    def row(self, step: int, section: str, record: Mapping[str, Any]) -> None:
+        """Log the numbers of ``record`` as ``section/<name>``."""
+        values = {f"{section}/{name}": float(v) for name, v in record.items() if name != "step" and v is not None}
+        for feed in self._feeds:
+            feed.put((step, values))
+
+    def complaints(self) -> list[str]:
+        """A line for each tracker that has failed since the last call; it is dropped."""
+        failed = [feed for feed in self._feeds if feed.error is not None]
+        self._feeds = [feed for feed in self._feeds if feed.error is None]
+        return [
+            f"warning[TRK002]: {feed.name} failed and is not used any more: {_first_line(feed.error)}"
+            for feed in failed
+        ]
+
+    def close(self, outcome: Outcome) -> list[str]:
+        """Tell all how the run ended and wait for them, CLOSING_S in all; the complaints."""
+        for feed in self._feeds:
+            feed.put(outcome)
+        until = time.monotonic() + CLOSING_S
+        late = [feed.name for feed in self._feeds if not feed.wait(max(0.0, until - time.monotonic()))]
+        lines = self.complaints()
+        self._feeds = []
+        return lines + [f"warning[TRK002]: {name} has not finished within {CLOSING_S:.0f} s" for name in late]
+
+
+def check_installed(recipe: Recipe) -> None:
+    """Raises UnavailableError (TRK001) if ``run.trackers`` names a package that is not there."""
+    missing = [name for name in recipe.run.tracker_names if find_spec(name) is None]
+    if missing:
+        what = f"`run.trackers` names {' and '.join(missing)}, not installed here"
+        raise UnavailableError(Problem("TRK001", what, "run.trackers", f'pip install "shardwise[{",".join(missing)}]"'))
+
+
+def track(recipe: Recipe, subject: Subject) -> Tracks:
+    """Open the trackers that the recipe names."""
+    return Tracks([Feed(name, KINDS[name], subject) for name in recipe.run.tracker_names])
+
+
+def dotted(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested recipe as one level of dotted keys."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= dotted(item, f"{prefix}{key}.") if isinstance(item, Mapping) and item else {f"{prefix}{key}": item}
+    return found
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

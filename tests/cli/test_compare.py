@@ -1,0 +1,166 @@
+"""``shardwise compare`` of what runs leave, finished, unfinished, damaged or none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.cli.curves import MOST_POINTS, thinned, ticks
+from shardwise.spec.load import dump_recipe
+from shardwise.spec.recipe import Recipe
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def write_run(directory: Path, steps: int, slope: float, finished: bool = True, **changes: Any) -> Path:
+    """A run whose loss is 5 - slope x step, as a run writes it."""
+    directory.mkdir(parents=True)
+    sections: dict[str, Any] = {"run": {"name": directory.name}, **changes}
+    (directory / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(sections)))
+    rows = [
+        {"step": n, "tokens": 64 * n, "loss": 5 - slope * n, "tokens_per_s": 100.0 + n, "seconds": 0.5, "mfu": None}
+        | {"memory_bytes": 2**30 + n, "skipped": n == 2}
+        for n in range(1, steps + 1)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events: list[dict[str, Any]] = [{"event": "start", "step": 0, "ranks": 2}]
+    for n in (steps // 2, steps):
+        events.append({"event": "validation", "step": n, "nats_per_token": 6 - slope * n, "bits_per_byte": 1.0})
+    events += [{"event": "end", "step": steps, "tokens": 64 * steps}] if finished else []
+    (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    if finished:
+        table = "| | predicted | measured | |\n|---|---:|---:|---:|\n| memory a rank | 1.5 MiB | 1.6 MiB | +1 % |\n"
+        (directory / "report.md").write_text(f"# {directory.name}\n\n{table}")
+    return directory
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    a = write_run(tmp_path / "a", 20, 0.1, optim={"learning_rate": 1e-3}, train={"max_steps": 20})
+    b = write_run(tmp_path / "b", 10, 0.2, False, optim={"learning_rate": 2e-3}, train={"max_steps": 20})
+    return str(a), str(b)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["compare", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_runs_of_different_length_by_their_common_steps(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, *pair)
+    assert found["recipe"] == {"optim.learning_rate": [0.001, 0.002]}
+    assert [row[0] for row in found["losses"]] == [1, 3, 5, 6, 8, 10]
+    assert found["losses"][-1] == [10, pytest.approx(4.0), pytest.approx(3.0)]
+    a, b = found["runs"]
+    assert (a["finished"], a["steps"], b["finished"], b["steps"]) == (True, 20, False, 10)
+    assert a["best_loss"] == {"step": 20, "loss": pytest.approx(3.0)}
+    assert a["last_validation"] == a["best_validation"] == {"step": 20, "nats_per_token": pytest.approx(4.0)}
+    assert (a["tokens_per_s"], a["step_s"], a["memory_bytes"]) == (112.0, 0.5, 2**30 + 20)
+    assert (a["skipped_steps"], a["tokens"], a["ranks"], a["mfu"]) == (1, 1280, 2, None)
+    assert a["measured"] == {"memory a rank": "1.6 MiB"} and b["measured"] == {}
+
+
+def test_it_is_said_to_people(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *pair]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "state finished not finished",
+        "optim.learning_rate 0.001 0.002",
+        "last loss 3.0000 3.0000 +0.0 %",
+        "10 4.0000 3.0000 -1.0000",
+        "tokens/s 112 107 -4.5 %",
+    ):
+        assert line in lines
+    assert not any("run.name" in line for line in lines)
+
+
+def test_a_run_that_is_writing_or_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A torn last line is left out; without any step there is nothing in common, and that is said."""
+    a = write_run(tmp_path / "a", 4, 0.1)
+    with (a / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "recipe.yaml").write_text("optim: {learning_rate: 3.0e-4}\n")
+    found = told(capsys, str(a), str(tmp_path / "new"))
+    assert (found["runs"][0]["steps"], found["runs"][1]["steps"], found["losses"]) == (4, 0, [])
+    assert found["recipe"] == {}, "what is left out is the default"
+    assert main(["compare", str(a), str(tmp_path / "new"), "--plot", str(tmp_path / "x.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "no step in common" in out and "the recipes are the same" in out
+
+
+def test_steps_that_were_not_finite_are_no_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", 4, 0.1)
+    with (a / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": NaN, "tokens_per_s": 1.0, "seconds": 1.0}\n')
+    found = told(capsys, str(a), str(a))
+    assert found["runs"][0]["last_loss"] == pytest.approx(4.6) and found["losses"][-1][0] == 4
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, pair: tuple[str, str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", pair[0], str(tmp_path / name)]) == 66
+    err = capsys.readouterr().err
+    assert err.startswith("error[CFG011]") and "is not a run" in err
+
+
+def test_a_damaged_line_is_named(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(pair[0]) / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 3,', '{"stop": 3,'))
+    assert main(["compare", *pair]) == 65
+    assert f"{path}:3" in capsys.readouterr().err
+
+
+def test_the_plot(pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both curves, one point a step; the lower loss lies lower in the picture."""
+    target = tmp_path / "curves.svg"
+    assert main(["compare", *pair, "--plot", str(target)]) == 0
+    root = ElementTree.parse(target).getroot()
+    curves = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in curves] == [20, 10]
+    heights = [[float(point.split(",")[1]) for point in points] for points in curves]
+    assert heights[0] == sorted(heights[0]) and heights[1][9] > heights[0][9]
+    assert len(list(root.iter(f"{SVG}circle"))) == 4
+    assert main(["compare", *pair, "--plot", "curves.png"]) == 2
+    assert "curves.svg" in capsys.readouterr().err
+    assert main(["compare", *pair, "--plot", str(tmp_path / "none" / "x.svg")]) == 73
+
+
+def test_long_curves_are_thinned_and_ticks_are_round() -> None:
+    kept = list(thinned([(n, 1.0) for n in range(12_345)]))
+    assert len(kept) <= 1.1 * MOST_POINTS and kept[-1][0] == 12_344
+    assert ticks(0, 450) == [0, 100, 200, 300, 400, 500]
+    assert ticks(2.08, 8.4) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert len(ticks(3.0, 3.0)) >= 2
+
+
+def test_it_is_quick_and_loads_no_torch(pair: tuple[str, str]) -> None:
+    """10,000 steps each; half a second of this process's time is ten times what it takes to read them."""
+    rows = (Path(pair[0]) / "metrics.jsonl").read_text().splitlines()
+    for run in pair:
+        lines = [rows[0].replace('"step": 1,', f'"step": {n},') for n in range(1, 10_001)]
+        (Path(run) / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    program = (
+        "import sys\nfrom shardwise.cli.app import main\ncode = main(['compare', *sys.argv[1:]])\n"
+        "sys.exit(code or ('torch' in sys.modules) * 99)\n"
+    )
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    done = subprocess.run([sys.executable, "-c", program, *pair], capture_output=True, env={"PYTHONPATH": source})
+    assert done.returncode == 0, done.stderr
+    begun = time.process_time()
+    assert main(["compare", *pair]) == 0
+    assert time.process_time() - begun < 0.5
