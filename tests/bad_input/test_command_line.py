@@ -20,7 +20,7 @@ Run = Callable[..., tuple[int, str]]
 TINY = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = [f"model.config.{key}={value}" for key, value in TINY.items()]
 WORDS += ["model.config.num_key_value_heads=1", "data.cache=cache", "data.tokenizer.vocab_size=300", "train.seq_len=16"]
-WORDS += ["train.global_batch_size=4", "--nproc", "1", "--run", "a", "--max-steps", "40"]
+WORDS += ["train.global_batch_size=4", "--nproc", "1", "--run", "a", "--max-steps", "40", "optim.warmup_steps=10"]
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 def test_every_command_has_help(shardwise: Run) -> None:
     code, out, _ = shardwise("--help")
     names = [command.name for command in app.app.registered_commands]
-    assert code == 0 and names == ["train", "plan", "generate", "export", "schema"]
+    assert code == 0 and names == ["train", "plan", "generate", "export", "compare", "schema"]
     for name in [*names, "data"]:
         assert name in out
         code, text, _ = shardwise(str(name), "--help")

@@ -160,7 +160,7 @@ DRIFT: dict[str, Fault] = {
         "moments:",
     ),
     "SwiGLU saves silu(gate)": Fault(
-        lambda: patch.object(layers, "swiglu", lambda gate, up: functional.silu(gate) * up),
+        lambda: patch.dict(layers.GATES, silu=lambda gate, up: functional.silu(gate) * up),
         plan_of("zero3"),
         "saved for backward",
     ),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli.options import recipes_directory
+from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
+from shardwise.spec.shipped import recipes_directory
 
 MEANT_FOR = {
     "quickstart": "2xCPU",
@@ -18,6 +20,10 @@ MEANT_FOR = {
     "continue-8b": "8xH100",
     "llama-70b-zero3": "4x8xH100+400Gb/node",
     "llama-8b-hsdp": "2x8xH100+400Gb/node",
+    "sft-8b": "8xH100",
+    "lora-7b": "1xH100",
+    "lora-70b": "8xH100",
+    "sft-tiny": "2xCPU",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 
@@ -34,9 +40,16 @@ def test_a_recipe_is_short_and_begins_with_what_it_is(path: Path) -> None:
     assert max(map(len, lines)) <= 130
 
 
+def quickstart_model(directory: Path) -> str:
+    """What a quickstart leaves in hf/, as far as a plan needs it."""
+    spec = resolve(load_recipe(recipes_directory() / "quickstart.yaml"))
+    (directory / "config.json").write_text(json.dumps(to_hf(spec)))
+    return f"model.path={directory}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_recipe_can_be_planned_and_fits(path: Path) -> None:
-    recipe = load_recipe(path)
+def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])
     cluster = parse_cluster(MEANT_FOR[path.stem])
     plan = choose(recipe, resolve(recipe), cluster)
     assert plan.layout.world == cluster.world
@@ -45,6 +58,23 @@ def test_a_recipe_can_be_planned_and_fits(path: Path) -> None:
         assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")
     if path.stem == "llama-8b-hsdp":
         assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
+
+
+def test_adapters_of_70b_on_two_nodes() -> None:
+    """As the recipe's second line says."""
+    words = ["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=8", "run.nodes=2"]
+    recipe = load_recipe(recipes_directory() / "lora-70b.yaml", words)
+    plan = choose(recipe, resolve(recipe), parse_cluster("2x8xH100+400Gb/node"))
+    assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
+    assert sum(item.bytes for item in plan.estimate.traffic if item.link == "network") < 2**30
+
+
+def test_the_tiny_tuning_takes_adapters_from_its_second_line(tmp_path: Path) -> None:
+    path = recipes_directory() / "sft-tiny.yaml"
+    words = path.read_text().splitlines()[1].split("`")[1].split()
+    recipe = load_recipe(path, [quickstart_model(tmp_path), *words])
+    assert choose(recipe, resolve(recipe), parse_cluster("2xCPU")).lora is not None
+    assert load_recipe(path).model.path == "runs/quickstart-1/hf"
 
 
 def test_the_quickstart_is_the_model_that_it_says() -> None:

@@ -69,6 +69,7 @@ def save(rank: int, world: int, directory: str, layout: str, step: int, **settin
     checkpoints = Checkpoints(directory, Checkpoint(**settings), "run")
     state = placed(step, layout, world)
     checkpoints.save(state, {"step": step, "cursor": 10 * step}, step)
+    checkpoints.copied()
     for tensor in state.values():  # the state moves on while the save is under way
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(-1)
     return checkpoints.wait()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shardwise.runtime import commit
 from shardwise.runtime.checkpoint import Checkpoints, Event, read
 from shardwise.runtime.locate import newest, verify
 from shardwise.runtime.manifest import MANIFEST
+from shardwise.runtime.storage import ShardWriter
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime import checkpoint_ranks as work
 from tests.runtime.checkpoint_ranks import same, values
@@ -228,11 +230,12 @@ class Gate:
 
 
 def test_saving_goes_on_while_the_state_changes(tmp_path: Path) -> None:
-    """save returns before a byte is written; what is written is the state at the call, whatever happens after."""
+    """The state may change before a byte is written, once copied returns; what is written is the state at the call."""
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)
     state, facts = values(1), {"step": 1, "list": [1]}
     assert checkpoints.save(state, facts, 1)
+    checkpoints.copied()
     for tensor in state.values():
         tensor.fill_(7)
     facts["list"].append(2)
@@ -241,6 +244,31 @@ def test_saving_goes_on_while_the_state_changes(tmp_path: Path) -> None:
     assert kinds(checkpoints.wait()) == [("committed", 1)]
     loaded, found, _, _ = resume(tmp_path)
     assert same(loaded, values(1)) and found == {"step": 1, "list": [1]}
+
+
+def test_an_optimizer_waits_for_the_copy_of_what_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the copy takes: without the wait, the saved weight would be the one after the step."""
+    stage = ShardWriter.stage
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.3)
+        return stage(*args)
+
+    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    checkpoints.guard(optimizer)
+    weight.grad = torch.ones(4)
+    monkeypatch.setattr(ShardWriter, "stage", slow)
+    begun = time.monotonic()
+    checkpoints.save({"model.weight": weight.detach()}, {}, 1)
+    assert time.monotonic() - begun < 0.2, "save itself does not wait for the copy"
+    optimizer.step()
+    assert weight.detach().eq(0).all()
+    checkpoints.wait()
+    loaded = {"model.weight": torch.zeros(4)}
+    read(tmp_path, loaded)
+    assert loaded["model.weight"].eq(1).all()
 
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
@@ -259,6 +287,7 @@ def test_fifty_saves_are_each_the_state_of_their_call(tmp_path: Path) -> None:
     for step in range(50):
         state = values(step)
         checkpoints.save(state, {"step": step}, step)
+        checkpoints.copied()
         for tensor in state.values():
             tensor.mul_(0)
         checkpoints.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from shardwise.models.config import parameter_count
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.evaluate import Validation
-from shardwise.runtime.measure import Memory, Meter
+from shardwise.runtime.measure import Memory, Meter, resident_bytes, return_freed_memory
 from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
@@ -112,3 +113,14 @@ def test_the_report_as_text() -> None:
     assert f"the process takes {show_bytes(10**6)}" in text
     assert "    def f|(x)" in text and "    def f|zz" in text
     assert 'shardwise generate runs/r --prompt "..."' in text
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's heap only")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """A block in use on top of the heap keeps glibc from shrinking it: 100 MiB freed below it stay resident."""
+    blocks = [torch.ones(25_000) for _ in range(1_000)]
+    last = blocks[-1]
+    blocks.clear()
+    held = resident_bytes()
+    return_freed_memory()
+    assert held - resident_bytes() > 50 * MIB and last.sum() == 25_000

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +28,24 @@ class Source:
     @property
     def lines(self) -> int:
         return len(self.text.splitlines())
+
+    @property
+    def code_lines(self) -> int:
+        """Lines that hold code: no blank line, no comment, no docstring."""
+        words: set[int] = set()
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                words.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        kinds = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        held: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in kinds:
+                held.update(range(token.start[0], token.end[0] + 1))
+        return len(held - words)
 
     def at(self, node: ast.AST | int, what: str) -> str:
         line = node if isinstance(node, int) else node.lineno  # type: ignore[attr-defined]

@@ -37,7 +37,12 @@ SLOW_OR_OPTIONAL = {
 """Libraries that cost time or may be absent, so that a function may import them when it needs them."""
 
 WITHOUT_TORCH = ("shardwise.errors", "shardwise.spec", "shardwise.cli", "shardwise.techniques", "shardwise.planner")
-WITH_TORCH = {"shardwise.planner.trace", "shardwise.planner.record", "shardwise.planner.ship"}
+WITH_TORCH = {
+    "shardwise.planner.trace",
+    "shardwise.planner.record",
+    "shardwise.planner.ship",
+    "shardwise.techniques.moments",
+}
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 
 ALSO_WITHOUT_TORCH = {"shardwise", "shardwise.models.config", "shardwise.models.known", "shardwise.models.roles"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from shardwise import __version__
-from shardwise.cli import data, export, generate, plan, schema, train
+from shardwise.cli import compare, data, export, generate, plan, schema, train
 from shardwise.cli.options import add_command
 from shardwise.cli.show import print_error
 from shardwise.errors import Problem, ShardwiseError, UsageError
@@ -49,6 +49,7 @@ add_command(app, train.Options, train.run, "train")
 add_command(app, plan.Options, plan.run, "plan")
 add_command(app, generate.Options, generate.run, "generate", loose=False)
 add_command(app, export.Options, export.run, "export", loose=False)
+add_command(app, compare.Options, compare.run, "compare", loose=False)
 add_command(app, schema.Options, schema.run, "schema", loose=False)
 app.add_typer(data.app, name="data")
 

@@ -14,6 +14,7 @@ import typer
 from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.spec.keys import SHORT, Keys, keys_of
 from shardwise.spec.load import recipe_schema
+from shardwise.spec.shipped import recipes_directory
 
 LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
@@ -116,10 +117,3 @@ def recipe_or_quickstart(path: Path | None, overrides: list[str]) -> Path | None
     if path is None and any(word.startswith(another) for word in overrides):
         return None
     return recipe_file(path or Path("quickstart"))
-
-
-def recipes_directory() -> Path:
-    """Recipes that ship with the package; in a source tree, those of the repository."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parents[1] / "recipes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,12 @@ from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve
+from shardwise.runtime.track import check_installed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.techniques import lora
 
 
 @dataclass
@@ -96,9 +99,12 @@ def _launch(options: Options, recipe: Recipe) -> int:
     directory = Path(recipe.run.out) / recipe.run.name
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
     check_port(options.port)
+    check_installed(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
     plan = plan_of(recipe, spec, cluster, options.plan)
     parameters = parameter_count(spec)
+    if plan.lora is not None:  # checkpoints hold the adapters alone
+        parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
     space = rundir.check_space(directory, parameters, recipe.checkpoint.save_total_limit, export_bytes=4 * parameters)
     if not options.json:
         lines = render.summary(plan)
@@ -151,18 +157,21 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
 def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> None:
     """Fetch and check weights, and tokenise, before any process group exists: ranks that wait for one another would
     time out."""
-    from shardwise.data.pack import Windows
+    from shardwise.data.pack import open_windows
     from shardwise.data.prepare import prepare
     from shardwise.data.stream import check_size
     from shardwise.models.hf import check_weights
+    from shardwise.models.peft import find_adapter
 
     try:
-        prepared = prepare(data_of(recipe))
+        prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
-        windows = Windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+        windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
         check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data.repeat)
         if recipe.model.path is not None and recipe.model.init != "random":
             check_weights(recipe.model.path, recipe.model.revision, spec)
+        if recipe.lora.path is not None and plan.lora is not None:
+            find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
     except ShardwiseError:
         with suppress(OSError):
             directory.rmdir()

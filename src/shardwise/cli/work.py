@@ -16,6 +16,7 @@ from shardwise.launch import rundir
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
 from shardwise.runtime.outcome import NAME, Exit, read_exit, write_exit
+from shardwise.runtime.track import check_installed
 from shardwise.spec.recipe import Recipe
 
 
@@ -39,6 +40,7 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
 def _check_directory(directory: Path, recipe: Recipe, resume: bool) -> None:
     """What our launcher checks before it starts ranks, for ranks that torchrun started."""
     rundir.check_standing(directory, recipe, resume=resume)
+    check_installed(recipe)
     if rank() == 0:
         rundir.check_writable(directory)
         (directory / NAME).unlink(missing_ok=True)

@@ -23,16 +23,18 @@ from shardwise.data.batch import MicroBatch
 from shardwise.data.pack import IGNORE
 from shardwise.methods import pretrain
 from shardwise.models import init
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
+from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import mesh
-from shardwise.spec.plan import Number, Plan
+from shardwise.spec.plan import Lora, Number, Plan
 from shardwise.spec.recipe import Optim, Recipe, Run
+from shardwise.techniques import lora
 from shardwise.techniques.numbers import torch_type
 
 CPU = torch.device("cpu")
@@ -56,6 +58,7 @@ class Job:
     steps: int = STEPS
     seed: int = 0
     frozen: tuple[str, ...] = ()
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
         plan.precision.weights,
         steps,
         frozen=plan.frozen,
+        lora=plan.lora,
     )
 
 
@@ -269,13 +273,9 @@ def batch_rows(job: Job, number: int) -> list[MicroBatch]:
 def plain(job: Job) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
     model = Decoder(job.spec).to(torch_type(job.weights))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole = tuple(slice(0, size) for size in parameter.shape)
-            parameter.copy_(init.fill(name, tuple(parameter.shape), whole, job.seed, job.spec))
-            parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in job.frozen))
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    parameters = plain_parameters(job)
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(OPTIM.beta1, OPTIM.beta2),
@@ -283,13 +283,13 @@ def plain(job: Job) -> Trace:
     )
     losses, norms, first = [], [], {}
     for number in range(job.steps):
-        loss = plain_loss(model, stack(batch_rows(job, number)), torch_type(job.compute))
+        loss = plain_loss(model, merged(parameters, job), stack(batch_rows(job, number)), torch_type(job.compute))
         optimizer.zero_grad()
         loss.backward()
         if number == 0:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            first = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         assert OPTIM.max_grad_norm is not None
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), OPTIM.max_grad_norm)))
         warm, fallen = (
             (number + 1) / OPTIM.warmup_steps,
             (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps),
@@ -298,13 +298,43 @@ def plain(job: Job) -> Trace:
             group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
         optimizer.step()
         losses.append(loss.item())
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return Trace(tuple(losses), tuple(norms), first, weights)
 
 
-def plain_loss(model: Decoder, batch: MicroBatch, compute: torch.dtype) -> Tensor:
+def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
+    """Every parameter by canonical name, whole, with its first value; adapters behind the weights they belong to."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(job.spec).items():
+        shapes[name] = shape
+        if job.lora is not None and len(shape) == 2 and lora.targets(job.lora, name):
+            layer = name.removesuffix("weight")
+            shapes |= {f"{layer}lora_a.weight": (job.lora.rank, shape[1])}
+            shapes |= {f"{layer}lora_b.weight": (shape[0], job.lora.rank)}
+    parameters = {}
+    for name, shape in shapes.items():
+        value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)
+        held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
+        parameters[name] = nn.Parameter(value.to(torch_type(job.weights)), requires_grad=not held)
+    return parameters
+
+
+def merged(parameters: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
+    """The weights that the model computes with: where there is an adapter, W + scale * B A, as one matrix."""
+    whole = {}
+    for name, value in parameters.items():
+        layer = name.removesuffix("weight")
+        if job.lora is not None and f"{layer}lora_a.weight" in parameters:
+            factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
+            value = value + factor * (parameters[f"{layer}lora_b.weight"] @ parameters[f"{layer}lora_a.weight"])
+        if not is_adapter(name):
+            whole[name] = value
+    return whole
+
+
+def plain_loss(model: Decoder, weights: Mapping[str, Tensor], batch: MicroBatch, compute: torch.dtype) -> Tensor:
     """Mean loss over the supervised tokens, from full logits, with every weight cast to ``compute``."""
-    cast = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
+    cast = {name: weight.to(compute) for name, weight in weights.items()}
     logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, pretrain.mask(batch)))
     wide = torch.promote_types(compute, torch.float32)
     total = functional.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.flatten(), reduction="sum")

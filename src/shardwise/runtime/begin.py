@@ -20,6 +20,7 @@ from shardwise.runtime.metrics import Log, Speed, flops_per_token, measure_peak_
 from shardwise.runtime.sample import keep_first_sample
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, announce_reduce
+from shardwise.runtime.track import Subject, dotted, track
 from shardwise.spec.cluster import find_device
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.techniques.numbers import torch_type
@@ -50,6 +51,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     with fit.explain_memory(plan, job.device, "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
     checkpoints.prepare(state.tensors())
+    checkpoints.guard(state.optimizer)
     facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=start.allow_fresh_start)
     if facts is not None:
         state.load_facts(facts)
@@ -60,7 +62,12 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
 
 def open_log(job: Job, state: TrainState) -> Log:
     """The run's log, which goes on after the step that ``state`` is at."""
-    log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job))
+    tracks = None
+    if job.rank == 0:
+        config = dotted(job.recipe.model_dump(mode="json"))
+        name = job.recipe.run.name
+        tracks = track(job.recipe, Subject(name, job.run_id, job.directory, state.step, config))
+    log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:
         log.say(f"resumed at step {state.step}, {state.tokens:,} tokens in")

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import techniques
-from shardwise.models import hf, init
+from shardwise.models import hf, init, peft
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
+from shardwise.models.roles import is_adapter
 from shardwise.runtime.slices import local, local_slice
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
@@ -72,13 +73,16 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
     the slices that this rank owns, one tensor at a time."""
     parameters = optim.named(parts)
     directory = weights_directory(recipe)
-    if directory is None:
-        for name, parameter in parameters.items():
-            put(parameter, init.fill(name, tuple(parameter.shape), local_slice(parameter), recipe.run.seed, spec))
-        return
     wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
-    for name, values in hf.read_weights(directory, wanted, spec):
-        put(parameters[name], values)
+    stored = {name for name in wanted if directory is not None and not is_adapter(name)}
+    for name in wanted.keys() - stored:
+        put(parameters[name], init.fill(name, tuple(parameters[name].shape), wanted[name], recipe.run.seed, spec))
+    if directory is not None:
+        for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
+            put(parameters[name], values)
+    if recipe.lora.path is not None and plan.lora is not None:
+        for name, values in peft.read_adapter(Path(recipe.lora.path), wanted, plan.lora, spec):
+            put(parameters[name], values)
 
 
 def put(parameter: Tensor, values: Tensor) -> None:

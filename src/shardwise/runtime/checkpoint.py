@@ -1,7 +1,8 @@
 """Saving and resuming a run, by any number of ranks in any layout.
 
-    save    wait for the one in flight -> vote -> copy to host memory
-            in the background: write -> gather -> commit -> read back -> delete older ones
+    save    wait for the one in flight -> vote
+            in the background: copy to host memory -> write -> gather -> commit -> read back -> delete older ones
+            before the weights change: wait for the copy, beside which the next forward and backward have run
     resume  newest first: manifest -> sizes and hashes -> read the slices that this rank needs
 
 The background part is a thread: it spends its time in system calls, which do not hold Python's lock, and needs no
@@ -15,17 +16,19 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
@@ -34,7 +37,7 @@ from shardwise.runtime.crew import Crew, RankError
 from shardwise.runtime.locate import Signature, compare, locate, newest
 from shardwise.runtime.manifest import Manifest, Rejected, candidates, step_name
 from shardwise.runtime.retention import Keep, expire
-from shardwise.runtime.storage import ShardPlanner, ShardWriter, Target, fill
+from shardwise.runtime.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
 from shardwise.spec.recipe import Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -82,14 +85,18 @@ class Checkpoints:
         self._metadata = Metadata({})
         self._events: list[Event] = []
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
 
     def save(self, tensors: Tensors, facts: Mapping[str, Any], step: int, finite: bool = True) -> bool:
-        """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``; they may change once this returns.
+        """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``. They must not change until
+        ``copied`` returns; ``guard`` makes an optimizer wait for that.
 
         ``finite`` is False if the loss or the gradient norm was not finite: one such vote and nothing is saved. Returns
         False then; True if the save went on. How it ends is told by poll and wait. Raises only if a rank is gone.
         """
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         begun = time.monotonic()
         layout = _layout(tensors)
         votes = self._crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
@@ -104,21 +111,24 @@ class Checkpoints:
         except RankError as error:
             self._events.append(Event("failed", step, str(error)))
             return False
-        failure: BaseException | None = None
-        try:
-            self._planner.set_up_planner(dict(tensors))
-            self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
-            self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size)
-        except BaseException as error:  # told to the others by the background part, which must run on every rank
-            failure = error
+        self._copied.clear()
+        copy = partial(self._copy, tensors, facts, step, copy_stream(tensors))
         if self.settings.asynchronous:
             self._thread = threading.Thread(
-                target=self._write, args=(step, begun, failure), daemon=True, name="checkpoint"
+                target=self._write, args=(step, begun, copy), daemon=True, name="checkpoint"
             )
             self._thread.start()
         else:
-            self._write(step, begun, failure)
+            self._write(step, begun, copy)
         return True
+
+    def copied(self) -> None:
+        """Wait until the tensors of the last save lie in host memory: from then on they may change."""
+        self._copied.wait()
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let every step of ``optimizer`` wait for the copy of the tensors that it is about to change."""
+        optimizer.register_step_pre_hook(lambda *unused: self.copied())
 
     def poll(self) -> list[Event]:
         """What has happened since the last call; never blocks."""
@@ -130,7 +140,8 @@ class Checkpoints:
 
     def wait(self) -> list[Event]:
         """Wait for the save in flight, then poll."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         return self.poll()
 
     def prepare(self, tensors: Tensors) -> int:
@@ -169,7 +180,7 @@ class Checkpoints:
                     self.rejected.append(_problem(error.first, directory))
                     continue
                 if first:
-                    self._tell(log, step, directory, max(other for other, _ in found))
+                    _tell(log, directory, self.rejected, found[0][0] - step)
                 return facts
         except RankError as error:
             raise error.first from error
@@ -182,10 +193,6 @@ class Checkpoints:
         if first:
             log("\n".join([f"warning[CKPT016]: {what}; starting afresh", *map(str, self.rejected)]))
         return None
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
     def _claim(self) -> None:
         try:
@@ -213,10 +220,18 @@ class Checkpoints:
         self._plan = self._planner.finish_plan(self._crew.deal(whole))
         self._planned = layout
 
-    def _write(self, step: int, begun: float, failure: BaseException | None) -> None:
+    def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
+        try:
+            self._planner.set_up_planner(dict(tensors))
+            self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
+            self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size, stream)
+        finally:
+            self._copied.set()
+
+    def _write(self, step: int, begun: float, copy: Callable[[], None]) -> None:
         crew, writer = self._crew, self._writer
         try:
-            crew.each(partial(_raise, failure))
+            crew.each(copy)
             crew.first(self._claim)
             path = crew.first(lambda: writer.begin(self._plans))
             plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
@@ -282,14 +297,6 @@ class Checkpoints:
         facts: Facts = crew.first(lambda: manifest.read_facts(directory))
         return facts
 
-    def _tell(self, log: Log, step: int, directory: Path, newest_step: int) -> None:
-        for name in manifest.unlisted(directory, manifest.read(directory)):
-            log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
-        for problem in self.rejected:
-            log(str(problem))
-        if self.rejected:
-            log(f"using {step_name(step)}; {newest_step - step} steps will be redone")
-
 
 def read(path: str | Path, tensors: Tensors) -> Facts:
     """Load what ``tensors`` names, in place, out of a run's newest good checkpoint (or the one named); its facts.
@@ -306,6 +313,16 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
         except (Rejected, OSError) as error:
             problems.append(_problem(error, directory))
     raise DataError(*problems)
+
+
+def _tell(log: Log, directory: Path, rejected: Sequence[Problem], redone: int) -> None:
+    """Say which checkpoint is used, and what was wrong with newer ones."""
+    for name in manifest.unlisted(directory, manifest.read(directory)):
+        log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
+    for problem in rejected:
+        log(str(problem))
+    if rejected:
+        log(f"using {directory.name}; {redone} steps will be redone")
 
 
 def _signature(tensors: Tensors) -> Signature:
@@ -325,8 +342,3 @@ def _problem(error: Exception, directory: Path) -> Problem:
     if isinstance(error, ShardwiseError):
         return error.problems[0]
     return Problem("CKPT007", f"{directory.name} cannot be read: {error}", str(directory))
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardwise.data.stream import evaluation
 from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.evaluate import Validation, evaluate
-from shardwise.runtime.export import export
+from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.job import Job
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log, clock
@@ -51,7 +51,11 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
     after = sample(job, state)
     close(checkpoints, log)
     parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
-    target = export(parameters, job.spec, job.tokenizer, job.directory / "hf", torch_type(job.plan.precision.weights))
+    if job.plan.lora is not None:
+        target = export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, job.directory / "adapter")
+    else:
+        dtype = torch_type(job.plan.precision.weights)
+        target = export(parameters, job.spec, job.tokenizer, job.directory / "hf", dtype)
     report = Report(
         directory=job.directory,
         steps=state.step,
@@ -65,6 +69,7 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
         before=earlier_sample(job),
         after=after,
         skipped=log.skipped,
+        chat=job.recipe.method.name == "sft",
     )
     if job.rank == 0:
         kept = job.directory / "report.md"

@@ -32,8 +32,10 @@ def header(job: Job) -> str:
     loss = f"loss: mean over the supervised tokens of a step (of {tokens:,})"
     kept = f"weights and moments {precision.weights}, compute {precision.compute}"
     sums = f"gradients summed in {precision.reduce}"
-    text = f"{show_bytes(split.text_bytes)} of text in {split.documents:,} documents"
-    ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,})"
+    noun = ("answers", "samples") if split.packs else ("text", "documents")
+    text = f"{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
+    share = f", {split.supervised_tokens / split.tokens:.1%} of them learnt" if split.packs else ""
+    ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
     every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
     saves = f"a checkpoint every {every} into {job.directory}"

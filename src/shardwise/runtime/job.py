@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.data import tokens
 from shardwise.data.order import Order
-from shardwise.data.pack import Windows
+from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.data.stream import Share, check_size, steps_per_epochs
@@ -56,15 +56,15 @@ class Job:
         return process().rank
 
     @cached_property
-    def windows(self) -> Windows:
+    def windows(self) -> Windows | Packs:
         """The training text, cut into samples."""
-        return Windows(self.prepared.train, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+        return open_windows(self.prepared.train, self.plan.batch.seq_len, self.recipe.data.mask_documents)
 
     @property
-    def held_out(self) -> Windows | None:
+    def held_out(self) -> Windows | Packs | None:
         """The validation text, cut likewise."""
         store = self.prepared.validation
-        return None if store is None else Windows(store, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+        return None if store is None else open_windows(store, self.plan.batch.seq_len, self.recipe.data.mask_documents)
 
     @property
     def order(self) -> Order:
@@ -92,7 +92,7 @@ def run_directory(recipe: Recipe) -> Path:
 
 def open_job(recipe: Recipe, plan: Plan) -> Job:
     """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
-    prepared, spec = prepare(data_of(recipe)), resolve(recipe)
+    prepared, spec = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens), resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0)
     batch = plan.batch.global_batch_size(plan.layout.dp)
@@ -100,7 +100,7 @@ def open_job(recipe: Recipe, plan: Plan) -> Job:
     return replace(job, max_steps=max_steps(recipe, job.windows, batch))
 
 
-def max_steps(recipe: Recipe, windows: Windows, global_batch_size: int) -> int:
+def max_steps(recipe: Recipe, windows: Windows | Packs, global_batch_size: int) -> int:
     """Optimizer steps of the whole run: ``max_steps``, or ``num_epochs`` in steps, the smaller of both; else 1,000."""
     limits = [recipe.train.max_steps] if recipe.train.max_steps else []
     if recipe.train.num_epochs:

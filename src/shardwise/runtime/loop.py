@@ -12,6 +12,7 @@ from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish
 from shardwise.runtime.job import Job, device_kind, open_job, settle
 from shardwise.runtime.measure import Meter
+from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
@@ -35,18 +36,19 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         agree(recipe, plan)
         job = settle(job)
         state, rules, checkpoints = begin(job, mesh, watch, start)
-        with open_log(job, state) as log:
+        with open_log(job, state) as log, profile_of(job) as profile:
             meter = Meter(mesh, job.device)
             batches = stream(job.windows, job.order, job.share, state.cursor)
             for number in range(state.step + 1, job.max_steps + 1):
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
-                with meter.measuring(state):
+                profiled = number in profile.steps
+                with profile.step(number) if profiled else meter.measuring(state):
                     supervised = count_supervised(batch.supervised_tokens, job.device)
                     stats = step(state, micro_batches, supervised, rules, bool(stop))
                 state.cursor = batch.cursor
                 watch.enter("logging")
-                log.step(state, stats, job.device, typical=not meter.measured)
+                log.step(state, stats, job.device, typical=not (profiled or meter.measured))
                 if state.skipped_in_row > recipe.run.max_skipped_steps:
                     close(checkpoints, log)
                     allowed = recipe.run.max_skipped_steps
@@ -71,6 +73,11 @@ def evaluates(job: Job, number: int) -> bool:
     """Whether validation follows step ``number``; the one after the last step is part of the end."""
     every = job.recipe.evaluate.eval_steps
     return every is not None and number % every == 0 and number < job.max_steps
+
+
+def profile_of(job: Job) -> Profile:
+    """The profile that the recipe asks for, perhaps of no step."""
+    return Profile(job.directory / "profile", job.recipe.run.profiled, job.rank, job.device)
 
 
 def stopped(job: Job, state: TrainState, signal: str) -> Problem:

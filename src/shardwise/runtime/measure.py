@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from collections import Counter
@@ -153,6 +154,14 @@ def _storage_bytes(tensors: Any) -> int:
 def resident_bytes() -> int:
     """Memory of this process that is resident now (RSS)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def return_freed_memory() -> None:
+    """Give the system what this process has freed: glibc's heap keeps it, and grows by what does not fit into its gaps
+    (over 420 steps of the quickstart from 0.8 to 1.6 GiB). Takes 10 to 20 ms; does nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _peak(profiler: Any) -> int:

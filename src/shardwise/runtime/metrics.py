@@ -10,27 +10,32 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 import torch
 
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.errors import PreemptedError
+from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.runtime.checkpoint import Event
-from shardwise.runtime.measure import resident_bytes
+from shardwise.runtime.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
+from shardwise.runtime.track import Outcome, Tracks
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Floating-point operations to train on one token: 6 for each parameter of a matrix product (the output layer is
     one, the embedding is a look-up, norms do not count), and for causal attention half of 12 * layers * seq * heads *
-    head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311). Recomputation is not counted."""
-    embedding = spec.vocab_size * spec.hidden_size
-    norms = (2 * spec.num_hidden_layers + 1) * spec.hidden_size
-    matmul = parameter_count(spec) - norms - (0 if spec.tie_word_embeddings else embedding)
-    attention = 6 * spec.num_hidden_layers * seq_len * spec.num_attention_heads * spec.head_dim
-    return 6.0 * matmul + attention
+    head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311), less where a window cuts what is
+    seen. Recomputation is not counted."""
+    matmul = sum(prod(shape) for shape in parameter_shapes(spec).values() if len(shape) == 2)
+    matmul -= 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+    kinds, order = layer_kinds(spec)
+    windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]
+    seen = sum(window * (2 * seq_len - window) / seq_len for window in windows)
+    return 6.0 * matmul + 6 * seen * spec.num_attention_heads * spec.head_dim
 
 
 def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
@@ -42,6 +47,10 @@ def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
         left @ right
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
+
+
+TRIM_S = 30.0
+"""Between two times that freed memory is given back."""
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -96,16 +105,26 @@ def keep_until(path: Path, step: int) -> None:
 
 
 class Log:
-    """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from."""
+    """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
+    ``tracks`` get the same numbers, and are closed with the log."""
 
-    def __init__(self, run_directory: Path, rank: int, first_step: int, max_steps: int, speed: Speed) -> None:
+    def __init__(
+        self,
+        run_directory: Path,
+        rank: int,
+        first_step: int,
+        max_steps: int,
+        speed: Speed,
+        tracks: Tracks | None = None,
+    ) -> None:
         self.rank = rank
         self.first_step = first_step
         self.max_steps = max_steps
         self.speed = speed
         self.seconds: deque[float] = deque(maxlen=20)
         self.skipped = 0
-        self._start_s = self._begin_s = time.perf_counter()
+        self._tracks = tracks or Tracks()
+        self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
             keep_until(run_directory / "metrics.jsonl", first_step)
             self._metrics = Lines(run_directory / "metrics.jsonl")
@@ -116,7 +135,8 @@ class Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close()
+        stopped = kind is not None and issubclass(kind, PreemptedError)
+        self.close("finished" if kind is None else "stopped" if stopped else "failed")
 
     def start_clock(self) -> None:
         """The next step begins now: what came before (saving, evaluation) is not part of its time."""
@@ -145,7 +165,13 @@ class Log:
         }
         if self.rank == 0:
             self._metrics.write(record)
+            self._tracks.row(state.step, "train", record)
+            for line in self._tracks.complaints():
+                self.say(line)
             self._screen.show(record, self.left_s(state.step))
+        if time.perf_counter() - self._trimmed_s > TRIM_S:
+            return_freed_memory()
+            self._trimmed_s = time.perf_counter()
         self.start_clock()
 
     def left_s(self, step: int) -> float | None:
@@ -173,14 +199,18 @@ class Log:
         """Write one line to events.jsonl."""
         if self.rank == 0:
             self._events.write({"time_s": round(time.time(), 3), "event": kind, **facts})
+            if kind == "validation":
+                self._tracks.row(facts["step"], kind, facts)
 
     def say(self, text: str) -> None:
         """A line for people, above the progress line."""
         if self.rank == 0:
             self._screen.say(text)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         if self.rank == 0:
+            for line in self._tracks.close(outcome):
+                self.say(line)
             self._metrics.close()
             self._events.close()
             self._screen.close()

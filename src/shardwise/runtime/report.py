@@ -32,6 +32,7 @@ class Report:
     before: str = ""
     after: str = ""
     skipped: int = 0
+    chat: bool = False
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, predicted, measured, difference) for the table."""
@@ -86,7 +87,7 @@ class Report:
 
     def next_steps(self) -> list[str]:
         return [
-            f'shardwise generate {self.directory} --prompt "..."',
+            f'shardwise generate {self.directory} {"--chat " * self.chat}--prompt "..."',
             "shardwise train mine.yaml",
             f"shardwise plan --plan {self.directory}/plan.yaml",
         ]

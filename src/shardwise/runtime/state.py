@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.models.roles import is_adapter
 from shardwise.techniques import optim
 
 
@@ -65,13 +66,15 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
-        Live tensors (DTensors where sharded), not copies."""
+        Live tensors (DTensors where sharded), not copies. With adapters, those alone: the rest never changes."""
         parameters = self.parameters()
+        adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
+        parameters = adapters or parameters
         found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            for name, parameter in parameters.items():
-                if parameter in self.optimizer.state:
-                    found[f"optim.{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key != "step":
+                    found[f"optim.{key}.{name}"] = value
         return found
 
     def count(self, tokens: int, skipped: bool) -> None:

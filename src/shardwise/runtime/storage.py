@@ -126,19 +126,25 @@ class ShardWriter(StorageWriter):
         self._attempt = commit.begin(self.directory, self._step, self.generation, need_bytes, self.disk)
         return self._attempt.path
 
-    def stage(self, plan: SavePlan, planner: SavePlanner, rank: int, world_size: int) -> int:
-        """Copy this rank's slices into host memory; they may change as soon as this returns. The size in bytes."""
-        parts = lay_out(plan, rank, world_size)
+    def stage(
+        self, plan: SavePlan, planner: SavePlanner, rank: int, size: int, stream: torch.cuda.Stream | None = None
+    ) -> int:
+        """Copy this rank's slices into host memory; they may change as soon as this returns. The size in bytes.
+
+        From a GPU they go over ``stream`` (the current one if None), beside what the device computes.
+        """
+        parts = lay_out(plan, rank, size)
         on_device = False
-        for part in parts:
-            for item, begin in part.items:
-                source = planner.resolve_data(item)
-                assert isinstance(source, Tensor)
-                on_device = on_device or source.is_cuda
-                target = self._buffer(part, pinned=source.is_cuda)[begin : begin + _item_bytes(item)]
-                target.view(source.dtype).view(source.shape).copy_(source.detach(), non_blocking=True)
-        if on_device:
-            torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(stream):
+            for part in parts:
+                for item, begin in part.items:
+                    source = planner.resolve_data(item)
+                    assert isinstance(source, Tensor)
+                    on_device = on_device or source.is_cuda
+                    target = self._buffer(part, pinned=source.is_cuda)[begin : begin + _item_bytes(item)]
+                    target.view(source.dtype).view(source.shape).copy_(source.detach(), non_blocking=True)
+            if on_device:
+                torch.cuda.current_stream().synchronize()
         self._staged = parts
         return sum(part.body_bytes for part in parts)
 
@@ -244,6 +250,17 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
+    """A stream for copying ``tensors`` that begins when what was asked of their GPU so far is done; None on a CPU."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    if not devices:
+        return None
+    (device,) = devices
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:

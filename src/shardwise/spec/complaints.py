@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import SFT_ONLY, Data, Lora, Recipe
 
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
 Place = Callable[[tuple[str | int, ...]], str]
@@ -155,4 +155,20 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     if model.init == "pretrained" and model.config is not None:
         what = "`model.init: pretrained` needs weights, and `model.config` has none"
         problems.append(Problem("CFG008", what, place("model.init"), "`model.init: random`, or `model.path`"))
+    if recipe.method.name != "sft":
+        given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
+        theirs = sorted(key for key, value in given.items() if value != usual[key])
+        if theirs:
+            what = f"`data.{theirs[0]}` is for `method: sft`, and this is {recipe.method.name}"
+            problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
+    elif not recipe.data.mask_documents:
+        what = "`data.mask_documents: false` would let one conversation read another"
+        problems.append(Problem("CFG008", what, place("data.mask_documents"), "leave it out"))
+    if recipe.run.profile_steps is not None and not recipe.run.profiled:
+        what = f"`run.profile_steps` must be FIRST:LAST, from 1, got {show_value(recipe.run.profile_steps)}"
+        problems.append(Problem("CFG005", what, place("run.profile_steps"), "`run.profile_steps: 10:12`"))
+    if recipe.lora.rank is None and recipe.lora != Lora():
+        said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
+        what = f"{said} without `lora.rank`, which turns adapters on"
+        problems.append(Problem("CFG008", what, place("lora"), "`lora.rank: 16`"))
     return problems

@@ -16,6 +16,7 @@ SHORT = {
     "parallel": "strategy",
     "precision": "compute",
     "recompute": "mode",
+    "lora": "rank",
 }
 """A section written as one value means this key of it: ``recompute: full``."""
 
@@ -46,10 +47,21 @@ ALIASES = {
     "run.out": "output_dir dump_folder",
     "run.name": "run_name",
     "run.nproc": "nproc_per_node",
+    "run.trackers": "report_to log_with loggers",
+    "run.profile_steps": "profile",
     "data.validation_share": "val_set_size",
     "data.num_proc": "dataset_num_proc dataset_processes",
     "data.path": "data_path",
+    "data.packing": "sample_packing packed_sequence",
+    "data.too_long": "excess_length_strategy",
+    "data.train_on_eot": "train_on_eos",
+    "data.mixture_weights": "dataset_weights interleave_probs probabilities",
     "method.name": "task",
+    "lora.rank": "lora_r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules lora_modules",
+    "lora.rslora": "use_rslora peft_use_rslora",
+    "lora.path": "lora_model_dir adapter_name_or_path",
 }
 """What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
 
@@ -58,8 +70,14 @@ _BY_ALIAS = {alias: key for key, names in ALIASES.items() for alias in names.spl
 _NUMBERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "no": "fp32"}
 _VALUES: dict[str, dict[str, Any]] = {
     "recompute.mode": {"true": "full", "false": "none", "uniform": "full"},
-    "optim.name": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "optim.name": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_bnb_8bit": "adamw8bit",
+        "adamw_torch_8bit": "adamw8bit",
+    },
     "optim.schedule": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
+    "run.trackers": {"none": []},
     "precision.compute": _NUMBERS | {f"torch.{name}": number for name, number in _NUMBERS.items()},
 }
 DROP = object()

@@ -68,8 +68,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adamw8bit"] = "adamw"
     fused: bool = True
+
+
+@dataclass(frozen=True)
+class Lora:
+    """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
+    or with ``rslora`` by alpha / sqrt(rank)."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+    rslora: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class Plan:
     compile: bool = False
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
+    lora: Lora | None = None
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict)
     model: str = ""

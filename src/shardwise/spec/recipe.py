@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Number = Literal["fp64", "fp32", "bf16", "fp16"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class Section(BaseModel):
@@ -34,9 +35,11 @@ class Tokenizer(Section):
 
 
 class Data(Section):
-    """What it is trained on: files, directories or globs of text or jsonl; ``stdlib`` is Python's own sources."""
+    """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
+    ``mixture_weights``: how often each of several paths is read an epoch. From ``format`` on, for ``method: sft``."""
 
     path: str | list[str] = "stdlib"
+    mixture_weights: list[float] | None = None
     validation_path: str | list[str] | None = None
     validation_share: float = Field(default=0.05, ge=0.0, le=0.5)
     text_key: str = "text"
@@ -45,10 +48,25 @@ class Data(Section):
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1)
     repeat: bool = False
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text"] = (
+        "auto"
+    )
+    chat_template: str | None = None
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    train_on_eot: bool = True
+    packing: bool = True
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    on_bad_sample: Literal["error", "skip"] = "error"
+
+
+SFT_ONLY = {"format", "chat_template", "train_on", "train_on_eot", "packing", "too_long", "on_bad_sample"}
+"""Keys of the data section that say nothing without ``method: sft``."""
 
 
 class Method(Section):
-    name: Literal["pretrain"] = "pretrain"
+    """``pretrain``: every token of text; ``sft``: the answers in conversations."""
+
+    name: Literal["pretrain", "sft"] = "pretrain"
 
 
 class Train(Section):
@@ -71,7 +89,7 @@ class Group(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adamw8bit"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -83,6 +101,18 @@ class Optim(Section):
     decay_steps: int | None = Field(default=None, ge=1)
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[Group] = []
+
+
+class Lora(Section):
+    """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
+    (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``path``:
+    an adapter in PEFT's format to begin from."""
+
+    rank: int | None = Field(default=None, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    targets: str | list[str] = "all-linear"
+    rslora: bool = False
+    path: str | None = None
 
 
 class Parallel(Section):
@@ -123,7 +153,8 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """Where it runs and where it writes."""
+    """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; ``profile_steps`` (``10:12``) are
+    traced by torch's profiler."""
 
     name: str = "run"
     out: str = "runs"
@@ -134,6 +165,20 @@ class Run(Section):
     timeout_s: float = Field(default=60.0, gt=0)
     log_steps: int = Field(default=1, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
+    trackers: Tracker | list[Tracker] = []
+    profile_steps: str | None = None
+
+    @property
+    def tracker_names(self) -> list[Tracker]:
+        """Each once, in the order given."""
+        return list(dict.fromkeys(self.trackers if isinstance(self.trackers, list) else [self.trackers]))
+
+    @property
+    def profiled(self) -> range:
+        """The steps of ``profile_steps``; empty where it is not given, or not FIRST:LAST from 1."""
+        first, _, last = (self.profile_steps or "").partition(":")
+        steps = range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
+        return steps if steps and steps[0] else range(0)
 
 
 class Recipe(Section):
@@ -145,6 +190,7 @@ class Recipe(Section):
     data: Data = Data()
     method: Method = Method()
     train: Train = Train()
+    lora: Lora = Lora()
     optim: Optim = Optim()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
@@ -152,3 +198,8 @@ class Recipe(Section):
     compile: Literal["auto"] | bool = "auto"
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
+
+    @property
+    def sample_tokens(self) -> int | None:
+        """Under sft, the tokens of a window into which samples are packed; None where text is trained on."""
+        return self.train.seq_len if self.method.name == "sft" else None
