@@ -35,7 +35,7 @@ def main(strategy: str, steps: int = 6) -> list[float]:
         optimizer = shardwise.optimizer(model, learning_rate=1e-2)
         losses = []
         for step in range(steps):
-            ids = rows_of_step(step).chunk(plan.layout.dp)[dist.get_rank()]
+            ids = rows_of_step(step).chunk(plan.layout.dp)[dist.get_rank()].to(model.device)
             loss = model(input_ids=ids, labels=ids).loss
             shardwise.backward(model, loss)
             shardwise.clip_grad_norm(model, 1.0)

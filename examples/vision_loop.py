@@ -51,9 +51,10 @@ def main(strategy: str, steps: int = 6) -> list[float]:
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)
         optimizer = shardwise.optimizer(model, learning_rate=3e-3)
+        device = next(model.parameters()).device
         losses = []
         for step in range(steps):
-            images, labels = (x.chunk(plan.layout.dp)[dist.get_rank()] for x in batch_of_step(step))
+            images, labels = (x.chunk(plan.layout.dp)[dist.get_rank()].to(device) for x in batch_of_step(step))
             loss = nn.functional.cross_entropy(model(images), labels)
             shardwise.backward(model, loss)
             shardwise.clip_grad_norm(model, 1.0)

@@ -156,3 +156,16 @@ def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="4 replicas do not divide 6 processes"):
         shardwise.plan("hsdp", replicas=4)
     assert shardwise.plan("hsdp", replicas=2).layout.dp_shard == 3
+
+
+def test_a_word_that_is_none_is_named_with_the_nearest() -> None:
+    """A strategy that nobody knows would train, as something else."""
+    with pytest.raises(ConfigError) as raised:
+        shardwise.plan("zero4", compute="fp16", recompute="ful")  # type: ignore[arg-type]
+    assert [(problem.where, problem.code) for problem in raised.value.problems] == [
+        ("strategy", "CFG005"),
+        ("compute", "CFG005"),
+        ("recompute", "CFG005"),
+    ]
+    assert "did you mean `zero" in raised.value.problems[0].fix
+    assert raised.value.problems[2].fix == "did you mean `full`?"

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +36,7 @@ from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.runtime import checkpoint, reduce
 from shardwise.runtime import world as processes
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Number, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
@@ -44,19 +45,28 @@ from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+Compute = Literal["fp64", "fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
 
 
 def plan(
     strategy: Word = "ddp",
     *,
-    compute: Number = "fp32",
-    reduce: Literal["fp64", "fp32", "bf16"] = "fp32",
-    recompute: Literal["none", "selective", "full"] = "none",
+    compute: Compute = "fp32",
+    reduce: Compute = "fp32",
+    recompute: Recompute = "none",
     compile: bool = False,
     replicas: int | None = None,
 ) -> Plan:
     """A plan for the processes that were started. ``replicas``: over how many a sharded model is replicated (hsdp: one
-    a node unless given). Raises ConfigError for what contradicts itself. Without a recipe nothing is estimated."""
+    a node unless given). Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a
+    recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    _check_words(
+        strategy=(strategy, Word),
+        compute=(compute, Compute),
+        reduce=(reduce, Compute),
+        recompute=(recompute, Recompute),
+    )
     me = processes.process()
     count = 1 if replicas is None else replicas
     if strategy == "hsdp" and replicas is None:
@@ -64,8 +74,7 @@ def plan(
     if me.world_size % count:
         what = f"{count} replicas do not divide {me.world_size} processes"
         raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {me.world_size}"))
-    known: dict[str, Strategy] = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3", "hsdp": "zero3"}
-    dial = known.get(strategy, "zero3")
+    dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
     sharded = dial != "ddp" and me.world_size > count
     layout = Layout(dp_replicate=count, dp_shard=me.world_size // count, ranks_per_node=me.local_world_size)
     if not sharded:
@@ -79,6 +88,21 @@ def plan(
     )
 
 
+def _check_words(**given: tuple[object, object]) -> None:
+    """ConfigError CFG005 for every argument that is not one of its Literal."""
+    problems = []
+    for name, (value, words) in given.items():
+        allowed = get_args(words)
+        if value not in allowed:
+            near = get_close_matches(str(value), allowed, 1)
+            fix = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(allowed)}"
+            problems.append(
+                Problem("CFG005", f"`{name}` must be one of {', '.join(allowed)}, got {value!r}", name, fix)
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
 @contextmanager
 def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
     """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields the mesh."""
@@ -87,11 +111,13 @@ def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
-    """Apply ``plan`` to ``module``, in place, and return it. All ranks begin with rank 0's weights and buffers.
+    """Apply ``plan`` to ``module``, in place, on this rank's device, and return it. All ranks begin with rank 0's weights
+    and buffers.
 
     Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
     parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers.
     """
+    module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"))
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
