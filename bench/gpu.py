@@ -62,7 +62,7 @@ def main() -> None:
         with world(plan.layout, "cuda", 600.0) as mesh:
             seconds, peak = measure(recipe, spec, plan, mesh, asked.steps)
         rate = plan.batch.global_batch_size(plan.layout.dp) * SEQ_LEN / seconds
-        mfu = rate * flops_per_token(spec, SEQ_LEN) / (cluster.device.bf16_flops * plan.layout.world or float("nan"))
+        mfu = rate * flops_per_token(spec, plan) / (cluster.device.bf16_flops * plan.layout.world or float("nan"))
         predicted = plan.estimate.peak_bytes - CUDA_RESERVE_BYTES
         say(f"{line}: {rate:,.0f} tokens/s, MFU {mfu:.1%}, {seconds * 1e3:,.0f} ms a step")
         say(f"    memory {gib(predicted)} predicted, {gib(peak)} measured ({peak / predicted - 1:+.1%})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shardwise.runtime import metrics
 from shardwise.runtime.metrics import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
+from shardwise.spec.plan import Batch, Lora, Plan
 
 SPEC = ModelSpec("m", 100, 8, 16, 2, 2, 1, 4)
 
@@ -74,10 +76,13 @@ def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
 def test_flops_by_hand() -> None:
     """Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16: 576. Two layers and a head of 100 x 8: 1,952
     parameters, times 6; and causal attention, 6 x 2 layers x 32 tokens x 8."""
-    assert flops_per_token(SPEC, 32) == 6 * 1952 + 6 * 2 * 32 * 8
-    from dataclasses import replace
-
-    assert flops_per_token(replace(SPEC, tie_word_embeddings=True), 32) == flops_per_token(SPEC, 32)
+    plan = Plan(batch=Batch(seq_len=32))
+    attention = 6 * 2 * 32 * 8
+    assert flops_per_token(SPEC, plan) == 6 * 1952 + attention
+    assert flops_per_token(replace(SPEC, tie_word_embeddings=True), plan) == flops_per_token(SPEC, plan)
+    # A frozen head has no gradient of its own; of an adapter on v, 2 x 8 and 4 x 2 in each layer, everything has.
+    assert flops_per_token(SPEC, replace(plan, frozen=("head.*",))) == 6 * 1152 + 4 * 800 + attention
+    assert flops_per_token(SPEC, replace(plan, lora=Lora(2, 4.0, ("v",)))) == 4 * 1952 + 6 * 2 * 24 + attention
 
 
 def test_mfu_is_unknown_without_a_peak() -> None:

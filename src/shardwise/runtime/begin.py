@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError
-from shardwise.methods import pretrain
+from shardwise.methods import dpo, pretrain
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint import Checkpoints
@@ -17,12 +17,14 @@ from shardwise.runtime.guard import Guard
 from shardwise.runtime.header import header
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics import Log, Speed, flops_per_token, measure_peak_flops
+from shardwise.runtime.reference import refer
 from shardwise.runtime.sample import keep_first_sample
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules, announce_reduce
+from shardwise.runtime.step import Loss, Rules, announce_reduce
 from shardwise.runtime.track import Subject, dotted, track
 from shardwise.spec.cluster import find_device
 from shardwise.spec.load import dump_plan, dump_recipe
+from shardwise.spec.recipe import Recipe
 from shardwise.techniques.numbers import torch_type
 
 
@@ -35,12 +37,19 @@ class Start:
     allow_fresh_start: bool = False
 
 
-def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tuple[TrainState, Rules, Checkpoints]:
-    """The state to train on from, what is fixed for each step, and where checkpoints go."""
+def loss_of(recipe: Recipe, chunk: int) -> Loss:
+    """The loss of the recipe's method, over ``chunk`` tokens at a time."""
+    if recipe.pairs:
+        return lambda model, batch, pairs: dpo.loss(model, batch, chunk, pairs, recipe.method)  # type: ignore[arg-type]
+    return lambda model, batch, tokens: pretrain.loss(model, batch, chunk, tokens)  # type: ignore[arg-type]
+
+
+def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tuple[Job, TrainState, Rules, Checkpoints]:
+    """The job with its reference, the state to train on from, what is fixed for each step, and where checkpoints go."""
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
-    chunk = plan.batch.loss_chunk_tokens
-    rules = Rules(plan, job.recipe.optim, job.max_steps, lambda m, b, n: pretrain.loss(m, b, chunk, n), watch.enter)  # type: ignore[arg-type]
+    loss = loss_of(job.recipe, plan.batch.loss_chunk_tokens)
+    rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter)
     if job.rank == 0:
         print(header(job), flush=True)
         (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
@@ -50,6 +59,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
     with fit.explain_memory(plan, job.device, "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
+    job = refer(job, state.parts, watch.enter)
     checkpoints.prepare(state.tensors())
     checkpoints.guard(state.optimizer)
     facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=start.allow_fresh_start)
@@ -57,7 +67,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
         state.load_facts(facts)
     announce_reduce(state.parts, watch.enter)
     keep_first_sample(job, state)
-    return state, rules, checkpoints
+    return job, state, rules, checkpoints
 
 
 def open_log(job: Job, state: TrainState) -> Log:
@@ -76,7 +86,7 @@ def open_log(job: Job, state: TrainState) -> Log:
 
 def speed(job: Job) -> Speed:
     """Operations a token, and the peak of all devices: from the table of known GPUs, or measured on a CPU."""
-    operations = flops_per_token(job.spec, job.plan.batch.seq_len)
+    operations = flops_per_token(job.spec, job.plan)
     if job.device.type == "cpu":
         return Speed(operations, measure_peak_flops(torch_type(job.plan.precision.compute)) * job.plan.layout.world)
     return Speed(operations, gpu_peak_flops(torch.cuda.get_device_name(job.device), job) * job.plan.layout.world)

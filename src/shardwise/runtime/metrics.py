@@ -23,19 +23,27 @@ from shardwise.runtime.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.track import Outcome, Tracks
+from shardwise.spec.plan import Plan
+from shardwise.techniques import lora
+from shardwise.techniques.freeze import frozen
 
 
-def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """Floating-point operations to train on one token: 6 for each parameter of a matrix product (the output layer is
-    one, the embedding is a look-up, norms do not count), and for causal attention half of 12 * layers * seq * heads *
-    head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311), less where a window cuts what is
-    seen. Recomputation is not counted."""
-    matmul = sum(prod(shape) for shape in parameter_shapes(spec).values() if len(shape) == 2)
-    matmul -= 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
+    """Floating-point operations to train on one token: 6 for each trained parameter of a matrix product and 4 for each
+    frozen one, which has no gradient of its own (the output layer is one, the embedding is a look-up, norms do not
+    count), and for causal attention half of 12 * layers * seq * heads * head_dim (Kaplan et al., arXiv 2001.08361;
+    Chowdhery et al., arXiv 2204.02311), less where a window cuts what is seen. Recomputation is not counted."""
+    shapes = parameter_shapes(spec)
+    if not spec.tie_word_embeddings:
+        del shapes["embed.weight"]
+    if plan.lora is not None:
+        shapes |= lora.adapters(spec, plan.lora)
+    matmul = sum((4 if frozen(name, plan) else 6) * prod(shape) for name, shape in shapes.items() if len(shape) == 2)
     kinds, order = layer_kinds(spec)
+    seq_len = plan.batch.seq_len
     windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]
     seen = sum(window * (2 * seq_len - window) / seq_len for window in windows)
-    return 6.0 * matmul + 6 * seen * spec.num_attention_heads * spec.head_dim
+    return matmul + 6.0 * seen * spec.num_attention_heads * spec.head_dim
 
 
 def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
@@ -160,7 +168,7 @@ class Log:
             "mfu": None if self.speed.mfu(rate) is None else round(self.speed.mfu(rate) or 0.0, 4),
             "memory_bytes": memory_bytes(device),
             "seconds": round(elapsed_s, 4),
-            "supervised_tokens": stats.supervised_tokens,
+            "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
         if self.rank == 0:
