@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.models.config import ModelSpec, from_hf
-from shardwise.models.known import CONFIGS
+from shardwise.models.known import configs
 from shardwise.planner.sheets import SHIPPED, key, pack
 from shardwise.planner.trace import trace
 
@@ -17,7 +17,7 @@ VARIANTS = ("narrow", "wide")
 
 def well_known() -> list[ModelSpec]:
     """The models of the built-in table."""
-    return [from_hf(config, name) for name, config in CONFIGS.items()]
+    return [from_hf(config, name) for name, config in configs().items()]
 
 
 def make(specs: list[ModelSpec]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""A matrix in 4 bits: NF4 with double quantisation, in plain torch, and the linear layer that computes with it.
+
+Every 64 elements of a row share their largest size, and each is the nearest of 16 values, the quantiles of a normal
+distribution (Dettmers et al., QLoRA, arXiv 2305.14314). Those sizes, less their mean, are 8-bit numbers of a dynamic
+type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bits and values are bitsandbytes'.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
+
+# fmt: off
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [out, in] -> codes [out, in / 2], two a byte, the first in the high bits; the sizes of blocks, [out,
+    in / 64]; and the bytes [groups + 1, 4] of the fp32 sizes of groups, with the mean behind them. All uint8."""
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    sizes = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
+    values = _values(weight, nf4=True)
+    step = nf4_rows_at_once(rows, columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        blocks = weight[part].float().view(-1, columns // NF4_BLOCK, NF4_BLOCK)
+        sizes[part] = blocks.abs().amax(-1)
+        nearest = _nearest(blocks, sizes[part], values).view(-1, columns // 2, 2)
+        codes[part] = nearest[..., 0] << 4 | nearest[..., 1]
+    mean = sizes.view(-1).mean()
+    rest = functional.pad((sizes - mean).view(-1), (0, -sizes.numel() % NF4_GROUP)).view(-1, NF4_GROUP)
+    groups = rest.abs().amax(-1)
+    kept = _nearest(rest, groups, _values(weight, nf4=False)).view(-1)[: sizes.numel()]
+    return codes, kept.view_as(sizes), torch.cat([groups, mean.view(1)]).view(-1, 1).view(torch.uint8)
+
+
+def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
+    """The index of the value [n] that each element of ``blocks`` [.., k] is nearest to when divided by its size."""
+    unit = (blocks * (1.0 / sizes.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
+    return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
+
+
+def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix [out, in] that :func:`quantise` kept, made in fp32 some rows at a time."""
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    of_group = groups.contiguous().view(torch.float32).view(-1)
+    wide = functional.embedding(sizes.int(), _values(codes, nf4=False)[:, None]).view(-1)
+    wide = wide.mul_(of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]).add_(of_group[-1]).view(rows, -1, 1)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    step = nf4_rows_at_once(rows, columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        values = functional.embedding(codes[part].int(), _pairs(codes))
+        out[part] = values.view(-1, columns // NF4_BLOCK, NF4_BLOCK).mul_(wide[part]).view(-1, columns)
+        del values
+    return out
+
+
+def linear(x: Tensor, bias: Tensor | None, codes: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
+    """x [.., in] -> [.., out] in x's dtype. The matrix is made when it is needed and kept by nobody."""
+    made: Tensor = _Linear.apply(x, bias, codes, sizes, groups)
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, sizes, groups)
+        return functional.linear(x, dequantise(codes, sizes, groups, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        codes, sizes, groups = ctx.saved_tensors
+        return grad @ dequantise(codes, sizes, groups, grad.dtype), None, None, None, None
+
+
+@cache
+def _dynamic() -> tuple[float, ...]:
+    """256 values from -1 to 1: decade d of seven holds 2^d evenly on each side, and there are 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1)
+        middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        values += [*middles.tolist(), *(-middles).tolist()]
+    return tuple(sorted(values))
+
+
+def _values(like: Tensor, *, nf4: bool) -> Tensor:
+    return _constant(like, "nf4" if nf4 else "dynamic")
+
+
+def _pairs(like: Tensor) -> Tensor:
+    """[256, 2] fp32: both values of each byte of codes."""
+    return _constant(like, "pairs")
+
+
+_CONSTANTS: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def _constant(like: Tensor, name: str) -> Tensor:
+    """A table on the device of ``like``, sent there once. A fake tensor gets one of its own, which is not kept."""
+    key = (name, like.device)
+    if key in _CONSTANTS and not isinstance(like, FakeTensor):
+        return _CONSTANTS[key]
+    values: Any = NF4 if name == "nf4" else _dynamic() if name == "dynamic" else [(a, b) for a in NF4 for b in NF4]
+    made = torch.tensor(values, dtype=torch.float32, device=like.device)
+    if not isinstance(made, FakeTensor):
+        _CONSTANTS[key] = made
+    return made

@@ -1,0 +1,120 @@
+"""QLoRA (Dettmers et al., arXiv 2305.14314): under adapters, the blocks' linear layers are kept in 4 bits
+(``lora.frozen: nf4``), 0.52 bytes a weight for the 2 of bf16, and made whole when they are multiplied by.
+
+Sharded as the weights would be: rows of codes are gathered with their block, a quarter of the bytes of bf16. It pays
+when the frozen model itself does not fit, or the network is slow; it costs the making, twice a micro-batch (three times
+with full recomputation), and the error of 4 bits, which the adapters learn around. fourbit.py is the arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import LINEAR, role
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def quantised(name: str) -> bool:
+    """The technique's one fact: whether the parameter with this canonical name is kept in 4 bits."""
+    return role(name) in LINEAR
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    if plan.lora is None or not plan.lora.nf4:
+        return []
+    problems = []
+    names = parameter_shapes(spec)
+    if odd := [name for name, shape in names.items() if quantised(name) and shape[1] % NF4_BLOCK]:
+        what = f"nf4 keeps rows in blocks of {NF4_BLOCK}, and {odd[0]} has {names[odd[0]][1]} columns"
+        problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
+    if plan.compile:
+        what = "compiled blocks have not been made to work with nf4"
+        problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))
+    return problems
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Comes after ``freeze``, which knows each weight by its name. A weight is made before it is multiplied by."""
+    if plan.lora is None or not plan.lora.nf4:
+        return sheet
+    number = plan.precision.compute
+    return dataclasses.replace(sheet, blocks=tuple(_small(block, number) for block in sheet.blocks))
+
+
+def _small(unit: Unit, number: str) -> Unit:
+    weights: list[Tensor] = []
+    whole: dict[str, Tensor] = {}
+    for weight in unit.weights:
+        if not quantised(f"layers.0.{weight.name}"):
+            weights.append(weight)
+            continue
+        module, (rows, columns) = weight.name.removesuffix(".weight"), (int(dim) for dim in weight.shape)
+        whole[module] = weight
+        for name, shape in nf4_shapes(rows, columns).items():
+            weights.append(Tensor(f"{module}.{name}", shape, "uint8", "weights", (), "uint8", trained=False))
+    tensors = list(unit.tensors)
+
+    def made(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        found: list[Op] = []
+        for op in ops:
+            module = op.weight.rpartition(".")[0]
+            if op.kind != "matmul" or module not in whole:
+                found.append(op)
+                continue
+            rows, columns = (int(dim) for dim in whole[module].shape)
+            first, step = len(tensors), nf4_rows_at_once(rows, columns)
+            tensors.append(Tensor(f"{module}.whole", (rows, columns), number))
+            tensors.append(Tensor(f"{module}.sizes.wide", (rows, columns // NF4_BLOCK), "fp32"))
+            tensors.append(Tensor(f"{module}.wide", (step, columns + columns // 2), "fp32"))
+            found.append(Op("elementwise", "nf4", (first + 1, first, first + 2), (first + 1, first + 2)))
+            found.append(dataclasses.replace(op, frees=(*op.frees, first)))
+        return tuple(found)
+
+    forward, plain, backward = made(unit.forward), made(unit.forward_plain), made(unit.backward)
+    return dataclasses.replace(
+        unit, weights=tuple(weights), forward=forward, forward_plain=plain, backward=backward, tensors=tuple(tensors)
+    )
+
+
+def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+    """Puts bytes in the place of each weight, to be filled by :func:`shardwise.runtime.build.fill`."""
+    if plan.lora is None or not plan.lora.nf4:
+        return parts
+    from torch import nn
+
+    for part in parts:
+        for name, module in list(part.named_modules()):
+            if isinstance(module, nn.Linear) and quantised(f"{name}.weight"):
+                _replace(module)
+    return parts
+
+
+def _replace(module: nn.Linear) -> None:
+    import torch
+    from torch import nn
+
+    from shardwise.techniques.fourbit import linear
+
+    device = module.weight.device
+    for name, shape in nf4_shapes(*module.weight.shape).items():
+        kept = torch.empty(shape, dtype=torch.uint8, device=device)
+        module.register_parameter(name, nn.Parameter(kept, requires_grad=False))
+    del module.weight
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = None if module.bias is None else module.bias.to(x.dtype)
+        codes, sizes, groups = (module.get_parameter(name) for name in NF4_PARTS)
+        return linear(x, bias, codes, sizes, groups)
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
