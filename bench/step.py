@@ -2,12 +2,15 @@
 
     python bench/step.py [--pairs 30] [--case ddp-fp32 ...] [--rows 2] [--json FILE]
     python bench/step.py --compile [--case ddp-bf16 ...]        # compiled blocks against eager ones instead
+    python bench/step.py --frameworks                           # against Accelerate and DeepSpeed instead
 
 The model is a Llama of 32.5 M parameters at 512 tokens. Shardwise runs the plan that the planner chooses, through
 techniques.apply and runtime.step, with the count of tokens that the training loop makes before every step. The plain
 loop is transformers' LlamaForCausalLM (sdpa) from the same weights on the same batches, clip_grad_norm_ and
 AdamW(fused=True), under DistributedDataParallel (gradient_as_bucket_view; bf16: autocast over fp32 weights) or under
 fully_shard, block by block (bf16: MixedPrecisionPolicy with fp32 reduction; zero2: reshard_after_forward=False).
+Accelerate (DDP) and DeepSpeed (ZeRO-1, 2, 3) train the same model with the same optimizer of torch, as their own pages
+say to; they are installed by ``pip install '.[frameworks]'``.
 
 Every case runs in one process group: a step of each program in turn, in an order that changes from round to round. A
 step's time is that of the slower rank. ``ratio`` is the median over rounds of Shardwise's time over the other's;
@@ -25,6 +28,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -55,9 +59,10 @@ WORLD = 2
 BATCHES = 4
 WARMUP = 2
 OPTIM = Optim(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
+FRAMEWORK_CASES = ["ddp-fp32", "ddp-fp32-medium", "ddp-bf16"]
+FRAMEWORK_CASES += [f"zero{stage}-{number}" for stage in (1, 2, 3) for number in ("fp32", "fp32-medium", "bf16")]
 NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "medium")}
-STRATEGIES = ("ddp", "zero2", "zero3")
-CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in STRATEGIES]
+CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in ("ddp", "zero2", "zero3")]
 
 Step = Callable[[torch.Tensor], float]
 """Trains on ids [rows, seq] and returns the loss."""
@@ -181,11 +186,75 @@ def plain_fsdp(plan: Plan) -> Step:
     return plain_loop(plan, model, False)
 
 
+def rank_variables() -> None:
+    """What a launcher would have set: both look for it, and then take the process group that is there."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # theirs, of names that torch is about to change
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu"}
+
+
+def accelerate_ddp(plan: Plan) -> Step:
+    rank_variables()
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if plan.precision.compute == "bf16" else "no")
+    plain = plain_model()
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), OPTIM.learning_rate, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay, fused=True
+    )
+    model, optimizer = accelerator.prepare(plain, optimizer)
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+
+    def train(ids: torch.Tensor) -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        told = loss.detach()
+        dist.all_reduce(told)
+        return float(told) / WORLD
+
+    return train
+
+
+def deepspeed_zero(plan: Plan) -> Step:
+    rank_variables()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    plain = plain_model()
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), OPTIM.learning_rate, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay, fused=True
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
+        "gradient_clipping": OPTIM.max_grad_norm,
+        "zero_optimization": {"stage": int(plan.shard.strategy.removeprefix("zero"))},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": plan.precision.compute == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config)
+
+    def train(ids: torch.Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        told = loss.detach().float()
+        dist.all_reduce(told)
+        return float(told) / WORLD
+
+    return train
+
+
 SIDES: dict[str, Callable[[Plan], Step]] = {
     "shardwise": shardwise,
     "compiled": compiled,
     "plain ddp": plain_ddp,
     "plain fsdp": plain_fsdp,
+    "Accelerate": accelerate_ddp,
+    "DeepSpeed": deepspeed_zero,
 }
 
 
@@ -262,6 +331,7 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
 def run(pool: RankPool, case: Case, rounds: int, memory: bool) -> Result:
     result = Result(case.name, rounds, case.plan.batch.loss_chunk_tokens)
     if rounds:
+        pool.close()  # a library may hold on to the process group of the case before
         compare(result, case, pool.run(times, case, rounds, timeout_s=3600))
     if memory:
         for side in case.sides:
@@ -316,15 +386,19 @@ def show(result: Result, case: Case) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30, help="0 measures memory alone")
-    parser.add_argument("--case", nargs="+", choices=CASES, default=None)
+    parser.add_argument("--case", nargs="+", choices=sorted({*CASES, *FRAMEWORK_CASES}), default=None)
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch on a rank")
     parser.add_argument("--compile", action="store_true", help="compare compiled blocks with eager ones")
+    parser.add_argument("--frameworks", action="store_true", help="compare with Accelerate and DeepSpeed")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
     cases = []
-    for name in chosen.case or (["ddp-fp32", "ddp-fp32-medium", "ddp-bf16"] if chosen.compile else CASES):
+    usual = FRAMEWORK_CASES[:3] if chosen.compile else FRAMEWORK_CASES if chosen.frameworks else CASES
+    for name in chosen.case or usual:
         rivals = ("plain ddp", *(["plain fsdp"] if name[:4] == "zero" else []))
+        if chosen.frameworks:
+            rivals = ("Accelerate",) if name.startswith("ddp") else ("DeepSpeed",)
         sides = ("compiled", "shardwise") if chosen.compile else ("shardwise", *rivals)
         cases.append(Case(name, plan_of(name, chosen.rows), sides))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes lines between ours
