@@ -2,7 +2,9 @@
 
 A matrix of at least ``LEAST`` elements keeps each moment as one byte an element and one fp32 scale, the largest size,
 for every ``BLOCK`` columns of a row. The byte names a value of a table that is dense where moments are many: seven
-decades, more values in the higher ones. Blocks lie within rows, so a shard of rows has the same bytes and scales
+decades, more values in the higher ones. Of the second moment it is the root that is kept, which is what is divided by,
+and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else be
+divided by nothing. Blocks lie within rows, so a shard of rows has the same bytes and scales
 whatever the layout, and a checkpoint reshards exactly. Smaller parameters keep fp32 moments. Plain torch, no
 compilation.
 """
@@ -49,6 +51,8 @@ def encode(wide: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     middles = (values[1:] + values[:-1]) / 2
     unit = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(unit, middles, out_int32=True).to(torch.uint8)
+    if not signed:
+        codes.clamp_min_((unit > 0).to(torch.uint8))
     return codes.view(rows, -1)[:, :columns].contiguous(), scales
 
 
@@ -119,7 +123,7 @@ def _adamw(weight: Tensor, grad: Tensor, kept: dict[str, Tensor], group: dict[st
     (beta1, beta2), packed = group["betas"], "exp_avg_scale" in kept
     if packed:
         first = decode(kept["exp_avg"], kept["exp_avg_scale"], True)
-        second = decode(kept["exp_avg_sq"], kept["exp_avg_sq_scale"], False)
+        second = decode(kept["exp_avg_sq"], kept["exp_avg_sq_scale"], False).square_()
     else:
         first, second = kept["exp_avg"], kept["exp_avg_sq"]
     first.lerp_(grad.to(first.dtype), 1 - beta1)
@@ -128,7 +132,7 @@ def _adamw(weight: Tensor, grad: Tensor, kept: dict[str, Tensor], group: dict[st
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.sub_((first / denominator).mul_(group["lr"] / (1 - beta1**step)).to(weight.dtype))
     if packed:
-        for key, wide, signed in (("exp_avg", first, True), ("exp_avg_sq", second, False)):
+        for key, wide, signed in (("exp_avg", first, True), ("exp_avg_sq", second.sqrt_(), False)):
             codes, scales = encode(wide, signed)
             kept[key].copy_(codes)
             kept[f"{key}_scale"].copy_(scales)
