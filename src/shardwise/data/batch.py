@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ class MicroBatch:
     documents  [n + 1] int32 cumulative boundaries of the segments over the ``b * s`` tokens laid row after row, 0 and
                ``b * s`` and every row's end included; None when each row is one segment
     longest    tokens in the longest segment
+    answers    [b, s] int64, of pairs of answers: 2p for the tokens of pair p's chosen answer, 2p + 1 for its rejected
+               one's, and any for padding; else None
+    references [p] float64: log p(chosen) - log p(rejected) of each pair under the model as it came
     """
 
     ids: Tensor
@@ -29,20 +33,23 @@ class MicroBatch:
     positions: Tensor
     documents: Tensor | None
     longest: int
+    answers: Tensor | None = None
+    references: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on ``device``; asynchronous where the memory is pinned."""
-        return MicroBatch(
-            self.ids.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            None if self.documents is None else self.documents.to(device, non_blocking=True),
-            self.longest,
-        )
+        tensors = (self.ids, self.labels, self.positions, self.documents, self.answers, self.references)
+        ids, labels, positions, *rest = (t if t is None else t.to(device, non_blocking=True) for t in tensors)
+        assert ids is not None and labels is not None and positions is not None
+        return MicroBatch(ids, labels, positions, rest[0], self.longest, *rest[1:])
 
     def supervised_tokens(self) -> int:
         """Labels that are learnt."""
         return int((self.labels != IGNORE).sum())
+
+    def terms(self) -> int:
+        """What the loss is a mean over: labels that are learnt, or pairs of answers."""
+        return self.supervised_tokens() if self.references is None else len(self.references)
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
@@ -51,10 +58,27 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     documents = None
     if samples[0].masked:
         documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    answers, references = _pairs(samples)
     return MicroBatch(
         ids=torch.stack([torch.from_numpy(sample.ids) for sample in samples]),
         labels=torch.stack([torch.from_numpy(sample.labels) for sample in samples]),
         positions=torch.stack([torch.from_numpy(sample.positions) for sample in samples]),
         documents=documents,
         longest=max(lengths),
+        answers=answers,
+        references=references,
     )
+
+
+def _pairs(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:
+    """``answers`` and ``references`` of windows whose documents are chosen, rejected, chosen ... and padding."""
+    known = [sample.references for sample in samples if sample.references is not None]
+    if not known:
+        return None, None
+    rows, before = [], 0
+    for sample, references in zip(samples, known, strict=True):
+        numbers = np.zeros(len(sample.segments), dtype=np.int64)
+        numbers[: 2 * len(references)] = before + np.arange(2 * len(references))
+        rows.append(torch.from_numpy(np.repeat(numbers, sample.segments)))
+        before += 2 * len(references)
+    return torch.stack(rows), torch.from_numpy(np.concatenate(known))

@@ -7,6 +7,10 @@ prompt_completion   {"prompt": ..., "completion": ...}     texts without a templ
 segments            {"segments": [{"text": ..., "label": true}]}    template-free; axolotl's input_output
 tokens              {"input_ids": [...], "labels": [...]}  labels are the ids, or -100
 text                {"text": ...}                          all of it is learnt
+
+and for preference optimisation, never mixed with those:
+
+preference          {"prompt": ..., "chosen": ..., "rejected": ...}    texts, or lists of messages
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Record = dict[str, Any]
+_SKIP = "data.on_bad_sample=skip, or leave the line out"
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -91,6 +96,57 @@ def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> S
             what = f"has no `{field}`, which {name} has; its keys are {keys}"
             raise Fault("DATA005", what, "data.format=auto, or the name of its format")
     return read(record, train_on)
+
+
+def parse_pair(record: Record) -> tuple[Sample, Sample]:
+    """The chosen and the rejected answer of a record, each behind the prompt. Where there is no ``prompt``, it is what
+    both begin with. Raises Fault DATA005 for fields that are missing or of the wrong kind, CHAT002 for answers that are
+    empty or the same."""
+    missing = [field for field in ("chosen", "rejected") if record.get(field) is None]
+    if missing:
+        keys = ", ".join(list(record)[:12]) or "none"
+        fix = '{"prompt": ..., "chosen": ..., "rejected": ...}, or method: sft for records with one answer'
+        raise Fault("DATA005", f"has no `{missing[0]}`, which method dpo compares; its keys are {keys}", fix)
+    prompt, chosen, rejected = (record.get(key) for key in ("prompt", "chosen", "rejected"))
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        asked = [] if prompt is None else [Segment(_text(record, "prompt"), False)]
+        for key, answer in (("chosen", chosen), ("rejected", rejected)):
+            if not answer:
+                raise Fault("CHAT002", f"trains on 0 tokens: its `{key}` is empty", _SKIP)
+        return [*asked, Segment(chosen, True)], [*asked, Segment(rejected, True)]
+    sides = [_answer(record, key) for key in ("chosen", "rejected")]
+    shared = next((k for k, (one, two) in enumerate(zip(*sides, strict=False)) if one != two), min(map(len, sides)))
+    before = [_message(turn, f"prompt[{i}]") for i, turn in enumerate(prompt)] if isinstance(prompt, list) else []
+    if isinstance(prompt, str) and not shared:
+        before = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, str | list | None):
+        raise Fault("DATA005", "`prompt` is neither a text nor a list of messages", "make it one, or leave it out")
+    if before and all(side[: len(before)] == before for side in sides):
+        before = []
+    whole = [[*before, *side] for side in sides]
+    first = len(before) + shared
+    for key, messages in zip(("chosen", "rejected"), whole, strict=True):
+        if whole[0] != whole[1] and first < len(messages) and messages[first]["role"] != "assistant":
+            what = f"`{key}` parts from the other at a turn of the {messages[first]['role']}, not of the assistant"
+            raise Fault("DATA005", what, "both answer one prompt")
+    if whole[0] == whole[1]:
+        raise same()
+    chosen, rejected = (_conversation(messages, record, "assistant", first) for messages in whole)
+    return chosen, rejected
+
+
+def _answer(record: Record, key: str) -> list[dict[str, Any]]:
+    """The messages of one side; a text and a message that stands alone are the assistant's."""
+    value = record[key]
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    turns = [value] if isinstance(value, dict) else _list(record, key)
+    return [_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+
+
+def same() -> Fault:
+    """Of a pair whose answers do not differ."""
+    return Fault("CHAT002", "prefers nothing: `chosen` and `rejected` are the same", _SKIP)
 
 
 def _messages(record: Record, train_on: str) -> Conversation:

@@ -15,7 +15,7 @@ of its own, and only what is marked as learnt is a label.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,16 @@ IGNORE = -100
 @dataclass(frozen=True)
 class Sample:
     """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the
-    lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other."""
+    lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other.
+    ``references``: of a window of pairs, whose answers are its first documents, what the model as it came says of each
+    (``Packs``)."""
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     positions: NDArray[np.int64]
     segments: tuple[int, ...]
     masked: bool
+    references: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Packs:
-    """The windows of prepared samples, each of several whole samples and some end-of-text to fill up."""
+    """The windows of prepared samples, each of several whole samples and some end-of-text to fill up. ``reference``: of
+    each pair of answers log p(chosen) - log p(rejected) under the model as it came; 0 where None."""
 
     store: TokenStore
     seq_len: int
+    reference: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return self.store.split.windows
@@ -106,7 +111,15 @@ class Packs:
         if at < self.seq_len:
             lengths.append(self.seq_len - at)
         positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-        return Sample(ids, labels, positions, tuple(lengths), masked=True)
+        references = None
+        if self.store.split.pairs:
+            pairs = self.pairs(k)
+            references = np.zeros(len(pairs)) if self.reference is None else self.reference[pairs]
+        return Sample(ids, labels, positions, tuple(lengths), True, references)
+
+    def pairs(self, k: int) -> list[int]:
+        """The numbers of the pairs in window k."""
+        return [index // 2 for index in self.store.window(k)[::2]]
 
     def text_bytes(self, k: int) -> float:
         """Bytes of text that window k's labels stand for."""
@@ -114,7 +127,8 @@ class Packs:
 
     def padding(self) -> Sample:
         """A window in which nothing is learnt."""
-        return _padding(self.store, self.seq_len, masked=True)
+        made = _padding(self.store, self.seq_len, masked=True)
+        return replace(made, references=np.zeros(0)) if self.store.split.pairs else made
 
 
 def _padding(store: TokenStore, seq_len: int, masked: bool) -> Sample:

@@ -11,7 +11,6 @@ holder dies: a kill leaves nothing half-made, and two processes that prepare the
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -23,15 +22,16 @@ from typing import Any
 
 import xxhash
 
-from shardwise.data import shards, source, store, tokens
+from shardwise.data import remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.convert import to_jsonl
 from shardwise.data.read import pieces, units
 from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
+from shardwise.data.whole import becoming, lock, write_whole
 from shardwise.errors import DataError, OutputError, Problem
-from shardwise.spec.recipe import SFT_ONLY, Data
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (``tokenizer`` or ``tokens``) and bytes done and in all."""
@@ -48,17 +48,19 @@ def prepare(
     force: bool = False,
     progress: Progress | None = None,
     sample_tokens: int | None = None,
+    trust_s: float = 0.0,
 ) -> store.Prepared:
     """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it
-    anew; ``sample_tokens``: records become samples for supervised fine-tuning, packed into windows of that many tokens.
-    Raises DATA001 to DATA009, DATA012, DATA014, DATA015 and CHAT001 to CHAT003 for what is read, DATA013 and TOK002 for
-    what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat template, OUT001 and OUT002 for the
-    place; nothing is left over after an error."""
+    anew; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
+    ``trust_s``: see :func:`remote.bring`. Raises DATA001 to DATA009, DATA012, DATA014 to DATA016 and CHAT001 to CHAT003
+    for what is read, DATA013 and TOK002 for what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat
+    template, OUT001 and OUT002 for the place; nothing is left over after an error."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, cache, sample_tokens)
     with _writing(cache):
+        data = remote.bring(data, cache, trust_s)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
     note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), settings])
@@ -70,27 +72,29 @@ def prepare(
         of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
         fingerprint = of.fingerprint(tokenizer)
         target = out or cache / "data" / fingerprint
-        with _lock(target):
+        with lock(target):
             if not (store.is_prepared(target) and not force and _fits(target, fingerprint, tokenizer)):
                 _refuse_foreign(target)
                 _make(target, of, tokenizer, said)
         if out is None:
-            _write_whole(note, fingerprint)
+            write_whole(note, fingerprint)
     return store.load(target, verify=False)
 
 
 def check_sources(data: Data) -> None:
-    """That there is something to prepare; nothing is read or written. Raises DATA001 and DATA008."""
+    """That there is something to prepare; nothing is read or written. Raises DATA001, DATA008 and DATA016."""
     if not (isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser())):
-        source.find(data.path)
-        source.find(data.validation_path or data.path)
+        for paths in (data.path, data.validation_path or data.path):
+            here = remote.check(paths)
+            if here or not paths:
+                source.find(here)
 
 
 def _sources(data: Data, cache: Path, records: bool) -> Sources:
     """What is read, other kinds of files made into jsonl first."""
 
     def found(paths: str | list[str]) -> list[Source]:
-        return [to_jsonl(one, cache, _making) for one in source.find(paths, records)]
+        return [to_jsonl(one, cache) for one in source.find(paths, records)]
 
     if data.validation_path is None:
         sources = source.divide(found(data.path), data.validation_share)
@@ -212,9 +216,9 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
         / "tokenizers"
         / _digest([tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)])
     )
-    with _lock(target):
+    with lock(target):
         if not target.is_dir():
-            with _becoming(target) as directory:
+            with becoming(target) as directory:
                 tokens.train(_texts(data, sources, said), size, directory)
     return tokens.open_directory(target)
 
@@ -235,7 +239,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
     data, sources = of.data, of.sources
     # A jsonl file of which a share is held out is in both; it is read once.
     held = tuple(s for s in sources.validation if s.kind != "jsonl" or not sources.share)
-    with _becoming(target) as directory, ExitStack() as files_open:
+    with becoming(target) as directory, ExitStack() as files_open:
         (directory / "tokenizer").mkdir()
         tokenizer.copy_to(directory / "tokenizer")
         if data.chat_template is not None and of.rules is not None and of.rules.template is not None:
@@ -302,10 +306,12 @@ def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.T
 
 def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | None) -> store.Prepared:
     prepared = store.load(directory)
-    made = prepared.manifest.seq_len
-    if made != sample_tokens:
-        kinds = ["text" if length is None else f"samples in windows of {length:,}" for length in (made, sample_tokens)]
-        fix = f"train.seq_len={made}" if made and sample_tokens else "the method it was prepared for, or other data"
+    made, asked = (prepared.manifest.seq_len, prepared.train.split.pairs), (sample_tokens, data.format == PREFERENCE)
+    if made != asked:
+        nouns = ("samples", "pairs of answers")
+        kinds = ["text" if size is None else f"{nouns[pairs]} in windows of {size:,}" for size, pairs in (made, asked)]
+        other = None in (made[0], sample_tokens) or made[1] != asked[1]
+        fix = "the method it was prepared for, or other data" if other else f"train.seq_len={made[0]}"
         raise DataError(
             Problem("DATA013", f"prepared as {kinds[0]}, the recipe asks for {kinds[1]}", str(directory), fix)
         )
@@ -340,59 +346,3 @@ def _writing(cache: Path) -> Iterator[None]:
         raise OutputError(
             Problem("OUT002", what, "data.cache", "data.cache=<a directory with room that you may write>")
         ) from error
-
-
-@contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``; waits for whoever holds it. The lock file stays: removing it would let two in."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _making(target: Path) -> Iterator[Path]:
-    """A directory that becomes ``target``, made by one process at a time."""
-    with _lock(target), _becoming(target) as directory:
-        yield directory
-
-
-@contextmanager
-def _becoming(target: Path) -> Iterator[Path]:
-    """A directory that becomes ``target`` when the block ends well, and vanishes when it does not. Hold the lock."""
-    temporary = target.parent / f".{target.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        _sync(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if target.exists():
-        old = target.parent / f".{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(target)
-    _sync(target.parent, inside=False)
-
-
-def _sync(directory: Path, inside: bool = True) -> None:
-    """Bring a directory's entries, and what is inside, to the disk."""
-    for path in [directory, *(directory.rglob("*") if inside else ())]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

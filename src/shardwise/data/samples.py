@@ -16,6 +16,7 @@ from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.formats import Conversation, Fault
 from shardwise.data.read import Part, fault, records
 from shardwise.data.template import Template, find_template, special_tokens
+from shardwise.spec.recipe import PREFERENCE
 
 _BATCH = 64
 
@@ -35,6 +36,11 @@ class Rules:
     packing: bool
     text_key: str
 
+    @property
+    def pairs(self) -> bool:
+        """Samples come in twos, the chosen answer first."""
+        return self.form == PREFERENCE
+
 
 @cache
 def _chat(tokenizer: Path, rules: Rules) -> Chat:
@@ -50,6 +56,10 @@ def _encoder(tokenizer: Path) -> Encoder:
 @cache
 def _tokenizer(directory: Path) -> tokens.Tokenizer:
     return tokens.open_directory(directory)
+
+
+_Laid = tuple[tuple[Rendered, ...] | Encoded, tuple[int, ...]]
+"""Pieces that are encoded apart, or what is encoded already; and the tokens to begin with."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ def encode(
                 raise fault(part, offset, found.code, found.what, found.fix) from found
             counts["bad"] += 1
             continue
-        counts["divided"] += len(made) - 1
+        counts["divided"] += len(made) - (2 if rules.pairs else 1)
         waiting += [_Waiting(offset, held_out, sample, prefix) for sample, prefix in made]
         if len(waiting) >= _BATCH:
             yield from _finish(part, waiting, encoder, rules, counts)
@@ -88,10 +98,21 @@ def encode(
     counts["disarmed"] += encoder.disarmed - before
 
 
-def _render(
-    record: formats.Record, tokenizer: Path, rules: Rules
-) -> Iterator[tuple[tuple[Rendered, ...] | Encoded, tuple[int, ...]]]:
-    found = formats.parse(record, rules.form, rules.train_on, rules.text_key)
+def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Laid]:
+    """What a record becomes: of pairs two, else one or more."""
+    if not rules.pairs:
+        yield from _lay(formats.parse(record, rules.form, rules.train_on, rules.text_key), tokenizer, rules)
+        return
+    sides = [list(_lay(side, tokenizer, rules)) for side in formats.parse_pair(record)]
+    texts = [sample[0] for (sample, _), *_ in sides if isinstance(sample, tuple) and len(sample) == 1]
+    prompts = {text.text[: text.spans[0][0]] for text in texts}
+    if max(map(len, sides)) > 1 or len(prompts) > 1:
+        what = "the chat template renders what is before an answer otherwise once the answer is there"
+        raise Fault("CHAT003", what, "one turn of the assistant an answer, or another data.chat_template")
+    yield from (side for (side,) in sides)
+
+
+def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Laid]:
     own = _tokenizer(tokenizer)
     if isinstance(found, Conversation):
         for sample in _chat(tokenizer, rules).render(found):
@@ -120,17 +141,23 @@ def _finish(
                 except Fault as found:
                     raise fault(part, item.offset, found.code, found.what, found.fix) from found
         raise
-    for item in waiting:
-        sample = _join([next(encoded) for _ in item.sample]) if isinstance(item.sample, tuple) else item.sample
+    whole = [
+        _join([next(encoded) for _ in item.sample]) if isinstance(item.sample, tuple) else item.sample
+        for item in waiting
+    ]
+    begun = [_begin(sample, item.prefix) for sample, item in zip(whole, waiting, strict=True)]
+    for first in range(0, len(waiting), 2 if rules.pairs else 1):
+        item = waiting[first]
         try:
-            kept = _fit(_begin(sample, item.prefix), rules, counts)
+            kept = (
+                _fit_pair(begun[first : first + 2], rules, counts) if rules.pairs else _fit(begun[first], rules, counts)
+            )
         except Fault as found:
             if not (rules.skip_bad and found.code == "CHAT002"):
                 raise fault(part, item.offset, found.code, found.what, found.fix) from found
             counts["bad"] += 1
             continue
-        if kept is not None:
-            yield item.held_out, kept
+        yield from ((item.held_out, sample) for sample in kept)
 
 
 def _join(pieces: list[Encoded]) -> Encoded:
@@ -150,20 +177,54 @@ def _begin(sample: Encoded, prefix: tuple[int, ...]) -> Encoded:
     return replace(sample, ids=ids, supervised=supervised)
 
 
-def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> Encoded | None:
-    """The sample within ``seq_len``; None: it is left out. Raises Fault CHAT002 when nothing in it is learnt."""
-    length = len(sample.ids)
+def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
+    """The sample within ``seq_len``, or nothing. Raises Fault CHAT002 when nothing in it is learnt."""
     if not sample.supervised.any():
         raise Fault("CHAT002", "trains on 0 tokens", "data.on_bad_sample=skip, or leave the line out")
+    return _within([sample], [rules.seq_len], rules, counts)
+
+
+def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[Encoded]:
+    """Both answers within ``seq_len`` together, or nothing; cut, each has half of it, and what the other leaves.
+
+    They are learnt from the first token in which they differ: before it both have the same probabilities, whose
+    difference is nothing. That is also where a token lies across the end of the prompt in one of them. Raises Fault
+    CHAT002 where they do not differ, or nothing is learnt in one.
+    """
+    chosen, rejected = (side.ids for side in pair)
+    least = min(len(chosen), len(rejected))
+    differ = np.flatnonzero(chosen[:least] != rejected[:least])
+    shared = int(differ[0]) if differ.size else least
+    if shared == max(len(chosen), len(rejected)):
+        raise formats.same()
+    for name, side in zip(("chosen", "rejected"), pair, strict=True):
+        first = int(side.supervised.argmax())
+        side.supervised[max(shared, 1) : first] = 1
+        side.supervised[:shared] = 0
+        if not side.supervised.any():
+            raise Fault("CHAT002", f"trains on 0 tokens of `{name}`", "data.on_bad_sample=skip, or leave the line out")
+    room = [max(rules.seq_len // 2, rules.seq_len - len(side)) for side in (rejected, chosen)]
+    room[1] = rules.seq_len - min(len(chosen), room[0])
+    return _within(pair, room, rules, counts)
+
+
+def _within(samples: list[Encoded], room: list[int], rules: Rules, counts: Counter[str]) -> list[Encoded]:
+    """``samples`` of at most ``room`` tokens each; none: they are left out."""
+    length = sum(len(sample.ids) for sample in samples)
     if length <= rules.seq_len:
-        return sample
+        return samples
     if rules.too_long == "error":
         what = f"is {length:,} tokens, train.seq_len {rules.seq_len:,}"
         raise Fault("DATA015", what, f"train.seq_len={length}, or data.too_long=truncate or drop")
-    cut = sample.supervised[: rules.seq_len]
-    if rules.too_long == "drop" or not cut.any():
+    cut = [_cut(sample, most) for sample, most in zip(samples, room, strict=True)]
+    if rules.too_long == "drop" or not all(sample.supervised.any() for sample in cut):
         counts["dropped"] += 1
-        return None
-    counts["truncated"] += 1
-    text_bytes = round(sample.text_bytes * int(cut.sum()) / int(sample.supervised.sum()))
-    return Encoded(sample.ids[: rules.seq_len], cut, text_bytes)
+        return []
+    counts["truncated"] += sum(len(sample.ids) > most for sample, most in zip(samples, room, strict=True))
+    return cut
+
+
+def _cut(sample: Encoded, most: int) -> Encoded:
+    learnt = sample.supervised[:most]
+    text_bytes = round(sample.text_bytes * int(learnt.sum()) / int(sample.supervised.sum()))
+    return Encoded(sample.ids[:most], learnt, text_bytes)

@@ -230,13 +230,15 @@ class SplitWriter:
         masks = tuple(mask.close() for mask in self.masks)
         ends = np.fromfile(self.directory / boundaries.name, dtype="<u8").reshape(-1, 2)[:, 0].astype(np.int64)
         lengths = np.diff(ends, prepend=0)
-        windows = bins.pack(lengths, rules.seq_len) if rules.packing else np.arange(len(lengths))
+        together = lengths.reshape(-1, 2).sum(1) if rules.pairs else lengths
+        windows = bins.pack(together, rules.seq_len) if rules.packing else np.arange(len(together))
+        windows = np.repeat(windows, 2) if rules.pairs else windows
         order = np.argsort(windows, kind="stable")
         packs = _File(self.directory, f"{self.name}/packs.bin")
         packs.write(np.stack([windows[order], order], axis=1).astype("<u8").tobytes())
         made = int(windows.max()) + 1
-        split = Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries)
-        return replace(split, masks=masks, packs=packs.close(), windows=made, supervised_tokens=self.supervised_tokens)
+        split = Split(*counts, self.dtype.str, SHARD_TOKENS, shards, boundaries, masks, packs.close(), made)
+        return replace(split, supervised_tokens=self.supervised_tokens, pairs=rules.pairs)
 
 
 class _File:

@@ -10,6 +10,8 @@ and for supervised fine-tuning, where a document is a sample:
 
             train/mask-00000.bin     uint8 beside each token: 1 where it is learnt
             train/packs.bin          [documents, 2] little-endian uint64: window, sample; ordered by both
+
+For preference optimisation samples 2i and 2i + 1 are the chosen and the rejected answer of pair i, in one window.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class FileSum:
 class Split:
     """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents; of samples for
     supervised fine-tuning, of what is learnt; ``masks``, ``packs``, ``windows`` and ``supervised_tokens`` are theirs
-    alone."""
+    alone; ``pairs``: each two samples are a pair of answers."""
 
     tokens: int
     documents: int
@@ -63,6 +65,7 @@ class Split:
     packs: FileSum | None = None
     windows: int = 0
     supervised_tokens: int = 0
+    pairs: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -38,12 +38,12 @@ class Share:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, how many of their
-    labels are learnt (on this rank), and the cursor after the step."""
+    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, what their loss is a mean
+    over (``MicroBatch.terms``, on this rank), and the cursor after the step."""
 
     micro_batches: list[MicroBatch]
     sample_ids: list[int]
-    supervised_tokens: int
+    terms: int
     cursor: int
 
 
@@ -115,18 +115,26 @@ def read_step(windows: Windows | Packs, order: Order, share: Share, cursor: int)
         collate([windows[k] for k in ids[first : first + share.micro_batch_size]])
         for first in range(0, own, share.micro_batch_size)
     ]
-    supervised = sum(batch.supervised_tokens() for batch in batches)
-    return StepBatch(batches, ids, supervised, cursor + share.global_batch_size)
+    terms = sum(batch.terms() for batch in batches)
+    return StepBatch(batches, ids, terms, cursor + share.global_batch_size)
 
 
-def evaluation(windows: Windows | Packs, share: Share, limit: int | None = None) -> Iterator[EvaluationBatch]:
-    """The first ``limit`` windows (all, if None) in order, in equally many batches on every rank: missing rows are
-    padding in which nothing is learnt. Which windows are read does not depend on ``share``; ``share.accumulation`` is
-    not used."""
-    count = len(windows) if limit is None else min(limit, len(windows))
-    for start in range(0, count, share.dp * share.micro_batch_size):
+def evaluated(windows: Windows | Packs, limit: int | None = None) -> range:
+    """The windows that validation reads: the first ``limit``, all if None."""
+    return range(len(windows) if limit is None else min(limit, len(windows)))
+
+
+def evaluation(
+    windows: Windows | Packs, share: Share, limit: int | None = None, numbers: Sequence[int] | None = None
+) -> Iterator[EvaluationBatch]:
+    """The first ``limit`` windows (all, if None), or those of ``numbers``, in order, in equally many batches on every
+    rank: missing rows are padding in which nothing is learnt. Which windows are read does not depend on ``share``;
+    ``share.accumulation`` is not used."""
+    numbers = evaluated(windows, limit) if numbers is None else numbers
+    for start in range(0, len(numbers), share.dp * share.micro_batch_size):
         first = start + share.dp_rank * share.micro_batch_size
-        rows = range(first, first + share.micro_batch_size)
-        batch = collate([windows[k] if k < count else windows.padding() for k in rows])
-        text_bytes = sum(windows.text_bytes(k) for k in rows if k < count)
+        rows = numbers[first : first + share.micro_batch_size]
+        padding = [windows.padding()] * (share.micro_batch_size - len(rows))
+        batch = collate([*(windows[k] for k in rows), *padding])
+        text_bytes = sum(windows.text_bytes(k) for k in rows)
         yield EvaluationBatch(batch, batch.supervised_tokens(), text_bytes)

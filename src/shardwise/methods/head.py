@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import ceil
 
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import Sheet, Tensor
 
 Step = tuple[str, int, tuple[str, ...]]
 """(name, bytes made, names freed)."""
@@ -18,8 +18,10 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
     narrow = compute < wide
-    copied = plan.shard.strategy == "ddp" and plan.precision.compute != plan.precision.weights
+    copied = plan.shard.strategy == "ddp" and plan.precision.compute != _output(sheet).dtype
     steps: list[Step] = [("labels", 0, ())]
+    if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
+        steps.append(("factors", tokens * wide, ()))
     if copied:
         steps.append(("cast", vocabulary * hidden * compute, ()))
     if want_hidden:
@@ -45,7 +47,7 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
         elif want_weight and narrow:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, ("product", "slope", "log_probabilities")))
-    steps.append(("loss", wide, ("cast",)))
+    steps.append(("loss", wide, ("cast", "factors")))
     return steps
 
 
@@ -67,10 +69,19 @@ def saved_bytes(sheet: Sheet, plan: Plan) -> int:
     return tokens * hidden * compute + vocabulary * hidden * (wide if chunks > 1 else compute) + wide
 
 
+def products(sheet: Sheet, plan: Plan) -> int:
+    """How often as many multiplications are done as the output layer has in one forward pass."""
+    return 1 + sum(wants(sheet)) + (plan.loss == "dpo")
+
+
 def wants(sheet: Sheet) -> tuple[bool, bool]:
     """Whether a gradient of the hidden states is wanted, and one of the output weight."""
-    output = sheet.stem.weights[0] if sheet.tied else sheet.tail.weights[-1]
-    return bool(sheet.tail.backward), output.trained
+    return bool(sheet.tail.backward), _output(sheet).trained
+
+
+def _output(sheet: Sheet) -> Tensor:
+    """The weight of the output layer."""
+    return sheet.stem.weights[0] if sheet.tied else sheet.tail.weights[-1]
 
 
 def _same_type(plan: Plan, chunks: int) -> bool:

@@ -51,7 +51,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        soft_cap: float | None,
+        factors: Tensor | None,
     ) -> Tensor:
         wide = accumulation_dtype(hidden.dtype)
         cast = weight.to(hidden.dtype)
@@ -64,8 +70,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             tokens = slice(start, start + chunk_tokens)
             capped = None if soft_cap is None else _capped(hidden[tokens], cast, soft_cap)
             logs = _log_probabilities(hidden[tokens], cast) if capped is None else torch.log_softmax(capped, -1)
-            total += _pick(logs, labels[tokens]).sum()
+            losses = _pick(logs, labels[tokens])
+            total += losses.sum() if factors is None else losses @ factors[tokens]
             slope = _logit_gradient(logs, labels[tokens])
+            if factors is not None:
+                slope = slope.mul_(factors[tokens].unsqueeze(-1))
             if capped is not None and soft_cap is not None:
                 slope = slope.mul_(_capped_slope(capped, soft_cap))
             del capped
@@ -84,27 +93,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden.mul_(grad)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    soft_cap: float | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """The sum of the token losses, a scalar in fp32 (fp64 for fp64).
+    """The sum of the token losses, each times its factor, a scalar in fp32 (fp64 for fp64).
 
-    hidden [..,d], weight [V,d] (cast to hidden's dtype), labels int64 [..] with -100 where nothing is to be learned.
-    ``soft_cap`` is the model's final one: logits become cap * tanh(logits / cap).
+    hidden [..,d], weight [V,d] (cast to hidden's dtype), labels int64 [..] with -100 where nothing is to be learned,
+    ``factors`` like labels in the result's dtype, constants; None: all 1. ``soft_cap`` is the model's final one: logits
+    become cap * tanh(logits / cap).
     """
     if not torch.is_grad_enabled():
-        return token_losses(hidden, weight, labels, chunk_tokens, soft_cap).sum()
+        losses = token_losses(hidden, weight, labels, chunk_tokens, soft_cap)
+        return (losses if factors is None else losses * factors).sum()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), chunk_tokens, soft_cap)
+    factors = None if factors is None else factors.reshape(-1)
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), chunk_tokens, soft_cap, factors)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
     loss = loss_of(job.recipe, plan.batch.loss_chunk_tokens)
-    rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter)
+    rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
         print(header(job), flush=True)
         (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")

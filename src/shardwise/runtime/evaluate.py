@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.stream import EvaluationBatch
-from shardwise.methods import pretrain
+from shardwise.methods import dpo, pretrain
 from shardwise.runtime.reduce import sum_over_world
+from shardwise.spec.recipe import Method
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,38 @@ class Validation:
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
+    def loss(self) -> float:
+        return self.nats_per_token
+
+    @property
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
+    def facts(self) -> dict[str, float]:
+        """What a run's events and its trackers get."""
+        return {"nats_per_token": self.nats_per_token, "bits_per_byte": self.bits_per_byte}
+
     def __str__(self) -> str:
         return f"{self.nats_per_token:.3f} nats a token, {self.bits_per_byte:.3f} bits a byte"
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Means over the held-out pairs of all ranks: the loss of dpo, the share of pairs whose margin is positive, and the
+    margin between the rewards, which are beta * (log p - log p of the reference)."""
+
+    loss: float
+    accuracy: float
+    reward_margin: float
+    pairs: int
+
+    def facts(self) -> dict[str, float]:
+        """What a run's events and its trackers get."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        said = f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%}, reward margin {self.reward_margin:+.3f}"
+        return f"{said} ({self.pairs:,} pairs)"
 
 
 @torch.no_grad()
@@ -50,6 +78,29 @@ def evaluate(
     sum_over_world(sums)
     nats, tokens, text_bytes = sums.tolist()
     return Validation(nats, int(tokens), text_bytes)
+
+
+@torch.no_grad()
+def evaluate_pairs(
+    parts: Sequence[nn.Module],
+    batches: Iterable[EvaluationBatch],
+    chunk_tokens: int,
+    device: torch.device,
+    method: Method,
+) -> Preference:
+    """As :func:`evaluate`, of pairs of answers that know what the reference says of them."""
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        micro = batch.micro_batch.to(device)
+        assert micro.references is not None
+        losses = pretrain.evaluate(parts[0], micro, chunk_tokens)  # type: ignore[arg-type]
+        margins = dpo.ratios(losses, micro) - micro.references
+        columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
+        sums += torch.stack([values.double().sum() for values in columns])
+    reshard(parts)
+    sum_over_world(sums)
+    *totals, count = sums.tolist()
+    return Preference(*(total / count if count else math.nan for total in totals), int(count))
 
 
 def reshard(parts: Sequence[nn.Module]) -> None:

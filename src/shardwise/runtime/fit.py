@@ -21,18 +21,23 @@ def check_fit(state: TrainState, rules: Rules, vocab_size: int, device: torch.de
     """Run forward and backward on rows of one document each, of the full length; two micro-batches where gradients are
     accumulated. Gradients are dropped; weights, moments and counters stay as they are."""
     batches = [longest_batch(rules.plan, vocab_size, device)] * min(2, rules.plan.batch.accumulation)
-    accumulate(state, batches, sum(batch.supervised_tokens() for batch in batches), rules)
+    accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     shard.finish(state.parts)
     state.optimizer.zero_grad(set_to_none=True)
 
 
 def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBatch:
-    """A micro-batch whose rows are one document each: attention at its dearest, every token supervised."""
+    """A micro-batch whose rows are one document each: attention at its dearest, every token supervised. Of pairs, the
+    halves of a row are its answers."""
     rows, length = plan.batch.micro_batch_size, plan.batch.seq_len
     ids = (torch.arange(rows * length) % vocab_size).view(rows, length)
     positions = torch.arange(length).expand(rows, length).contiguous()
     documents = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-    return MicroBatch(ids, ids.roll(-1, 1), positions, documents, length).to(device)
+    batch = MicroBatch(ids, ids.roll(-1, 1), positions, documents, length)
+    if plan.loss == "dpo":
+        batch.answers = 2 * torch.arange(rows)[:, None] + (positions >= length // 2)
+        batch.references = torch.zeros(rows, dtype=torch.float64)
+    return batch.to(device)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.runtime.slices import local, replication
+from shardwise.techniques.slices import local, replication
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
+from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Optim
 from shardwise.techniques import optim, shard
 
 Loss = Callable[[nn.Module, MicroBatch, float], Tensor]
-"""(model, micro-batch, denominator) -> the sum of its token losses / denominator, a scalar that can be propagated."""
+"""(model, micro-batch, denominator) -> the sum of its terms / denominator, a scalar that can be propagated."""
 
 
 @dataclass(frozen=True)
 class StepStats:
     """What a step did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the norm before
     clipping, ``tokens`` the input tokens of all ranks. A ``skipped`` step changed no weight and no moment. ``stop``:
-    some rank was asked to stop."""
+    some rank was asked to stop. ``pairs``: the mean is over pairs of answers, and those are ``supervised_tokens``."""
 
     loss: float
     grad_norm: float
@@ -31,6 +34,7 @@ class StepStats:
     supervised_tokens: int
     skipped: bool
     stop: bool
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Rules:
     max_steps: int
     loss: Loss
     enter: Callable[[str], None] = lambda phase: None
+    seed: int = 0
 
 
 def step(
@@ -49,11 +54,13 @@ def step(
 ) -> StepStats:
     """Train on this rank's micro-batches of one optimizer step.
 
-    ``supervised`` counts the supervised tokens of all ranks and micro-batches: every loss is divided by it, so that
-    gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by all
-    ranks alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
+    ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
+    so that gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by
+    all ranks alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
     """
     plan, layout = rules.plan, rules.plan.layout
+    if plan.lora is not None and plan.lora.dropout:
+        draw_anew(rules.seed, state.step, layout)
     loss = accumulate(state, batches, supervised, rules)
     shard.finish(state.parts)
     rules.enter("clip")
@@ -72,7 +79,14 @@ def step(
     state.optimizer.zero_grad(set_to_none=True)
     tokens = plan.batch.global_batch_size(layout.dp) * plan.batch.seq_len
     state.count(tokens, skipped=not verdict.finite)
-    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, not verdict.finite, verdict.stop)
+    skipped, pairs = not verdict.finite, plan.loss == "dpo"
+    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, skipped, verdict.stop, pairs)
+
+
+def draw_anew(seed: int, number: int, layout: Layout) -> None:
+    """What is dropped follows from the seed, the step and the rank, so that a resumed run drops the same."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed((seed * 1_000_003 + number) * layout.dp + layout.dp_rank(rank))
 
 
 def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Tensor:

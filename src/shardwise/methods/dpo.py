@@ -1,0 +1,62 @@
+"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290): of two answers the chosen one is to become more
+probable against the rejected one than it was to the model as it came, the reference.
+
+A pair's margin is m = (log p(chosen) - log p(rejected)) - the same of the reference; its loss is -log sigmoid(beta m).
+With label smoothing e, the share of pairs that are the wrong way round, it is that times 1 - e, and -log sigmoid(-beta
+m) times e (cDPO, Mitchell 2023).
+
+The slope of a pair's loss is known once its margin is. So tokens are scored without gradients first, a chunk at a
+time; then each token's loss is weighed with its pair's slope, and the gradient of that sum is the loss's own. The
+logits of all tokens never exist; the output layer is multiplied once more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from shardwise.data.batch import MicroBatch
+from shardwise.methods.loss import linear_cross_entropy, token_losses
+from shardwise.models.attention import MaskSpec
+from shardwise.models.decoder import Decoder
+from shardwise.spec.recipe import Method
+
+
+def loss(model: Decoder, batch: MicroBatch, chunk_tokens: int, denominator: float, method: Method) -> Tensor:
+    """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
+    cap, answers, references = model.spec.final_soft_cap, batch.answers, batch.references
+    assert answers is not None and references is not None
+
+    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
+        scored = token_losses(hidden, weight, batch.labels, chunk_tokens, cap)
+        margins = ratios(scored, batch) - references
+        slopes = slope(margins, method)
+        factors = torch.stack([-slopes, slopes], 1).flatten()[answers].to(scored.dtype)
+        value = pair_losses(margins, method).sum().to(scored.dtype)
+        weighed = linear_cross_entropy(hidden, weight, batch.labels, chunk_tokens, cap, factors)
+        return (weighed - weighed.detach() + value) / denominator
+
+    return model(batch.ids, batch.positions, MaskSpec(documents=batch.documents, longest=batch.longest), finish)
+
+
+def ratios(losses: Tensor, batch: MicroBatch) -> Tensor:
+    """log p(chosen) - log p(rejected) of each pair [p] in fp64, from the losses of the tokens [b,s]; of no pair where
+    all is padding."""
+    assert batch.answers is not None and batch.references is not None
+    pairs = len(batch.references)
+    sums = losses.new_zeros(2 * max(1, pairs), dtype=torch.float64)
+    sums.index_add_(0, batch.answers.flatten(), losses.flatten().double())
+    return (sums[1::2] - sums[::2])[:pairs]
+
+
+def pair_losses(margins: Tensor, method: Method) -> Tensor:
+    """The loss of each pair [p] from its margin."""
+    scaled, wrong = method.beta * margins, method.label_smoothing
+    return -(1 - wrong) * logsigmoid(scaled) - wrong * logsigmoid(-scaled)
+
+
+def slope(margins: Tensor, method: Method) -> Tensor:
+    """The derivative of :func:`pair_losses` by the margin."""
+    scaled, wrong = method.beta * margins, method.label_smoothing
+    return method.beta * (wrong * torch.sigmoid(scaled) - (1 - wrong) * torch.sigmoid(-scaled))

@@ -1,0 +1,129 @@
+"""What the model as it came says of each pair of answers (``method: dpo``): scored once before the first step, then a
+number a pair in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
+
+A run that goes on reads the file. Pairs that it has not scored yet, because the run is to be longer, are scored by the
+weights as they came, which are there until the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from numpy.typing import NDArray
+from torch import nn
+
+from shardwise.data.pack import Packs
+from shardwise.data.stream import evaluation
+from shardwise.errors import DataError, Problem
+from shardwise.methods import dpo, pretrain
+from shardwise.models import tensorfile
+from shardwise.runtime.build import weights_directory
+from shardwise.runtime.evaluate import reshard
+from shardwise.runtime.job import Job
+from shardwise.runtime.manifest import candidates
+from shardwise.runtime.metrics import clock
+from shardwise.runtime.reduce import sum_over_world
+from shardwise.techniques import lora
+
+Scores = dict[str, NDArray[np.float64]]
+"""By split, for each pair: log p(chosen) - log p(rejected), NaN where it is not read."""
+_SAMPLE_BYTES = 2**20
+
+
+def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) -> Job:
+    """``job`` with the scores of every pair that its run and its validations read. ``parts`` must hold the model as it
+    came. Collective. Raises DataError (DPO001) where an earlier start of the run has left no scores that fit."""
+    if not job.recipe.pairs:
+        return job
+    told: list[Scores | Problem | None] = [_read(job) if job.rank == 0 else None]
+    dist.broadcast_object_list(told)
+    scores = told[0]
+    if isinstance(scores, Problem):
+        raise DataError(scores)
+    assert scores is not None
+    begun, scored = time.perf_counter(), 0
+    for name, windows, numbers in _splits(job):
+        missing = [k for k in numbers if np.isnan(scores[name][windows.pairs(k)]).any()]
+        if missing:
+            pairs = [number for k in missing for number in windows.pairs(k)]
+            scores[name][pairs] = score(job, parts, windows, missing, enter)[pairs]
+            scored += len(pairs)
+    if scored and job.rank == 0:
+        shapes = {name: values.shape for name, values in scores.items()}
+        tensorfile.write(_path(job), shapes, torch.float64, map(torch.from_numpy, scores.values()))
+        print(f"reference: {scored:,} pairs scored in {clock(time.perf_counter() - begun)}", flush=True)
+    return replace(job, references=scores)
+
+
+@torch.no_grad()
+def score(
+    job: Job, parts: Sequence[nn.Module], windows: Packs, numbers: Sequence[int], enter: Callable[[str], None]
+) -> NDArray[np.float64]:
+    """log p(chosen) - log p(rejected) of the pairs in the windows ``numbers``, adapters left out; 0 for all others. The
+    ranks share the windows, and all get everything."""
+    sums = torch.zeros(windows.store.split.documents // 2, dtype=torch.float64, device=job.device)
+    numbered = replace(windows, reference=np.arange(float(len(sums))))  # so a batch says which pairs are in it
+    with lora.disabled(parts):
+        for batch in evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers):
+            enter("evaluate")
+            micro = batch.micro_batch.to(job.device)
+            losses = pretrain.evaluate(parts[0], micro, job.plan.batch.loss_chunk_tokens)  # type: ignore[arg-type]
+            assert micro.references is not None
+            sums[micro.references.long()] = dpo.ratios(losses, micro)
+    reshard(parts)
+    sum_over_world(sums)
+    found: NDArray[np.float64] = sums.cpu().numpy()
+    return found
+
+
+def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
+    """Of each split its windows, and which of them the run reads."""
+    count = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
+    whole = count >= len(job.windows)
+    train = range(len(job.windows)) if whole else np.sort(job.order.samples(0, count)).tolist()
+    splits = [("train", job.windows, train), ("validation", job.held_out, job.evaluated)]
+    return [(name, windows, numbers) for name, windows, numbers in splits if isinstance(windows, Packs)]
+
+
+def _read(job: Job) -> Scores | Problem:
+    """What stands on the disk, else all NaN; a Problem for a run that has begun and lost it."""
+    path = _path(job)
+    if path.is_file():
+        try:
+            return {name: entry.read().numpy() for name, entry in tensorfile.entries(path).items()}
+        except DataError as error:
+            return error.problems[0]
+    if not candidates(job.directory / "checkpoints"):
+        return {name: np.full(windows.store.split.documents // 2, np.nan) for name, windows, _ in _splits(job)}
+    others = sorted(other.name for other in job.directory.glob("reference-*.safetensors"))
+    what = f"the run has checkpoints, and its {path.name}, which says what the model was, is not there"
+    if others:
+        what = f"the run began with other weights or data: they make {path.name}, and it has {', '.join(others)}"
+    fix = "bring back what the run began with, or start another run: run.name=<another name>"
+    return Problem("DPO001", what, str(path), fix)
+
+
+def _path(job: Job) -> Path:
+    """The file is named for the data and for the weights that the run begins with: the names, sizes, and the first and
+    last MiB of their files, or what they are drawn from."""
+    source, model = weights_directory(job.recipe), job.recipe.model
+    files = [] if source is None else [source]
+    if source is not None and source.is_dir():
+        files = sorted([*source.glob("*.safetensors"), *source.glob("config.json")])
+    drawn = None if files else [job.recipe.run.seed, model.path, model.config]
+    digest = xxhash.xxh3_64(json.dumps([job.prepared.manifest.fingerprint, drawn], sort_keys=True).encode())
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {size}".encode() + stream.read(_SAMPLE_BYTES))
+            stream.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(stream.read())
+    return job.directory / f"reference-{digest.hexdigest()}.safetensors"

@@ -1,0 +1,110 @@
+"""What the parity of preference optimisation runs on each rank: the reference pass and the steps of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.data.pack import Packs
+from shardwise.data.store import load
+from shardwise.data.stream import stream
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.runtime import reduce
+from shardwise.runtime.begin import loss_of
+from shardwise.runtime.build import build
+from shardwise.runtime.job import Job
+from shardwise.runtime.reference import refer
+from shardwise.runtime.step import Rules, step
+from shardwise.runtime.world import mesh
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Data, Method, Recipe, Run
+
+CPU = torch.device("cpu")
+SEQ_LEN = 48
+METHOD = Method(name="dpo", beta=0.5, label_smoothing=0.1)
+
+
+def recipe_of(directory: Path, name: str = "run") -> Recipe:
+    """A recipe whose prepared data lie in ``directory``."""
+    run = Run(out=str(directory / "runs"), name=name, seed=0)
+    return Recipe(method=METHOD, optim=parity.OPTIM, run=run, data=Data(path=str(directory / "pairs")))
+
+
+def job_of(directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> Job:
+    """The run as :func:`open_job` would give it."""
+    return Job(recipe_of(directory), plan, spec, load(directory / "pairs"), CPU, steps)
+
+
+@contextmanager
+def named(rank: int) -> Iterator[None]:
+    """As a launcher would have told this process its rank."""
+    before = os.environ.get("RANK")
+    os.environ["RANK"] = str(rank)
+    try:
+        yield
+    finally:
+        del os.environ["RANK"]
+        if before is not None:
+            os.environ["RANK"] = before
+
+
+def train(
+    rank: int, world: int, directory: str, spec: ModelSpec, plans: Sequence[Plan], steps: int
+) -> list[tuple[parity.Trace, dict[str, np.ndarray]]]:
+    """One training after another; of each its trace and what the reference said."""
+    with named(rank):
+        return [one(rank, Path(directory), spec, plan, steps) for plan in plans]
+
+
+def one(
+    rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int
+) -> tuple[parity.Trace, dict[str, np.ndarray]]:
+    job = job_of(directory, spec, plan, steps)
+    if rank == 0:
+        shutil.rmtree(job.directory, ignore_errors=True)
+        job.directory.mkdir(parents=True)
+    dist.barrier()
+    state = build(job.recipe, spec, plan, mesh(plan.layout, "cpu"), CPU)
+    phases: list[str] = []
+    job = refer(job, state.parts, phases.append)
+    assert set(phases) == {"evaluate"}
+    gradients: dict[str, Tensor] = {}
+
+    def enter(phase: str) -> None:
+        if phase == "clip" and state.step == 0:
+            gradients.update(parity.full_gradients(state))
+
+    rules = Rules(plan, parity.OPTIM, parity.MAX_STEPS, loss_of(job.recipe, plan.batch.loss_chunk_tokens), enter)
+    assert isinstance(job.windows, Packs)
+    batches, losses, norms = stream(job.windows, job.order, job.share), [], []
+    for _ in range(steps):
+        batch = next(batches)
+        stats = step(state, batch.micro_batches, reduce.count_supervised(batch.terms, CPU), rules)
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    weights = {name: parity.full(parameter.detach()) for name, parameter in state.parameters().items()}
+    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), dict(job.references)
+
+
+def grown(rank: int, world: int, directory: str, spec: ModelSpec, plan: Plan) -> list[dict[str, np.ndarray]]:
+    """What the reference says in a short run, and when the same run has become longer."""
+    with named(rank):
+        return [scores(rank, Path(directory), spec, plan, steps) for steps in (1, 3)]
+
+
+def scores(rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, np.ndarray]:
+    job = job_of(directory, spec, plan, steps)
+    if rank == 0:
+        job.directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = build(job.recipe, spec, plan, mesh(plan.layout, "cpu"), CPU)
+    return dict(refer(job, state.parts, lambda phase: None).references)

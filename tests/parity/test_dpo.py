@@ -1,0 +1,170 @@
+"""Preference optimisation on ranks against one process, in float64: a loop that takes pairs one at a time out of the
+store, with a second model as the reference, whole logits, torch's AdamW and clipping. The tolerance is that of
+tests/parity/test_fp64.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.data import tokens
+from shardwise.data.pack import Packs
+from shardwise.data.prepare import prepare
+from shardwise.models.attention import MaskSpec
+from shardwise.models.decoder import Decoder
+from shardwise.models.roles import is_adapter
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from shardwise.spec.recipe import Data, Tokenizer
+from tests.parity import dpo_ranks
+from tests.parity.cases import FP64, UNTIED, layout
+from tests.parity.dpo_ranks import METHOD, SEQ_LEN
+
+SPEC = replace(UNTIED, vocab_size=301)
+TOLERANCE = 1e-9
+ROWS, STEPS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some pairs in a window, of unequal number, and more windows than a step reads."""
+    directory = tmp_path_factory.mktemp("dpo")
+    records = [
+        {"prompt": f"say {i} ", "chosen": "word " * (1 + i * 5 % 7), "rejected": f"{i} " * (1 + i * 3 % 4) + "."}
+        for i in range(40)
+    ]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "tokenizer").mkdir()
+    tokens.train(["say word 1234567890 . " * 50], 300, directory / "tokenizer")
+    data = Data(
+        path=str(directory / "pairs.jsonl"),
+        tokenizer=Tokenizer(path=str(directory / "tokenizer")),
+        cache=str(directory / "cache"),
+        validation_share=0.2,
+        format="preference",
+        num_proc=1,
+    )
+    prepare(data, out=directory / "pairs", sample_tokens=SEQ_LEN)
+    return directory
+
+
+def plan(strategy: str, world: int, remat: str, accumulation: int, lora: Lora | None = None) -> Plan:
+    """Four windows a step however they are split, tokens in several chunks."""
+    of = layout(strategy, world)
+    batch = Batch(ROWS // accumulation // of.dp, accumulation, SEQ_LEN, loss_chunk_tokens=23)
+    shard = Shard("zero3" if strategy == "hsdp" else strategy, bucket_bytes=4096)  # type: ignore[arg-type]
+    return Plan(of, batch, shard, FP64, Remat(remat), lora=lora, loss="dpo")  # type: ignore[arg-type]
+
+
+def log_probability(model: Decoder, weights: dict[str, Tensor], ids: Tensor, learnt: Tensor) -> Tensor:
+    given = (ids[None], torch.arange(len(ids))[None], MaskSpec())
+    logits = torch.func.functional_call(model, weights, given)[0, :-1]
+    return -F.cross_entropy(logits, ids[1:], reduction="none")[learnt[1:]].sum()
+
+
+@cache
+def plain(directory: Path, lora: Lora | None) -> tuple[parity.Trace, dict[int, float]]:
+    """The training by a loop that anyone can check, and the reference's score of each pair that it met."""
+    windows = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).windows
+    order = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).order
+    assert isinstance(windows, Packs)
+    job = parity.Job(SPEC, ROWS, SEQ_LEN, "fp64", "fp64", STEPS, lora=lora)
+    parameters, model = parity.plain_parameters(job), Decoder(SPEC).double()
+    first = {name: value.detach().clone() for name, value in parameters.items() if not is_adapter(name)}
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    groups = [
+        {"params": matrices, "weight_decay": parity.OPTIM.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(parity.OPTIM.beta1, parity.OPTIM.beta2), eps=parity.OPTIM.eps)
+    losses, norms, gradients, scores = [], [], {}, {}
+    for number in range(STEPS):
+        terms, whole = [], parity.merged(parameters, job)
+        for pair in [n for k in order.samples(number * ROWS, ROWS).tolist() for n in windows.pairs(k)]:
+            spans = [windows.store.sample(index)[:2] for index in (2 * pair, 2 * pair + 1)]
+            sides = [
+                (torch.from_numpy(windows.store.read(*span)), torch.from_numpy(windows.store.read_mask(*span)).bool())
+                for span in spans
+            ]
+            with torch.no_grad():
+                chosen, rejected = (log_probability(model, first, *side) for side in sides)
+                scores[pair] = float(chosen - rejected)
+            chosen, rejected = (log_probability(model, whole, *side) for side in sides)
+            reward = METHOD.beta * (chosen - rejected - scores[pair])
+            wrong = METHOD.label_smoothing
+            terms.append(-(1 - wrong) * torch.sigmoid(reward).log() - wrong * torch.sigmoid(-reward).log())
+        optimizer.zero_grad()
+        loss = torch.stack(terms).mean()
+        loss.backward()
+        if number == 0:
+            gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        assert parity.OPTIM.max_grad_norm is not None
+        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), parity.OPTIM.max_grad_norm)))
+        warm = parity.OPTIM.warmup_steps
+        rate = min((number + 1) / warm, 1.0 - max(0.0, (number - warm) / (parity.MAX_STEPS - warm)))
+        for group in optimizer.param_groups:
+            group["lr"] = parity.OPTIM.learning_rate * rate
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), scores
+
+
+def holds(ranks: RankPool, directory: Path, plans: list[Plan]) -> None:
+    """All plans have one size."""
+    world = plans[0].layout.world
+    answers = ranks.run(dpo_ranks.train, str(directory), SPEC, plans, STEPS, world=world, timeout_s=300)
+    for place, of in enumerate(plans):
+        right, scores = plain(directory, of.lora)
+        assert abs(right.losses[0] - np.log(2)) < 1e-12 < 0.05 < abs(right.losses[-1] - np.log(2))
+        found = parity.compare(right, [mine[place][0] for mine in answers])
+        errors = [found.norm, found.gradient, found.weight, found.loss]
+        assert all(error.error <= TOLERANCE for error in errors), f"{found}\nunder {of}"
+        for _, references in (mine[place] for mine in answers):
+            known = references["train"]
+            assert set(np.flatnonzero(~np.isnan(known))) == set(scores)
+            assert max(abs(known[pair] - score) for pair, score in scores.items()) < 1e-9
+            assert not np.isnan(references["validation"]).any()
+
+
+SETTINGS = (
+    ("ddp", "none", 2),
+    ("ddp", "full", 1),
+    ("zero1", "none", 2),
+    ("zero2", "selective", 1),
+    ("zero3", "full", 2),
+)
+
+
+def test_every_strategy(ranks: RankPool, pairs: Path) -> None:
+    holds(ranks, pairs, [plan(strategy, 2, remat, m) for strategy, remat, m in SETTINGS])
+
+
+def test_one_process_and_four(ranks: RankPool, pairs: Path) -> None:
+    holds(ranks, pairs, [plan("ddp", 1, "none", 1), plan("ddp", 1, "none", 4)])
+    holds(ranks, pairs, [plan("hsdp", 4, "none", 1), plan("zero3", 4, "selective", 1)])
+
+
+def test_adapters(ranks: RankPool, pairs: Path) -> None:
+    """The reference is the model without them."""
+    holds(ranks, pairs, [plan(s, 2, remat, m, Lora(3, 6.0, frozen="fp64")) for s, remat, m in SETTINGS[::2]])
+
+
+def test_a_longer_run_scores_what_is_new(ranks: RankPool, pairs: Path, tmp_path: Path) -> None:
+    """What was known stays to the bit; pairs that no run has read are NaN."""
+    (tmp_path / "pairs").symlink_to(pairs / "pairs")
+    short, long = ranks.run(dpo_ranks.grown, str(tmp_path), SPEC, plan("zero3", 2, "none", 1), world=2)[1]
+    before, after = ~np.isnan(short["train"]), ~np.isnan(long["train"])
+    assert 0 < before.sum() < after.sum() < len(after) and not (before & ~after).any()
+    assert np.array_equal(short["train"][before], long["train"][before])
+    assert np.array_equal(short["validation"], long["validation"])
