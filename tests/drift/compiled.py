@@ -22,11 +22,11 @@ from shardwise.prove.world import Measured, Sent
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.measure import CONTROL_BYTES, Meter, axis_names, state_bytes
-from shardwise.runtime.slices import local
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Optim, Recipe
+from shardwise.techniques.slices import local
 
 CPU = torch.device("cpu")
 SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter", "all_reduce": "all_reduce"}

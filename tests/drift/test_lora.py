@@ -13,6 +13,8 @@ from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
 from tests.drift.test_frozen import BIASED, DIALS, TIED
 
+WIDE = ModelSpec("wide", 600, 64, 192, 2, 8, 2, 8)
+"""Rows of whole blocks of 64."""
 ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "all-linear": (SPEC, Lora(4, 8.0)),
     "q and v": (SPEC, Lora(4, 8.0, ("q", "v"))),
@@ -20,6 +22,12 @@ ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "gate and o": (SPEC, Lora(4, 8.0, ("gate", "o"))),
     "biases": (BIASED, Lora(4, 8.0)),
     "tied": (TIED, Lora(4, 8.0, ("k", "up"))),
+    "dropout": (SPEC, Lora(4, 8.0, dropout=0.1)),
+    "magnitudes": (BIASED, Lora(4, 8.0, ("q", "o", "down"), dora=True)),
+    "magnitudes and dropout, nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True, dropout=0.1, dora=True)),
+    "bf16 base": (BIASED, Lora(4, 8.0, frozen="bf16")),
+    "nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True)),
+    "nf4, biases": (replace(WIDE, attention_bias=True), Lora(4, 8.0, ("q", "down"), nf4=True)),
 }
 GRID = [("fp32", "none", 1), ("bf16", "none", 3), ("bf16", "selective", 1), ("bf16", "full", 3), ("fp32", "full", 1)]
 
@@ -49,12 +57,21 @@ def test_every_row_of_the_grid(what: str, dial: str) -> None:
         check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(0, 7))
 
 
+LARGE = {
+    "lora": Lora(16, 32.0),
+    "nf4": Lora(16, 32.0, frozen="bf16", nf4=True),
+    "magnitudes and dropout": Lora(16, 32.0, frozen="bf16", dropout=0.1, dora=True),
+}
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_the_peak_of_a_large_model(strategy: str, remat: str) -> None:
+@pytest.mark.parametrize("kind", LARGE)
+def test_the_peak_of_a_large_model(kind: str, strategy: str, remat: str) -> None:
     """Above 1 GiB, where the peak too is among the differences when it is not within 3 %."""
     spec = ModelSpec("large", 32_000, 2048, 5632, 6, 16, 8, 128)
-    plan = plan_of(strategy, 8, batch=Batch(2, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
-    plan = replace(plan, lora=Lora(16, 32.0), shard=Shard(strategy))  # type: ignore[arg-type]
+    rows = 8 if kind == "nf4" and remat == "full" else 2
+    plan = plan_of(strategy, 8, batch=Batch(rows, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
+    plan = replace(plan, lora=LARGE[kind], shard=Shard(strategy))  # type: ignore[arg-type]
     found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()

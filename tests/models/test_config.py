@@ -94,6 +94,11 @@ def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> N
     assert load_spec(name).name == known_as
 
 
+def test_what_a_run_will_leave_is_not_there_yet() -> None:
+    with pytest.raises(MissingInputError, match=r"the run runs/quickstart-1 leaves it when it is done"):
+        load_spec("runs/quickstart-1/hf")
+
+
 def test_somebody_elses_model_of_the_same_name_is_not_the_built_in_one() -> None:
     assert known.find("somebody/Llama-3.1-8B") is None
 
@@ -105,7 +110,7 @@ def test_a_chat_model_that_differs_from_its_base_is_not_the_base(name: str) -> N
 
 
 def test_every_built_in_model_is_read_back_from_what_is_written_of_it() -> None:
-    for name in known.CONFIGS:
+    for name in known.configs():
         spec = load_spec(name)
         assert from_hf(json.loads(json.dumps(to_hf(spec))), name) == spec
 

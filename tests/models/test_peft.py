@@ -54,8 +54,13 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [Lora(4, 8.0), Lora(4, 8.0, ("q", "v")), Lora(8, 4.0, ("gate", "down", "o"), rslora=True)],
-    ids=["all-linear", "q and v", "rslora"],
+    [
+        Lora(4, 8.0),
+        Lora(4, 8.0, ("q", "v")),
+        Lora(8, 4.0, ("gate", "down", "o"), rslora=True),
+        Lora(4, 8.0, dropout=0.5, dora=True),
+    ],
+    ids=["all-linear", "q and v", "rslora", "dora"],
 )
 def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora) -> None:
     """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base."""
@@ -70,12 +75,14 @@ def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora) -> None:
     assert (plain - ours).norm() > 1e-2 * ours.norm()
 
 
-def test_what_peft_writes_is_read(tmp_path: Path) -> None:
-    settings = Lora(4, 8.0, ("q", "up"))
+@pytest.mark.parametrize("dora", [False, True])
+def test_what_peft_writes_is_read(tmp_path: Path, dora: bool) -> None:
+    settings = Lora(4, 8.0, ("q", "up"), dora=dora)
     model = adapted(settings)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    layers = ["q_proj", "up_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False, use_dora=dora)
     theirs = peft.get_peft_model(base, config)
     theirs.save_pretrained(tmp_path / "theirs")
     parameters = dict(model.named_parameters())

@@ -23,10 +23,10 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.reduce import Verdict
-from shardwise.runtime.slices import local
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.replicas import Replicas
+from shardwise.techniques.slices import local
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]

@@ -11,12 +11,15 @@ import torch
 
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_adapter
+from shardwise.models.roles import LINEAR, is_adapter, role
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
+from shardwise.techniques.fourbit import dequantise, quantise
+from shardwise.techniques.numbers import torch_type
 from tests.parity.cases import BF16, FP64, TIED, UNTIED, plan
 
+WIDE = replace(UNTIED, hidden_size=64, intermediate_size=128, num_attention_heads=8, head_dim=8)
 TOLERANCE = 1e-9
 STEPS = 4
 """B is zero at first, so A has its first gradient in the second step and changes what the third computes."""
@@ -37,10 +40,18 @@ def holds(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
         for trace in traces:
             assert trace.gradients and all(is_adapter(name) for name in trace.gradients)
             for name, shape in parameter_shapes(spec).items():
-                whole = tuple(slice(0, size) for size in shape)
-                assert torch.equal(trace.weights[name], init.fill(name, shape, whole, 0, spec).double()), name
+                assert torch.equal(trace.weights[name].double(), first(name, shape, spec, of)), name
             changed = [name for name, value in trace.weights.items() if name.endswith("lora_b.weight") and value.any()]
-            assert len(changed) * 2 == sum(is_adapter(name) for name in trace.weights)
+            assert len(changed) * 2 == sum(is_adapter(name) and name.endswith(".weight") for name in trace.weights)
+
+
+def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch.Tensor:
+    """What the weight began as, in the type that it is kept in (tests/techniques/test_nf4.py is about the 4 bits)."""
+    value = init.fill(name, shape, tuple(slice(0, size) for size in shape), 0, spec)
+    assert of.lora is not None
+    if of.lora.nf4 and role(name) in LINEAR:
+        return dequantise(*quantise(value), torch.float64)
+    return value.to(torch_type(of.lora.frozen)).double()
 
 
 @pytest.mark.parametrize("targets", [(), ("q", "v"), ("down",)], ids=["all-linear", "q and v", "down"])
@@ -54,6 +65,33 @@ def test_every_strategy(ranks: RankPool, targets: tuple[str, ...]) -> None:
         ("zero3", "full", 4),
     )
     holds(ranks, UNTIED, [lora_plan(s, 2, Lora(3, 6.0, targets), remat, m) for s, remat, m in settings])
+
+
+def test_frozen_weights_in_bf16_and_in_four_bits(ranks: RankPool) -> None:
+    """Computed with in float64, so that the base's rounding is the same everywhere."""
+    settings = (("ddp", "none", 4), ("zero3", "full", 1), ("zero3", "selective", 4))
+    for spec, lora in (
+        (UNTIED, Lora(3, 6.0, frozen="bf16")),
+        (WIDE, Lora(3, 6.0, ("q", "down"), frozen="bf16", nf4=True)),
+    ):
+        holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
+
+
+def test_magnitudes(ranks: RankPool) -> None:
+    """DoRA, with and without biases, above frozen weights of every kind."""
+    biased = replace(UNTIED, attention_bias=True)
+    cases = (
+        (UNTIED, Lora(3, 6.0, dora=True)),
+        (biased, Lora(3, 6.0, ("q", "v", "down"), frozen="bf16", dora=True)),
+        (WIDE, Lora(3, 6.0, ("k", "o", "up"), nf4=True, dora=True)),
+    )
+    for spec, lora in cases:
+        settings = (("ddp", "none", 4), ("zero3", "selective", 1), ("zero3", "full", 4))
+        holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
+
+
+def test_hybrid_in_four_bits(ranks: RankPool) -> None:
+    holds(ranks, WIDE, [lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 4)])
 
 
 def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:

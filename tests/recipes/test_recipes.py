@@ -10,6 +10,8 @@ import pytest
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
+from shardwise.runtime.evaluate import Preference
+from shardwise.runtime.loop import train
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.shipped import recipes_directory
@@ -23,6 +25,9 @@ MEANT_FOR = {
     "sft-8b": "8xH100",
     "lora-7b": "1xH100",
     "lora-70b": "8xH100",
+    "dpo-8b": "1xH100",
+    "qlora-7b": "1xV100-SXM2-16GB",
+    "qlora-70b": "2xRTX-A6000",
     "sft-tiny": "2xCPU",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
@@ -58,6 +63,31 @@ def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
         assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")
     if path.stem == "llama-8b-hsdp":
         assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
+
+
+def test_preference_on_a_node_of_eight_as_its_second_line_says() -> None:
+    path = recipes_directory() / "dpo-8b.yaml"
+    recipe = load_recipe(path, path.read_text().splitlines()[1].split("`")[1].split())
+    plan = choose(recipe, resolve(recipe), parse_cluster("8xH100"))
+    assert (plan.loss, plan.batch.global_batch_size(8)) == ("dpo", 32) and plan.lora is not None
+    assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
+
+
+def test_preference_run_small(tmp_path: Path) -> None:
+    """The recipe's own settings on a model of a few thousand parameters that begins at random, in this process."""
+    records = [{"prompt": f"is {i} odd? ", "chosen": "who knows", "rejected": f"{i % 2}"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 300, "tie_word_embeddings": True, **size}
+    words = ["model.path=null", *(f"model.config.{key}={value}" for key, value in config.items())]
+    words += [f"data.path={tmp_path}/pairs.jsonl", f"data.cache={tmp_path}/cache", "data.tokenizer.vocab_size=300"]
+    words += ["data.text_key=prompt"]
+    words += [f"run.out={tmp_path}", "run.name=small", "run.device=cpu", "precision.compute=fp32", "train.seq_len=64"]
+    words += ["train.global_batch_size=2", "train.max_steps=3", "data.repeat=true", "evaluate.eval_steps=2"]
+    recipe = load_recipe(recipes_directory() / "dpo-8b.yaml", words)
+    report = train(recipe, choose(recipe, resolve(recipe), parse_cluster("1xCPU")))
+    assert isinstance(report.validation, Preference) and 0 < report.validation.loss < 0.7
+    assert (tmp_path / "small" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_adapters_of_70b_on_two_nodes() -> None:

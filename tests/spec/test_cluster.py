@@ -105,13 +105,16 @@ def test_this_machine() -> None:
     assert 0 < found.device.memory_bytes * found.devices_per_node <= available_memory_bytes() * 1.5
 
 
+ELSEWHERE = "`shardwise plan --cluster 8xH100` plans for machines elsewhere"
+
+
 def test_more_processes_than_there_are_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """B-75."""
     monkeypatch.setattr(module, "cores", lambda: 4)
     monkeypatch.setattr(module, "gpus", list)
     for ask, what, fix in (
         ((9, "auto"), "9 processes asked, 4 cores found", "`--nproc 4`"),
-        ((8, "cuda"), "8 GPU processes asked, 0 GPUs found", "`--device cpu --nproc 2`"),
+        ((8, "cuda"), "8 GPU processes asked, 0 GPUs found", f"`--device cpu --nproc 2`; {ELSEWHERE}"),
     ):
         with pytest.raises(UsageError) as caught:
             local_cluster(*ask)  # type: ignore[arg-type]

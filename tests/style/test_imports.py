@@ -41,7 +41,11 @@ WITH_TORCH = {
     "shardwise.planner.trace",
     "shardwise.planner.record",
     "shardwise.planner.ship",
+    "shardwise.techniques.dora",
+    "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",
+    "shardwise.techniques.rounding",
+    "shardwise.techniques.slices",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 

@@ -1,4 +1,4 @@
-"""What ranks do for tests/techniques/test_moments.py."""
+"""What ranks do for tests/techniques/test_moments.py and test_rounding.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from torch.distributed.tensor import DTensor
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
 from shardwise.techniques.moments import AdamW8bit
+from shardwise.techniques.rounding import RoundedAdamW
 from tests.runtime.own_ranks import started
 
 
-def train(rank: int, world: int, strategy: str, steps: int, directory: str) -> dict[str, Any]:
+def train(rank: int, world: int, strategy: str, steps: int, directory: str, kind: str = "8 bit") -> dict[str, Any]:
     """Updates of two matrices (rows that the ranks do not divide) by gradients that are the same everywhere."""
     torch.manual_seed(0)
     with started(world):
         plan = own.plan(strategy)  # type: ignore[arg-type]
         model = nn.Sequential(nn.Linear(300, 37), nn.Linear(37, 150))
+        model.to(torch.bfloat16 if kind == "bf16 all" else None)
         own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
-        optimizer = AdamW8bit(model.parameters(), lr=0.01)
+        optimizer = (
+            AdamW8bit(model.parameters(), lr=0.01)
+            if kind == "8 bit"
+            else RoundedAdamW([{"params": list(model.named_parameters())}], lr=0.01)
+        )
         first, checkpoints = 0, None
         if directory:
             checkpoints = own.Checkpoints(directory, model, optimizer)
@@ -29,7 +35,7 @@ def train(rank: int, world: int, strategy: str, steps: int, directory: str) -> d
         for step in range(first, steps):
             for index, parameter in enumerate(model.parameters()):
                 draw = torch.Generator().manual_seed(100 * step + index)
-                whole = torch.randn(parameter.shape, generator=draw)
+                whole = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
                 parameter.grad = whole
                 if isinstance(parameter, DTensor):
                     pieces = whole.chunk(world)

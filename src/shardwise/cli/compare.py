@@ -67,7 +67,8 @@ def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
 
 def _facts(history: History) -> dict[str, Any]:
     best = min(history.losses.items(), key=_value, default=None)
-    validation = history.validation
+    last = history.validation[-1] if history.validation else None
+    least = min((point for point in history.validation if math.isfinite(point[1])), key=_value, default=None)
     return {
         "run": str(history.directory),
         "finished": history.finished,
@@ -78,8 +79,8 @@ def _facts(history: History) -> dict[str, Any]:
         "skipped_steps": sum(bool(row.get("skipped")) for row in history.rows.values()),
         "last_loss": history.losses[max(history.losses)] if history.losses else None,
         "best_loss": best and {"step": best[0], "loss": best[1]},
-        "last_validation": _validation(validation[-1] if validation else None),
-        "best_validation": _validation(min((p for p in validation if math.isfinite(p[1])), key=_value, default=None)),
+        "last_validation": last and {"step": last[0], history.measure: last[1]},
+        "best_validation": least and {"step": least[0], history.measure: least[1]},
         "tokens_per_s": history.typical("tokens_per_s"),
         "step_s": history.typical("seconds"),
         "mfu": history.typical("mfu"),
@@ -92,10 +93,6 @@ def _value(point: Point) -> float:
     return point[1]
 
 
-def _validation(point: Point | None) -> dict[str, float] | None:
-    return point and {"step": point[0], "nats_per_token": point[1]}
-
-
 def _lines(a: History, b: History) -> list[str]:
     one, two = _facts(a), _facts(b)
     rows = [("", one["run"], two["run"], "B to A")]
@@ -103,14 +100,14 @@ def _lines(a: History, b: History) -> list[str]:
     for label, key in (("ranks", "ranks"), ("steps", "steps"), ("tokens", "tokens"), ("skipped", "skipped_steps")):
         rows.append((label, *(_show(facts[key], ",") for facts in (one, two)), ""))
     rows.append(_row("last loss", one["last_loss"], two["last_loss"], ".4f"))
-    for label, key, leaf in (
-        ("best loss", "best_loss", "loss"),
-        ("last validation", "last_validation", "nats_per_token"),
-        ("best validation", "best_validation", "nats_per_token"),
+    for label, key in (
+        ("best loss", "best_loss"),
+        ("last validation", "last_validation"),
+        ("best validation", "best_validation"),
     ):
-        pair = [facts[key] for facts in (one, two)]
-        shown = [f"{found[leaf]:.4f} (step {found['step']:,})" if found else "-" for found in pair]
-        rows.append((label, *shown, _change(*(found and found[leaf] for found in pair))))
+        pair = [tuple(facts[key].values()) if facts[key] else None for facts in (one, two)]
+        shown = [f"{point[1]:.4f} (step {point[0]:,})" if point else "-" for point in pair]
+        rows.append((label, *shown, _change(*(point and point[1] for point in pair))))
     rows.append(_row("tokens/s", one["tokens_per_s"], two["tokens_per_s"], ",.0f"))
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
     memory = [facts["memory_bytes"] for facts in (one, two)]

@@ -104,7 +104,7 @@ def describe(prepared: Prepared) -> str:
 
 
 def _noun(split: Split) -> str:
-    return "samples" if split.packs else "documents"
+    return "answers, each two a pair" if split.pairs else "samples" if split.packs else "documents"
 
 
 add_command(app, Options, run, "prepare")

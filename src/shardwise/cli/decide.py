@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.planner.search import choose
@@ -14,6 +15,7 @@ from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
+from shardwise.techniques import lora
 
 
 def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
@@ -35,14 +37,16 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
 
 
 def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None) -> Plan:
-    """The plan of ``file`` as it stands (RUN001 if it is for other machines), else the planner's choice. PLAN010 if it
-    cannot fit."""
+    """The plan of ``file`` as it stands (RUN001 if it is for other machines, PLAN019 if for another recipe), else the
+    planner's choice. PLAN010 if it cannot fit."""
     plan = load_plan(file) if file else choose(recipe, spec, cluster)
     if plan.layout.world != cluster.world:
         what = f"{file or 'the plan'} is for {plan.layout.world} processes, {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
         fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
         raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
+    if file and (problems := [*_other_recipe(plan, recipe, file), *techniques.check(spec, plan, cluster)]):
+        raise ConfigError(*problems)
     estimate = plan.estimate
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
@@ -52,3 +56,26 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         fix = "`shardwise plan` shows every setting; more devices, `recompute=full`, or a shorter `train.seq_len`"
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
+
+
+def _other_recipe(plan: Plan, recipe: Recipe, file: Path) -> list[Problem]:
+    """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
+    another recipe's."""
+    asked = {
+        "lora": (plan.lora, lora.settings(recipe.lora, plan.precision)),
+        "frozen": (plan.frozen, tuple(recipe.model.frozen)),
+        "optim.name": (plan.optim.name, recipe.optim.name),
+        "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
+        "optim.moments": (plan.optim.moments, recipe.optim.moments),
+    }
+    fix = f"the recipe that {file} was made for, or leave out --plan to plan again"
+    return [
+        Problem("PLAN019", f"the plan has `{key}` {_show(planned)}, the recipe {_show(wanted)}", str(file), fix)
+        for key, (planned, wanted) in asked.items()
+        if planned != wanted
+    ]
+
+
+def _show(value: object) -> str:
+    """A setting in words: nothing, or as it is written."""
+    return "none" if not value else str(value)

@@ -11,9 +11,10 @@ from typer import Argument, Option
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
-from shardwise.errors import OutputError, Problem
+from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.launch import rundir
 from shardwise.models.resolve import data_of, resolve
+from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
 
 
@@ -25,6 +26,9 @@ class Options:
     step: Annotated[
         int | None, Option("--step", min=0, help="Which checkpoint; the newest that verifies if left out.")
     ] = None
+    best: Annotated[
+        bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
+    ] = False
     out: Annotated[Path | None, Option("-o", "--output", help="Where to write; RUN/hf if left out.")] = None
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
@@ -35,11 +39,14 @@ def run(options: Options) -> None:
     from shardwise.data.prepare import prepare
     from shardwise.runtime.export import export_run
 
+    if options.best and options.step is not None:
+        raise UsageError(Problem("CLI001", "--best and --step both name a checkpoint", "the command line", "drop one"))
     recipe = load_recipe(recipe_file(options.run))
     target = options.out or options.run / "hf"
     if options.out is not None:
         _check_target(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
+    source = locate_best(options.run) if options.best else source
     prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
     tokenizer = open_directory(prepared.tokenizer_directory)
     written, merged = export_run(source, recipe, resolve(recipe), tokenizer, target)

@@ -14,6 +14,7 @@ from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
 from shardwise.models.config import load_spec
 from shardwise.models.resolve import data_of, resolve
+from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class Options:
     path: Annotated[Path, Argument(help="A run's directory (its hf/ is used), or a model's.")]
     prompt: Annotated[str, Option("--prompt", help="The text to continue.")] = ""
     chat: Annotated[bool, Option("--chat", help="The prompt is a user's turn: print the answer alone.")] = False
+    best: Annotated[
+        bool, Option("--best", help="Of a run, the checkpoint with the lowest validation loss, whatever is in its hf/.")
+    ] = False
     tokens: Annotated[
         int | None, Option("--tokens", min=1, help="How many tokens to add at most (64; 256 with --chat).")
     ] = None
@@ -49,7 +53,7 @@ def run(options: Options) -> None:
         raise UsageError(Problem("CLI001", "--chat without a question", "the command line", '--prompt "..."'))
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = _load(options.path, device)
+    model, tokenizer = _load(options.path, device, options.best)
     length = options.tokens or (256 if options.chat else 64)
     sampling = Sampling(length, options.temperature, options.seed, tokenizer.eot_id)
     if options.chat:
@@ -62,18 +66,19 @@ def run(options: Options) -> None:
         say(text if options.chat else options.prompt + text)
 
 
-def _load(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
-    """The exported model of a run or a directory; of an unfinished run its newest checkpoint."""
+def _load(path: Path, device: torch.device, best: bool) -> tuple[Decoder, Tokenizer]:
+    """The exported model of a run or a directory; of an unfinished run its newest checkpoint, or the
+    best."""
     from shardwise.data.prepare import prepare
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
-    if (model / "config.json").is_file():
+    if (model / "config.json").is_file() and not best:
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
     prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
     tokenizer = open_directory(prepared.tokenizer_directory)
-    return load_run(path, recipe, resolve(recipe)).to(device), tokenizer
+    return load_run(locate_best(path) if best else path, recipe, resolve(recipe)).to(device), tokenizer
 
 
 def _read(directory: Path) -> Decoder:

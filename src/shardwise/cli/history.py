@@ -38,8 +38,13 @@ class History:
 
     @cached_property
     def validation(self) -> list[Point]:
-        """(step, nats a token) of every validation, the last one of a step that was repeated after a restart."""
-        return sorted({e["step"]: float(e["nats_per_token"]) for e in self._of("validation")}.items())
+        """(step, ``measure``) of every validation, the last one of a step that was repeated after a restart."""
+        return sorted({e["step"]: float(e[self.measure]) for e in self._of("validation")}.items())
+
+    @property
+    def measure(self) -> str:
+        """What validation measures: nats a token; of pairs of answers the loss."""
+        return "loss" if self.recipe.get("method.name") == "dpo" else "nats_per_token"
 
     @property
     def finished(self) -> bool:

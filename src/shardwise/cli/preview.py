@@ -55,13 +55,15 @@ def run(options: Options) -> None:
         return
     facts = measure(prepared, store, recipe)
     tokenizer = tokens.open_directory(prepared.tokenizer_directory)
-    shown = [runs(store, tokenizer, index) for index in range(min(options.samples, store.split.documents))]
+    wanted = options.samples * (2 if store.split.pairs else 1)
+    shown = [runs(store, tokenizer, index) for index in range(min(wanted, store.split.documents))]
     if options.json:
         named = [[{"text": text, "supervised": learnt} for text, learnt in sample] for sample in shown]
         print_json({**facts, "samples": named})
         return
     for index, sample in enumerate(shown):
-        say(f"sample {index}, {int(store.lengths()[index]):,} tokens")
+        name = f"pair {index // 2}, {('chosen', 'rejected')[index % 2]}" if store.split.pairs else f"sample {index}"
+        say(f"{name}, {int(store.lengths()[index]):,} tokens")
         say("".join(mark(visible(text)) if learnt else visible(text) for text, learnt in sample) + "\n")
     say("\n".join(table(facts)))
 
@@ -99,6 +101,7 @@ def measure(prepared: Prepared, store: TokenStore, recipe: Recipe) -> dict[str, 
     counts, edges = np.histogram(lengths, bins=_BARS, range=(0, int(lengths.max(initial=1))))
     return {
         "samples_in_all": len(lengths),
+        "pairs": len(lengths) // 2 if store.split.pairs else None,
         "tokens": store.split.tokens,
         "supervised_tokens": supervised,
         "supervised_share": supervised / max(store.split.tokens, 1),
@@ -113,8 +116,9 @@ def measure(prepared: Prepared, store: TokenStore, recipe: Recipe) -> dict[str, 
 def table(facts: dict[str, Any]) -> list[str]:
     """The figures as lines."""
     lengths, most = facts["lengths"], max((count for _, count in facts["histogram"]), default=1)
+    in_pairs = "" if facts["pairs"] is None else f" answers in {facts['pairs']:,} pairs"
     lines = [
-        f"samples     {facts['samples_in_all']:,}, {facts['tokens']:,} tokens",
+        f"samples     {facts['samples_in_all']:,}{in_pairs}, {facts['tokens']:,} tokens",
         f"learnt      {facts['supervised_tokens']:,} tokens, {facts['supervised_share']:.1%}",
         f"windows     {facts['windows']:,}, {facts['filled']:.1%} filled",
         f"lengths     {lengths['least']:,} to {lengths['most']:,} tokens, median {lengths['median']:,.0f}",

@@ -105,7 +105,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     parameters = parameter_count(spec)
     if plan.lora is not None:  # checkpoints hold the adapters alone
         parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
-    space = rundir.check_space(directory, parameters, recipe.checkpoint.save_total_limit, export_bytes=4 * parameters)
+    keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
+    space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
     if not options.json:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:

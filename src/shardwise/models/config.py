@@ -342,11 +342,13 @@ def load_spec(source: str, revision: str | None = None) -> ModelSpec:
 
 
 def _nearest(source: str) -> str:
-    names = {name.lower(): name for name in known.CONFIGS}
+    names = {name.lower(): name for name in known.configs()}
     close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
     hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
+    if Path(source).name == "hf":
+        return f"the run {Path(source).parent} leaves it when it is done; `shardwise train` alone makes the quickstart's"
     if not close:
-        return f"{hint}: {', '.join(known.CONFIGS)}"
+        return f"{hint}, such as {', '.join(list(known.configs())[5:50:10])}"
     return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
 
 

@@ -23,11 +23,11 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
 
     ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero
     where one is added), biases zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
-    1 / (3 in), and B zero.
+    1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py).
     """
     local = [p.stop - p.start for p in part]
     kind = role(name)
-    if kind in ("norm", "bias", "lora_b"):
+    if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
     return _normal(name, shape, part, seed).mul_(deviation).view(local)

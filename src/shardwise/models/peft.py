@@ -19,14 +19,14 @@ from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_WORDS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
 def to_peft_name(name: str, family: str = "llama") -> str:
     """``layers.3.attention.q.lora_a.weight`` -> ``base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight``."""
     layer, _, word = name.removesuffix(".weight").rpartition(".")
     theirs = to_hf_name(f"{layer}.weight", family).removesuffix(".weight")
-    return f"base_model.model.{theirs}.{_WORDS[word]}.weight"
+    return f"base_model.model.{theirs}.{_WORDS[word]}"
 
 
 def write_adapter(
@@ -49,9 +49,10 @@ def write_adapter(
         "base_model_name_or_path": model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
+        "use_dora": lora.dora,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({name.split(".")[-3] for name in named}),
+        "target_modules": sorted({name.split(".")[-3] for name in named if name.endswith(".weight")}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -91,18 +92,18 @@ def read_adapter(
 
 def _unserved(config: Mapping[str, Any], where: str) -> list[Problem]:
     """What PEFT's LoRA can do and this one does not."""
-    odd = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
+    odd = [key for key in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
     if config.get("peft_type") != "LORA":
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
         odd.append(f"bias {config['bias']}")
-    fix = "an adapter of plain LoRA, with one rank for all layers"
+    fix = "an adapter with one rank for all layers"
     return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fix) for key in odd]
 
 
 def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> list[Problem]:
-    pairs = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-    keys = {"r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora"}
+    pairs = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "use_dora": lora.dora}
+    keys = {"r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora", "use_dora": "lora.dora"}
     return [
         Problem(
             "CKPT002",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec, from_hf, load_spec, parameter_count
-from shardwise.spec.recipe import Data, Recipe, Tokenizer
+from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
@@ -23,11 +23,12 @@ def resolve(recipe: Recipe) -> ModelSpec:
 
 
 def data_of(recipe: Recipe) -> Data:
-    """The recipe's data with its tokenizer settled: weights that were trained with one tokenizer mean nothing under
-    another, so a model that is trained on brings its own unless the recipe names one."""
+    """The recipe's data with format and tokenizer settled: weights that were trained with one tokenizer mean nothing
+    under another, so a model that is trained on brings its own unless the recipe names one."""
     model, named = recipe.model, recipe.data.tokenizer
+    data = recipe.data.model_copy(update={"format": PREFERENCE}) if recipe.pairs else recipe.data
     if model.path is None or model.init == "random" or named.path is not None or named.vocab_size is not None:
-        return recipe.data
+        return data
     file = Path(model.path).suffix in (".safetensors", ".json")
     path = str(Path(model.path).parent) if file else model.path
-    return recipe.data.model_copy(update={"tokenizer": Tokenizer(path=path, revision=model.revision)})
+    return data.model_copy(update={"tokenizer": Tokenizer(path=path, revision=model.revision)})

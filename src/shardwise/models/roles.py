@@ -21,6 +21,7 @@ ROLES = {
     "*.mlp.down.weight": "down",
     "*.lora_a.weight": "lora_a",
     "*.lora_b.weight": "lora_b",
+    "*.lora_m": "lora_m",
 }
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from shardwise import techniques
-from shardwise.methods.head import wants
+from shardwise.methods.head import products
 from shardwise.planner.replay import replay
 from shardwise.planner.schedule import schedule
 from shardwise.spec.cluster import Cluster
@@ -89,7 +89,7 @@ def flops(sheet: Sheet, plan: Plan) -> int:
     """Floating-point operations of a step over all ranks, recomputation included."""
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
     vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
-    total = 2 * (1 + sum(wants(sheet))) * vocabulary * hidden * b * s
+    total = 2 * products(sheet, plan) * vocabulary * hidden * b * s
     for unit, times in repeated(sheet):
         passes = [unit.forward, unit.backward]
         if unit.recompute:

@@ -44,8 +44,9 @@ class _Step:
     def state(self) -> None:
         for category, size in optim.state_bytes(self.sheet, self.plan, self.rank).items():
             self.tape.make(("state", category), category, size)
-        # Token ids, labels and positions of the whole step, 8 bytes each.
-        self.tape.make("batch", "buffers", 3 * 8 * self.b * self.s * self.plan.batch.accumulation)
+        # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of.
+        each = 8 * (4 if self.plan.loss == "dpo" else 3)
+        self.tape.make("batch", "buffers", each * self.b * self.s * self.plan.batch.accumulation)
 
     def micro_batch(self, index: int) -> None:
         tape, last = self.tape, len(self.blocks) - 1

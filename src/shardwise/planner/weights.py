@@ -73,7 +73,7 @@ class Replicated:
         if name != "stem":
             read = {op.weight for op in unit.backward}
             for weight in unit.weights:
-                if weight.name in read and weight.used_as != self.plan.precision.weights:
+                if weight.name in read and weight.used_as != weight.dtype:
                     size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
                     self.tape.make(("cast", name, weight.name), "gathered", size)
 
@@ -144,8 +144,8 @@ class Sharded:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size = self.groups[group]
         kept = ("post forward", group) in self.tape.alive
-        if size.casts and not kept:
-            self.tape.make(("slice", group), "buffers", size.wire_bytes // self.plan.layout.dp_shard)
+        if size.cast_bytes and not kept:
+            self.tape.make(("slice", group), "buffers", size.cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
         self.tape.free(("slice", group))
 

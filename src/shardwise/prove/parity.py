@@ -34,8 +34,10 @@ from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import mesh
 from shardwise.spec.plan import Lora, Number, Plan
 from shardwise.spec.recipe import Optim, Recipe, Run
-from shardwise.techniques import lora
+from shardwise.techniques import lora, nf4
+from shardwise.techniques.fourbit import dequantise, quantise
 from shardwise.techniques.numbers import torch_type
+from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
 STEPS = 5
@@ -213,8 +215,16 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
         stats = step(state, batches, supervised, rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
-    weights = {name: full(parameter.detach()) for name, parameter in state.parameters().items()}
+    weights = whole({name: full(parameter.detach()) for name, parameter in state.parameters().items()})
     return Trace(tuple(losses), tuple(norms), gradients, weights)
+
+
+def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` with those that are kept in 4 bits made whole."""
+    found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
+    for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
+        found[f"{layer}weight"] = dequantise(*(weights[layer + kept] for kept in NF4_PARTS), torch.float64)
+    return found
 
 
 def full_gradients(state: TrainState) -> dict[str, Tensor]:
@@ -311,10 +321,16 @@ def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
             layer = name.removesuffix("weight")
             shapes |= {f"{layer}lora_a.weight": (job.lora.rank, shape[1])}
             shapes |= {f"{layer}lora_b.weight": (shape[0], job.lora.rank)}
+            shapes |= {f"{layer}lora_m": shape[:1]} if job.lora.dora else {}
     parameters = {}
     for name, shape in shapes.items():
         value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)
+        if name.endswith(".lora_m"):
+            value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
         held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
+        if job.lora is not None and held:
+            small = job.lora.nf4 and nf4.quantised(name)
+            value = dequantise(*quantise(value), value.dtype) if small else value.to(torch_type(job.lora.frozen))
         parameters[name] = nn.Parameter(value.to(torch_type(job.weights)), requires_grad=not held)
     return parameters
 
@@ -327,6 +343,9 @@ def merged(parameters: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
         if job.lora is not None and f"{layer}lora_a.weight" in parameters:
             factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
             value = value + factor * (parameters[f"{layer}lora_b.weight"] @ parameters[f"{layer}lora_a.weight"])
+            if job.lora.dora:
+                norm = value.detach().norm(dim=1)
+                value = value * (parameters[f"{layer}lora_m"] / norm).unsqueeze(1)
         if not is_adapter(name):
             whole[name] = value
     return whole

@@ -21,20 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
-from shardwise.methods import pretrain
+from shardwise.methods import dpo, pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
 from shardwise.runtime.measure import CONTROL_BYTES, KINDS, axis_names, group_name, payload_bytes
-from shardwise.runtime.slices import local
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Optim
+from shardwise.spec.recipe import Method, Optim
 from shardwise.techniques import optim
+from shardwise.techniques.slices import local
 
 Sent = Counter[tuple[str, str, int]]
 """(axis, kind, bytes of one call) -> calls."""
@@ -134,19 +134,15 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, optim_settings: Optim | 
 def _parts(
     spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, fake: FakeTensorMode, tracker: Tracker
 ) -> list[torch.nn.Module]:
-    """As runtime/build.py makes them; FSDP2 must be applied outside the fake mode, since meshes do real arithmetic."""
+    """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
     with torch.device("meta"):
         parts: list[torch.nn.Module] = [Decoder(spec)]
-    if plan.shard.strategy != "ddp":
-        parts = techniques.apply(parts, plan, mesh)
+
+    def fill(parts: list[torch.nn.Module]) -> None:
         with fake, tracker:
             allocate(parts, spec, torch.device("cpu"))
-        return parts
-    for part in parts:
-        part.to(techniques.numbers.torch_type(plan.precision.weights))
-    with fake, tracker:
-        allocate(parts, spec, torch.device("cpu"))
-        return techniques.apply(parts, plan, mesh)
+
+    return techniques.apply(parts, plan, mesh, fill)
 
 
 def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Tracker) -> Measured:
@@ -176,9 +172,15 @@ def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str],
     batches = [
         MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0) for _ in range(micro_batches)
     ]
+    if plan.loss == "dpo":
+        for batch in batches:
+            batch.answers, batch.references = torch.zeros(shape, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
 
     def loss(model: Any, batch: MicroBatch, denominator: float) -> torch.Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+        chunk = plan.batch.loss_chunk_tokens
+        if plan.loss == "dpo":
+            return dpo.loss(model, batch, chunk, denominator, Method())
+        return pretrain.loss(model, batch, chunk, denominator)
 
     steps.reduce.count_supervised(1, torch.device("cpu"))
     steps.step(state, batches, 1, steps.Rules(plan, settings, 100, loss, enter))

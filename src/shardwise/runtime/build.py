@@ -3,7 +3,7 @@ with no more than the slices it owns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import techniques
 from shardwise.models import hf, init, peft
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.models.roles import is_adapter
-from shardwise.runtime.slices import local, local_slice
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import optim
-from shardwise.techniques.numbers import torch_type
+from shardwise.techniques import fourbit, optim
+from shardwise.techniques.quantised import NF4_PARTS
+from shardwise.techniques.slices import local, local_slice
 
 
 def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> TrainState:
@@ -29,27 +29,16 @@ def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, 
     fill(parts, spec, recipe, plan)
     return TrainState(
         parts,
-        optim.build(parts, recipe.optim, plan),
+        optim.build(parts, recipe.optim, plan, recipe.run.seed),
         scale=LossScale.dynamic() if plan.precision.loss_scaling else LossScale(),
     )
 
 
 def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:
-    """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet.
-
-    A replicated model is allocated first, since its gradient hooks hold on to the very parameters; a sharded one last,
-    so that a rank never allocates more than its shards.
-    """
+    """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet."""
     with torch.device("meta"):
         parts: list[nn.Module] = [Decoder(spec)]
-    if plan.shard.strategy != "ddp":
-        parts = techniques.apply(parts, plan, mesh)
-        allocate(parts, spec, device)
-        return parts
-    for part in parts:
-        part.to(torch_type(plan.precision.weights))
-    allocate(parts, spec, device)
-    return techniques.apply(parts, plan, mesh)
+    return techniques.apply(parts, plan, mesh, lambda parts: allocate(parts, spec, device))
 
 
 def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
@@ -70,19 +59,45 @@ def assert_tied(part: nn.Module) -> None:
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
     """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors: only
-    the slices that this rank owns, one tensor at a time."""
+    the slices that this rank owns, one tensor at a time; of a weight that is kept in 4 bits, all of it."""
     parameters = optim.named(parts)
     directory = weights_directory(recipe)
     wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name, shape in parameter_shapes(spec).items():
+        if name not in parameters:  # kept in 4 bits, which take the whole weight to find
+            wanted[name], shapes[name] = tuple(slice(0, size) for size in shape), shape
+    derived = (*NF4_PARTS, "lora_m")  # follow from a weight
+    wanted = {name: part for name, part in wanted.items() if name.rpartition(".")[2] not in derived}
     stored = {name for name in wanted if directory is not None and not is_adapter(name)}
     for name in wanted.keys() - stored:
-        put(parameters[name], init.fill(name, tuple(parameters[name].shape), wanted[name], recipe.run.seed, spec))
+        _put(parameters, name, init.fill(name, shapes[name], wanted[name], recipe.run.seed, spec))
     if directory is not None:
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
-            put(parameters[name], values)
+            _put(parameters, name, values)
     if recipe.lora.path is not None and plan.lora is not None:
-        for name, values in peft.read_adapter(Path(recipe.lora.path), wanted, plan.lora, spec):
+        adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
+        for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
             put(parameters[name], values)
+
+
+def _put(parameters: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    """Copy ``values`` into the parameter ``name``, or the whole weight ``name`` into the bytes that stand for it. A
+    magnitude begins as the norms of its weight's rows, of which a rank has the same ones."""
+    layer = name.removesuffix("weight")
+    magnitude = parameters.get(f"{layer}lora_m")
+    if name in parameters:
+        put(parameters[name], values)
+        values = values.to(parameters[name].dtype)
+    else:
+        like = local(parameters[f"{layer}codes"].detach())
+        kept = fourbit.quantise(values.to(like.device))
+        for word, whole in zip(NF4_PARTS, kept, strict=True):
+            put(parameters[layer + word], whole[local_slice(parameters[layer + word])])
+        if magnitude is not None:
+            values = fourbit.dequantise(*kept, torch.float32)[local_slice(magnitude)]
+    if magnitude is not None:
+        put(magnitude, torch.linalg.vector_norm(values, dim=1, dtype=torch.float64))
 
 
 def put(parameter: Tensor, values: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.checkpoint import read
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import lora
+from shardwise.techniques import lora, nf4
+from shardwise.techniques import precision as precisions
 from shardwise.techniques.numbers import torch_type
 
 
@@ -77,14 +79,18 @@ def replacing(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_run(path: Path, recipe: Recipe, spec: ModelSpec) -> Decoder:
+def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Decoder:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
-    the weights that they were trained on."""
-    adapters = lora.settings(recipe.lora)
-    plan = Plan(precision=Precision(weights=recipe.precision.weights), lora=adapters)
+    the weights that they were trained on; those that were quantised are whole again unless ``quantised``."""
+    precision = Precision(weights=recipe.precision.weights)
+    adapters = lora.settings(recipe.lora, precision)
+    if adapters is not None and not quantised:
+        adapters = replace(adapters, nf4=False)
+    plan = Plan(precision=precision, lora=adapters)
     with torch.device("meta"):
-        model = Decoder(spec).to(torch_type(recipe.precision.weights))
-    lora.apply([model], plan, None)
+        model = Decoder(spec)
+    for technique in (lora, precisions, nf4):
+        technique.apply([model], plan, None)
     allocate([model], spec, torch.device("cpu"))
     if adapters is not None:
         fill([model], spec, recipe, plan)
@@ -98,10 +104,11 @@ def export_run(
 ) -> tuple[Path, str]:
     """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
     process; and what is to be said of the merge. Raises TrainingError (LORA001) if the merged model is another one."""
-    model, said = load_run(run, recipe, spec), ""
-    adapters = lora.settings(recipe.lora)
+    model, said = load_run(run, recipe, spec, quantised=False), ""
+    adapters = lora.settings(recipe.lora, Precision(weights=recipe.precision.weights))
     if adapters is not None:
         said = merge(model, adapters)
+        said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
     return export(dict(model.named_parameters()), spec, tokenizer, target, torch_type(recipe.precision.weights)), said
 
 
@@ -116,7 +123,10 @@ def merge(model: Decoder, adapters: Lora) -> str:
         if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
             continue
         delta = lora.scale(adapters) * (module.lora_b.weight.float() @ module.lora_a.weight.float())
-        merged = (module.weight.float() + delta).to(module.weight.dtype)
+        wide = module.weight.float() + delta
+        if adapters.dora:
+            wide *= (module.lora_m.float() / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)
+        merged = wide.to(module.weight.dtype)
         count += 1
         if delta.any() and torch.equal(merged, module.weight):
             lost.append(name)

@@ -29,10 +29,15 @@ def header(job: Job) -> str:
         f"{layout.world} x {devices} ({backend}, {threads} a rank)",
     ]
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
-    loss = f"loss: mean over the supervised tokens of a step (of {tokens:,})"
-    kept = f"weights and moments {precision.weights}, compute {precision.compute}"
+    terms = f"supervised tokens of a step (of {tokens:,})"
+    if recipe.pairs:
+        method = recipe.method
+        terms = f"pairs of a step (in {tokens:,} tokens), beta {method.beta:g}, smoothing {method.label_smoothing:g}"
+    loss = f"loss: mean over the {terms}"
+    kept = f"{plan.kept}, compute {precision.compute}"
     sums = f"gradients summed in {precision.reduce}"
-    noun = ("answers", "samples") if split.packs else ("text", "documents")
+    samples = "answers, each two a pair" if split.pairs else "samples"
+    noun = ("answers", samples) if split.packs else ("text", "documents")
     text = f"{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them learnt" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"

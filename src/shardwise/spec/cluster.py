@@ -173,7 +173,9 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
             raise _too_many(f"{nproc} processes asked, {len(found)} GPUs found", f"`--nproc {len(found)}`")
         return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None)
     if device == "cuda":
-        raise _too_many(f"{nproc or 1} GPU processes asked, 0 GPUs found", f"`--device cpu --nproc {min(2, cores())}`")
+        here = f"`--device cpu --nproc {min(2, cores())}`"
+        elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
+        raise _too_many(f"{nproc or 1} GPU processes asked, 0 GPUs found", f"{here}; {elsewhere}")
     if (nproc or 1) > cores():
         raise _too_many(f"{nproc} processes asked, {cores()} cores found", f"`--nproc {cores()}`")
     return _cpu_cluster(nodes, nproc or min(2, cores()), None)

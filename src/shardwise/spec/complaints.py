@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
-from shardwise.spec.recipe import SFT_ONLY, Data, Lora, Recipe
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Lora, Method, Recipe
 
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
 Place = Callable[[tuple[str | int, ...]], str]
@@ -149,21 +149,31 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
             what = f"global_batch_size {sizes[0]} is not a multiple of {product}"
             fix = f"`train.global_batch_size: {-(-sizes[0] // unit) * unit}`, or drop one of the three"
             problems.append(Problem("CFG008", what, place("train.global_batch_size"), fix))
+    if recipe.checkpoint.keep_best and recipe.evaluate.eval_steps is None:
+        what, fix = "`checkpoint.keep_best` needs validation at intervals", "`evaluate.eval_steps: 100`"
+        problems.append(Problem("CFG008", what, place("checkpoint.keep_best"), fix))
+    if recipe.checkpoint.keep_best and recipe.data.validation_share == 0 and recipe.data.validation_path is None:
+        what, fix = "`checkpoint.keep_best`, and nothing is held out to validate on", "`data.validation_share: 0.05`"
+        problems.append(Problem("CFG008", what, place("checkpoint.keep_best"), fix))
+    if optim.name != "adamw" and optim.moments is not None:
+        what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both say what moments are kept in"
+        problems.append(Problem("CFG008", what, place("optim.moments"), "`optim.name: adamw`, or drop `optim.moments`"))
     if model.path is not None and model.config is not None:
         what = "`model.path` and `model.config` both say what the model is"
         problems.append(Problem("CFG008", what, place("model.config"), "drop one of the two"))
     if model.init == "pretrained" and model.config is not None:
         what = "`model.init: pretrained` needs weights, and `model.config` has none"
         problems.append(Problem("CFG008", what, place("model.init"), "`model.init: random`, or `model.path`"))
-    if recipe.method.name != "sft":
+    if recipe.sample_tokens is None:
         given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
         theirs = sorted(key for key, value in given.items() if value != usual[key])
         if theirs:
-            what = f"`data.{theirs[0]}` is for `method: sft`, and this is {recipe.method.name}"
+            what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, and this is {recipe.method.name}"
             problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
     elif not recipe.data.mask_documents:
         what = "`data.mask_documents: false` would let one conversation read another"
         problems.append(Problem("CFG008", what, place("data.mask_documents"), "leave it out"))
+    problems += _check_method(recipe, place)
     if recipe.run.profile_steps is not None and not recipe.run.profiled:
         what = f"`run.profile_steps` must be FIRST:LAST, from 1, got {show_value(recipe.run.profile_steps)}"
         problems.append(Problem("CFG005", what, place("run.profile_steps"), "`run.profile_steps: 10:12`"))
@@ -171,4 +181,25 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
         said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
         what = f"{said} without `lora.rank`, which turns adapters on"
         problems.append(Problem("CFG008", what, place("lora"), "`lora.rank: 16`"))
+    if not recipe.lora.targets:
+        fix = "leave it out for all-linear, or some of q k v o gate up down"
+        problems.append(Problem("CFG005", "`lora.targets` names no layer", place("lora.targets"), fix))
     return problems
+
+
+def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
+    """What is said to dpo and means nothing to another method, and the other way round."""
+    method, data, usual = recipe.method, recipe.data, Method()
+    foreign = {
+        "method.beta": method.beta != usual.beta,
+        "method.label_smoothing": method.label_smoothing != usual.label_smoothing,
+        "data.format": data.format == PREFERENCE,
+    }
+    what, fix = f"is for `method: dpo`, and this is {method.name}", "`method.name: dpo`, or leave it out"
+    if recipe.pairs:
+        foreign = {
+            "data.format": data.format not in ("auto", PREFERENCE),
+            "data.train_on": data.train_on != "assistant",
+        }
+        what, fix = "is not for `method: dpo`, which learns a record's `chosen` and `rejected`", "leave it out"
+    return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in foreign.items() if given]

@@ -36,6 +36,7 @@ ALIASES = {
     "optim.schedule": "lr_scheduler lr_scheduler_type lr_decay_style decay_type",
     "optim.min_learning_rate": "min_lr",
     "optim.name": "optimizer",
+    "optim.moments": "optimizer_state_dtype exp_avg_dtype",
     "parallel.dp_shard": "dp_shard_size data_parallel_shard_degree",
     "parallel.dp_replicate": "dp_replicate_size data_parallel_replicate_degree",
     "precision.compute": "dtype torch_dtype bf16 fp16",
@@ -43,6 +44,7 @@ ALIASES = {
     "compile": "torch_compile",
     "checkpoint.save_steps": "save_interval ckpt_every_steps",
     "checkpoint.save_total_limit": "keep_latest_k max_recent_checkpoints",
+    "checkpoint.keep_best": "load_best_model_at_end keep_best_checkpoint",
     "run.log_steps": "logging_steps log_freq log_interval",
     "run.out": "output_dir dump_folder",
     "run.name": "run_name",
@@ -56,11 +58,16 @@ ALIASES = {
     "data.too_long": "excess_length_strategy",
     "data.train_on_eot": "train_on_eos",
     "data.mixture_weights": "dataset_weights interleave_probs probabilities",
-    "method.name": "task",
+    "method.name": "task rl",
+    "method.beta": "dpo_beta rl_beta",
+    "method.label_smoothing": "dpo_label_smoothing",
     "lora.rank": "lora_r",
     "lora.alpha": "lora_alpha",
     "lora.targets": "lora_target_modules target_modules lora_modules",
     "lora.rslora": "use_rslora peft_use_rslora",
+    "lora.dora": "use_dora peft_use_dora",
+    "lora.dropout": "lora_dropout",
+    "lora.frozen": "load_in_4bit",
     "lora.path": "lora_model_dir adapter_name_or_path",
 }
 """What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
@@ -76,7 +83,9 @@ _VALUES: dict[str, dict[str, Any]] = {
         "adamw_bnb_8bit": "adamw8bit",
         "adamw_torch_8bit": "adamw8bit",
     },
+    "optim.moments": {"bfloat16": "bf16", "float32": "fp32"},
     "optim.schedule": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
+    "lora.frozen": {"true": "nf4"},
     "run.trackers": {"none": []},
     "precision.compute": _NUMBERS | {f"torch.{name}": number for name, number in _NUMBERS.items()},
 }
@@ -86,6 +95,8 @@ DROP = object()
 def translate(key: str, alias: str, value: Any) -> Any:
     """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing (``bf16:
     false``)."""
+    if alias == "load_in_4bit" and str(value).lower() == "false":
+        return DROP
     if alias in ("bf16", "fp16"):
         return {"true": alias, "false": DROP, "auto": "auto"}.get(str(value).lower(), value)
     return _VALUES.get(key, {}).get(str(value).lower(), value)

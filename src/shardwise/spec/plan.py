@@ -68,19 +68,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class Optim:
+    """``moments``: the type they are kept in, rounded stochastically; None: that of the weights."""
+
     name: Literal["adamw", "adamw8bit"] = "adamw"
     fused: bool = True
+    moments: Literal["fp32", "bf16"] | None = None
 
 
 @dataclass(frozen=True)
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
-    or with ``rslora`` by alpha / sqrt(rank)."""
+    or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is what the frozen weights are kept in; with ``nf4`` those of
+    the blocks' linear layers are kept in 4 bits."""
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = ()
     rslora: bool = False
+    frozen: Number = "fp32"
+    nf4: bool = False
+    dropout: float = 0.0
+    dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,18 @@ class Plan:
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
+    loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict)
     model: str = ""
     cluster: str = ""
     format: int = 1
+
+    @property
+    def kept(self) -> str:
+        """What weights and moments are kept in, in words."""
+        moments = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
+        if self.lora is None:
+            return f"weights {self.precision.weights}, moments {moments}"
+        frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen
+        return f"adapters {self.precision.weights}, moments {moments}, frozen weights {frozen}"

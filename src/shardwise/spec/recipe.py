@@ -36,7 +36,8 @@ class Tokenizer(Section):
 
 class Data(Section):
     """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
-    ``mixture_weights``: how often each of several paths is read an epoch. From ``format`` on, for ``method: sft``."""
+    ``mixture_weights``: how often each of several paths is read an epoch. From ``format`` on, for ``method: sft``
+    and ``dpo``."""
 
     path: str | list[str] = "stdlib"
     mixture_weights: list[float] | None = None
@@ -48,9 +49,9 @@ class Data(Section):
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1)
     repeat: bool = False
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text"] = (
-        "auto"
-    )
+    format: Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text", "preference"
+    ] = "auto"
     chat_template: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     train_on_eot: bool = True
@@ -59,14 +60,20 @@ class Data(Section):
     on_bad_sample: Literal["error", "skip"] = "error"
 
 
+PREFERENCE = "preference"
+"""The format that ``method: dpo`` reads, and no other method."""
 SFT_ONLY = {"format", "chat_template", "train_on", "train_on_eot", "packing", "too_long", "on_bad_sample"}
-"""Keys of the data section that say nothing without ``method: sft``."""
+"""Keys of the data section that say nothing unless records are read (``method: sft`` or ``dpo``)."""
 
 
 class Method(Section):
-    """``pretrain``: every token of text; ``sft``: the answers in conversations."""
+    """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``: which of two answers is
+    preferred. ``beta`` holds dpo near the model as it came; ``label_smoothing`` is the share of its pairs that are
+    taken to be the wrong way round."""
 
-    name: Literal["pretrain", "sft"] = "pretrain"
+    name: Literal["pretrain", "sft", "dpo"] = "pretrain"
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
 class Train(Section):
@@ -89,7 +96,11 @@ class Group(Section):
 
 
 class Optim(Section):
+    """``moments``: bf16 keeps AdamW's in half the bytes, rounded stochastically, as are then weights in bf16; null: in
+    the type of the weights."""
+
     name: Literal["adamw", "adamw8bit"] = "adamw"
+    moments: Literal["fp32", "bf16"] | None = None
     learning_rate: float = Field(default=3e-4, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -105,13 +116,18 @@ class Optim(Section):
 
 class Lora(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
-    (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``path``:
-    an adapter in PEFT's format to begin from."""
+    (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
+    is of what an adapter reads. ``frozen``:
+    what the model's own, frozen weights are kept in: nf4 is QLoRA; auto is bf16 if that is what is computed in, else
+    ``precision.weights``. ``path``: an adapter in PEFT's format to begin from."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
     targets: str | list[str] = "all-linear"
     rslora: bool = False
+    dora: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
     path: str | None = None
 
 
@@ -140,9 +156,13 @@ class Recompute(Section):
 
 
 class Checkpoint(Section):
+    """The newest ``save_total_limit`` stay, each step that ``keep_every`` divides, and with ``keep_best`` the one whose
+    validation loss is lowest."""
+
     save_steps: int | None = Field(default=None, ge=1)
     save_total_limit: int = Field(default=2, ge=2)
     keep_every: int | None = Field(default=None, ge=1)
+    keep_best: bool = False
     asynchronous: bool = True
 
 
@@ -201,5 +221,10 @@ class Recipe(Section):
 
     @property
     def sample_tokens(self) -> int | None:
-        """Under sft, the tokens of a window into which samples are packed; None where text is trained on."""
-        return self.train.seq_len if self.method.name == "sft" else None
+        """The tokens of a window into which samples of records are packed; None where text is trained on."""
+        return None if self.method.name == "pretrain" else self.train.seq_len
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a record is a pair of answers."""
+        return self.method.name == "dpo"

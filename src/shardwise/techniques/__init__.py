@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -9,13 +10,13 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
-from shardwise.techniques import compile, freeze, lora, optim, precision, remat, shard
+from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-ORDER = (lora, precision, freeze, remat, compile, shard, optim)
+ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -30,8 +31,21 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
-    """The effect of the whole plan on the model's parts. The optimizer is built later, on what this returns."""
+def apply(
+    parts: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    allocate: Callable[[list[nn.Module]], None] = lambda parts: None,
+) -> list[nn.Module]:
+    """The effect of the whole plan on the model's parts. The optimizer is built later, on what this returns.
+
+    ``allocate`` gives parts on the meta device memory: a replicated model before it is sharded, since its gradient
+    hooks hold on to the very parameters; a sharded one after, so that a rank never allocates more than its shards.
+    """
     for technique in ORDER:
+        if technique is shard and plan.shard.strategy == "ddp":
+            allocate(parts)
         parts = technique.apply(parts, plan, mesh)
+        if technique is shard and plan.shard.strategy != "ddp":
+            allocate(parts)
     return parts

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
@@ -23,8 +24,9 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.roles import LINEAR, role
 from shardwise.spec import recipe
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.plan import Lora, Number, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.quantised import nf4_rows_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +38,17 @@ if TYPE_CHECKING:
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
-def settings(asked: recipe.Lora) -> Lora | None:
+def settings(asked: recipe.Lora, precision: Precision) -> Lora | None:
     """What the recipe asks for, in the plan's words; None without adapters."""
     if asked.rank is None:
         return None
+    narrow: Number = "bf16" if precision.compute == "bf16" else precision.weights
+    frozen: Number = asked.frozen if asked.frozen in ("fp32", "bf16") else narrow
     names = [asked.targets] if isinstance(asked.targets, str) else asked.targets
     chosen = () if names == ["all-linear"] else tuple(name.removesuffix("_proj") for name in names)
-    return Lora(asked.rank, 2.0 * asked.rank if asked.alpha is None else asked.alpha, chosen, asked.rslora)
+    alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha
+    small = asked.frozen == "nf4"
+    return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora)
 
 
 def targets(lora: Lora, weight: str) -> bool:
@@ -61,6 +67,7 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
             layer = name.removesuffix("weight")
+            shapes |= {f"{layer}lora_m": shape[:1]} if lora.dora else {}
             shapes |= {f"{layer}lora_a.weight": (lora.rank, shape[1]), f"{layer}lora_b.weight": (shape[0], lora.rank)}
     return shapes
 
@@ -108,8 +115,8 @@ class _Draft:
     saved: set[int]
     gradients: dict[str, int]
 
-    def add(self, *shape: int | str) -> int:
-        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, "compute"))
+    def add(self, *shape: int | str, dtype: str = "compute") -> int:
+        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype))
         return len(self.tensors) - 1
 
 
@@ -130,10 +137,10 @@ def _adapted(unit: Unit, lora: Lora) -> Unit:
     )
     for index in range(len(draft.forward) - 1, -1, -1):
         if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in shapes:
-            _adapt(draft, index, lora.rank)
+            _adapt(draft, index, lora)
     return dataclasses.replace(
         unit,
-        weights=tuple(_with_adapters(unit.weights, shapes, lora.rank)),
+        weights=tuple(_with_adapters(unit.weights, shapes, lora)),
         tensors=tuple(draft.tensors),
         forward=tuple(draft.forward),
         forward_plain=tuple(draft.plain),
@@ -143,15 +150,17 @@ def _adapted(unit: Unit, lora: Lora) -> Unit:
     )
 
 
-def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], rank: int) -> Iterator[Tensor]:
+def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], lora: Lora) -> Iterator[Tensor]:
     """An adapter stands behind all that is its layer's own, as the modules list their parameters."""
     for weight, after in zip_longest(weights, weights[1:]):
         yield weight
         module = weight.name.rpartition(".")[0]
         if f"{module}.weight" in shapes and (after is None or after.name.rpartition(".")[0] != module):
             wide_out, wide_in = shapes[f"{module}.weight"]
-            yield Tensor(f"{module}.lora_a.weight", (rank, wide_in), "weights", "weights")
-            yield Tensor(f"{module}.lora_b.weight", (wide_out, rank), "weights", "weights")
+            if lora.dora:
+                yield Tensor(f"{module}.lora_m", (wide_out,), "weights", "weights")
+            yield Tensor(f"{module}.lora_a.weight", (lora.rank, wide_in), "weights", "weights")
+            yield Tensor(f"{module}.lora_b.weight", (wide_out, lora.rank), "weights", "weights")
 
 
 def _module(op: Op) -> str:
@@ -159,61 +168,124 @@ def _module(op: Op) -> str:
     return op.weight.rpartition(".")[0]
 
 
-def _adapt(draft: _Draft, index: int, rank: int) -> None:
+def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
     """Rewrite the product at ``index`` of the forward operations, and its backward. A layer holds its input until its
     adapter has run too."""
-    op = draft.forward[index]
+    op, rank = draft.forward[index], lora.rank
     module = _module(op)
     wide_out, wide_in = draft.shapes[f"{module}.weight"]
     given, result = op.reads[0], op.allocates[0]
     down, scaled, up, total = (draft.add("b*s", size) for size in (rank, rank, wide_out, wide_out))
+    read, mask = (draft.add("b*s", wide_in), draft.add("b*s", wide_in, dtype="bool")) if lora.dropout else (given, -1)
+    sized = _Sized.of(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
+    last = sized.last if sized else total
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
-        old = ops[index]
+        old, held = ops[index], () if keep else (scaled,)
         ops[index:] = [
             dataclasses.replace(old, frees=()),
-            Op("matmul", "aten.mm", (down,), (), (given,), f"{module}.lora_a.weight", 2 * wide_in * rank),
+            *([Op("elementwise", "aten.native_dropout", (read, mask), (), (given,))] if lora.dropout else []),
+            Op("matmul", "aten.mm", (down,), (), (read,), f"{module}.lora_a.weight", 2 * wide_in * rank),
             Op("elementwise", "aten.mul.Tensor", (scaled,), (down,), (down,)),
-            Op(
-                "matmul",
-                "aten.mm",
-                (up,),
-                () if keep else (scaled,),
-                (scaled,),
-                f"{module}.lora_b.weight",
-                2 * wide_out * rank,
-            ),
+            Op("matmul", "aten.mm", (up,), held, (scaled,), f"{module}.lora_b.weight", 2 * wide_out * rank),
             Op("elementwise", "aten.add.Tensor", (total,), (result, up, *old.frees), (result, up)),
-            *(_renamed(other, result, total) for other in ops[index + 1 :]),
+            *(sized.forward(keep=keep) if sized else []),
+            *(_renamed(other, result, last) for other in ops[index + 1 :]),
         ]
-    draft.saved.add(scaled)
+        if lora.dropout and not keep:
+            ops[index + 5] = dataclasses.replace(ops[index + 5], frees=(*ops[index + 5].frees, read, mask))
+    draft.saved |= {scaled} | ({read, mask} if lora.dropout else set()) | (sized.saved if sized else set())
     if result in draft.saved:
         draft.saved.remove(result)
-        draft.saved.add(total)
-    draft.backward = [_renamed(other, result, total) for other in draft.backward]
-    _adapt_backward(draft, module, given, scaled)
+        draft.saved.add(last)
+    draft.backward = [_renamed(other, result, last) for other in draft.backward]
+    _adapt_backward(draft, module, (read, mask, scaled), sized)
 
 
-def _adapt_backward(draft: _Draft, module: str, given: int, scaled: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """DoRA's part of a layer: what the layer and its adapter made (``total``; ``bare`` without the layer's bias) times
+    a magnitude over a norm; ``last`` is the result. Indices of tensors."""
+
+    module: str
+    total: int
+    bare: int
+    norm: int
+    gain: int
+    product: int
+    last: int
+    wide: int
+
+    @staticmethod
+    def of(draft: _Draft, module: str, total: int, *, biased: bool) -> _Sized:
+        wide_out, wide_in = draft.shapes[f"{module}.weight"]
+        bare = draft.add("b*s", wide_out) if biased else total
+        norm, gain = draft.add(wide_out, dtype="statistics"), draft.add(wide_out)
+        product = draft.add("b*s", wide_out)
+        last = draft.add("b*s", wide_out) if biased else product
+        wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
+        return _Sized(module, total, bare, norm, gain, product, last, wide)
+
+    @property
+    def saved(self) -> set[int]:
+        return {self.bare, self.norm, self.gain}
+
+    def forward(self, *, keep: bool) -> Iterator[Op]:
+        yield Op("elementwise", "dora", (self.norm, self.wide), (self.wide,))
+        yield Op("elementwise", "aten.div.Tensor", (self.gain,), (), (self.norm,))
+        if self.bare != self.total:
+            yield Op("elementwise", "aten.sub.Tensor", (self.bare,), (self.total,), (self.total,))
+        freed = () if keep else (self.bare, self.norm, self.gain)
+        yield Op("elementwise", "aten.mul.Tensor", (self.product,), freed, (self.bare, self.gain))
+        if self.bare != self.total:
+            yield Op("elementwise", "aten.add.Tensor", (self.last,), (self.product,), (self.product,))
+
+    def backward(self, draft: _Draft, incoming: int) -> tuple[list[Op], int]:
+        """Its operations, and the gradient that goes on into the layer and its adapter."""
+        wide_out, _ = draft.shapes[f"{self.module}.weight"]
+        through, summand, grad = draft.add("b*s", wide_out), draft.add("b*s", wide_out), draft.add(wide_out)
+        draft.gradients[f"{self.module}.lora_m"] = grad
+        return [
+            Op("elementwise", "aten.mul.Tensor", (through,), (), (incoming, self.gain)),
+            Op("elementwise", "aten.mul.Tensor", (summand,), (), (incoming, self.bare)),
+            Op("elementwise", "aten.sum.dim_IntList", (grad,), (summand,), (summand, self.norm)),
+        ], through
+
+
+def _adapt_backward(draft: _Draft, module: str, kept: tuple[int, int, int], sized: _Sized | None) -> None:
     """The adapter's backward comes before the layer's own, and the input's gradients are summed as they arrive."""
     wide_out, wide_in = draft.shapes[f"{module}.weight"]
+    read, mask, scaled = kept
     rank = int(draft.tensors[scaled].shape[1])
     mine = {draft.gradients[name] for name in (f"{module}.weight", f"{module}.bias") if name in draft.gradients}
     product = next(op for op in draft.backward if op.kind == "matmul" and op.weight == f"{module}.weight")
     incoming, outgoing = product.reads[0], product.allocates[0]
     own = [i for i, op in enumerate(draft.backward) if op is product or not mine.isdisjoint(op.allocates)]
     first, last = own[0], own[-1]
+    ops: list[Op] = []
+    if sized is not None:
+        ops, incoming = sized.backward(draft, incoming)
+        users = [i for i in own if product.reads[0] in draft.backward[i].reads]
+        for i in users:
+            op = draft.backward[i]
+            reads = tuple(incoming if tensor == product.reads[0] else tensor for tensor in op.reads)
+            frees = (*op.frees, incoming) if i == users[-1] else op.frees
+            draft.backward[i] = dataclasses.replace(op, reads=reads, frees=frees)
     grad_b, grad_scaled, grad_down = draft.add(wide_out, rank), draft.add("b*s", rank), draft.add("b*s", rank)
     grad_a, through, summed = draft.add(rank, wide_in), draft.add("b*s", wide_in), draft.add("b*s", wide_in)
     a, b = f"{module}.lora_a.weight", f"{module}.lora_b.weight"
     draft.gradients |= {a: grad_a, b: grad_b}
     thin_in, thin_out = 2 * wide_in * rank, 2 * wide_out * rank
-    ops = [
+    ops += [
         Op("matmul", "aten.mm", (grad_b,), (), (incoming, scaled), "", thin_out),
         Op("matmul", "aten.mm", (grad_scaled,), (scaled,), (incoming,), b, thin_out),
         Op("elementwise", "aten.mul.Tensor", (grad_down,), (grad_scaled,), (grad_scaled,)),
-        Op("matmul", "aten.mm", (grad_a,), (), (grad_down, given), "", thin_in),
+        Op("matmul", "aten.mm", (grad_a,), (), (grad_down, read), "", thin_in),
         Op("matmul", "aten.mm", (through,), (grad_down,), (grad_down,), a, thin_in),
     ]
+    if mask >= 0:
+        dropped, through = through, draft.add("b*s", wide_in)
+        freed = (dropped, read, mask)
+        ops.append(Op("elementwise", "aten.native_dropout_backward", (through,), freed, (dropped, mask)))
     join = next(
         (i for i, op in enumerate(draft.backward) if op.name == "aten.add.Tensor" and outgoing in op.reads[1:]), 0
     )
@@ -256,22 +328,53 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
 
 def _attach(module: nn.Linear, lora: Lora) -> None:
+    import torch
     from torch import nn
 
-    like = {"device": module.weight.device, "dtype": module.weight.dtype}
+    from shardwise.techniques.dora import row_norms
+
+    like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
+    if lora.dora:
+        module.lora_m = nn.Parameter(torch.empty(module.out_features, **like))
     down = module.lora_a = nn.Linear(module.in_features, lora.rank, bias=False, **like)
     up = module.lora_b = nn.Linear(lora.rank, module.out_features, bias=False, **like)
     factor = scale(lora)
 
-    def add(module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        narrow: torch.Tensor = down(args[0])
-        wide: torch.Tensor = up(narrow * factor)
-        return out + wide
+    def add(module: Any, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        if module.lora_off:
+            return out
+        x = args[0]
+        if lora.dropout and torch.is_grad_enabled():
+            x = torch.native_dropout(x, lora.dropout, True)[0]
+        total: torch.Tensor = out + up(down(x) * factor)
+        if not lora.dora:
+            return total
+        gain: torch.Tensor = (module.lora_m / row_norms(module, factor)).to(out.dtype)
+        if module.bias is None:
+            return total * gain
+        bias: torch.Tensor = module.bias.to(out.dtype)
+        return (total - bias) * gain + bias
 
+    module.lora_off = False  # type: ignore[assignment]
     _HOOKS[module] = module.register_forward_hook(add)
+
+
+@contextmanager
+def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block the model is what it was without its adapters."""
+    layers = [module for part in parts for module in part.modules() if module in _HOOKS]
+    for layer in layers:
+        layer.lora_off = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_off = False  # type: ignore[assignment]
 
 
 def detach(module: nn.Module) -> None:
     """Take the adapter of a layer away again (its product may have been added to the layer's weight)."""
     _HOOKS.pop(module).remove()
     del module.lora_a, module.lora_b
+    if "lora_m" in dict(module.named_parameters(recurse=False)):
+        del module.lora_m

@@ -9,6 +9,7 @@ with full recomputation), and the error of 4 bits, which the adapters learn arou
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+SHARDS_BYTES = (2, 13)
+"""The first torch seen whose ``fully_shard`` takes parameters that are no floating-point numbers."""
+
+
 def quantised(name: str) -> bool:
     """The technique's one fact: whether the parameter with this canonical name is kept in 4 bits."""
     return role(name) in LINEAR
@@ -38,6 +43,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if odd := [name for name, shape in names.items() if quantised(name) and shape[1] % NF4_BLOCK]:
         what = f"nf4 keeps rows in blocks of {NF4_BLOCK}, and {odd[0]} has {names[odd[0]][1]} columns"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
+    here = importlib.metadata.version("torch")
+    if plan.shard.strategy != "ddp" and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
+        what = f"nf4 is sharded from torch {'.'.join(map(str, SHARDS_BYTES))} on, whose FSDP2 takes bytes; here is {here}"
+        problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
     if plan.compile:
         what = "compiled blocks have not been made to work with nf4"
         problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))

@@ -1,11 +1,13 @@
-"""Number types: which one a module computes in (precision's one fact, which shard reads too), and torch's names."""
+"""Number types: which one a module computes in and a weight is kept in (precision's facts, which shard reads too), and
+torch's names."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from shardwise.spec.plan import Number, Precision
+from shardwise.models.roles import is_adapter
+from shardwise.spec.plan import Number, Plan, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,12 @@ def compute_type(precision: Precision, module: str) -> Number:
         if fnmatch(module, pattern):
             return number
     return precision.compute
+
+
+def kept_type(plan: Plan, name: str) -> Number:
+    """The type that the parameter with this canonical name is kept in: under adapters the model's own has one apart."""
+    frozen = plan.lora is not None and not is_adapter(name)
+    return plan.lora.frozen if frozen and plan.lora else plan.precision.weights
 
 
 def torch_type(number: Number) -> torch.dtype:

@@ -3,7 +3,8 @@
 What it does: each rank updates the shard of weights and moments that it owns; no collective is sent. Norms and biases
 are not decayed; every matrix is, embeddings included (as GPT-2, Llama and their descendants do). A recipe's
 ``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
-sharding of the weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py).
+sharding of the weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and
+``moments: bf16`` in 2 x 2, rounded stochastically (rounding.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Optim
 from shardwise.spec.sheet import Collective, Sheet
+from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.quantised import moment_bytes, quantised
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-UNDECAYED = frozenset({"norm", "bias"})
+UNDECAYED = frozenset({"norm", "bias", "lora_m"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
 
 WSD_DECAY_SHARE = 0.1
@@ -45,6 +47,9 @@ class Settings:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    if plan.optim.moments is not None and plan.precision.weights not in ("fp32", "bf16"):
+        what = f"moments in {plan.optim.moments} are for weights in fp32 or bf16, these are in {plan.precision.weights}"
+        return [Problem("PLAN012", what, "optim.moments", "leave it out: moments take the type of the weights")]
     return []
 
 
@@ -66,11 +71,11 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
     """Weights and moments on ``rank``. FSDP2 keeps weights padded; moments are as large as what is really there. Each
     trained weight has a step count of 4 bytes."""
-    number, weights, moments = BYTES[plan.precision.weights], 0, 0
+    number, weights, moments = BYTES[plan.optim.moments or plan.precision.weights], 0, 0
     kinds = [(sheet.stem, 1), (sheet.tail, 1)] + [(block, sheet.order.count(i)) for i, block in enumerate(sheet.blocks)]
     for unit, times in kinds:
         for weight in unit.weights:
-            weights += times * weight.local_numel(plan.layout, rank, padded=True) * number
+            weights += times * weight.local_numel(plan.layout, rank, padded=True) * BYTES[weight.dtype]
             if not weight.trained:
                 continue
             mine, shape = weight.local_numel(plan.layout, rank, padded=False), tuple(map(int, weight.shape))
@@ -96,16 +101,17 @@ def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
 
-def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan) -> Optimizer:
+def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan, seed: int = 0) -> Optimizer:
     """AdamW over the trained parameters of ``parts``, with its moments in place (zeros), so that a checkpoint can be
-    read into them. Plain and sharded parameters are in separate groups: the fused kernel takes no mixture."""
+    read into them. Plain and sharded parameters are in separate groups: the fused kernel takes no mixture. ``seed`` is
+    that of stochastic rounding."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    groups: dict[tuple[Settings, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[Settings, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named(parts).items():
         if parameter.requires_grad:
-            groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append(parameter)
+            groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append((name, parameter))
     given = [
         {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
         for (chosen, _), parameters in groups.items()
@@ -115,9 +121,14 @@ def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan) -> Optimizer:
         from shardwise.techniques.moments import AdamW8bit
 
         return AdamW8bit(given, lr=optim.learning_rate, betas=betas, eps=optim.eps)
+    kept = plan.optim.moments
+    if kept is not None and "bf16" in (kept, plan.precision.weights):
+        from shardwise.techniques.rounding import RoundedAdamW
+
+        return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_type(kept), seed)
     optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
     for parameters in groups.values():
-        for parameter in parameters:
+        for _, parameter in parameters:
             optimizer.state[parameter] = fresh_moments(parameter)
     return optimizer
 

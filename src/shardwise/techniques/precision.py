@@ -1,7 +1,8 @@
 """Data types of compute, weights and reduction.
 
 Shards nothing and sends nothing: it decides how wide everything else is. Weights (and both moments) are kept in
-``weights``, fp32 unless the recipe says otherwise; forward and backward run in ``compute``; gradients travel and are
+``weights``, fp32 unless the recipe says otherwise (under adapters the model's own, which no step changes, in
+``lora.frozen``); forward and backward run in ``compute``; gradients travel and are
 summed in ``reduce``. bf16 halves activations and gathers and pays on every device with bf16 matrix units; fp16 needs
 loss scaling (runtime/step.py). Under a sharded strategy FSDP2 casts when it gathers (shard.py passes it the types);
 otherwise each layer casts its weight at use, and the copies live until its backward has run.
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
-from shardwise.techniques.numbers import compute_type, torch_type
+from shardwise.techniques.numbers import compute_type, kept_type, torch_type
 from shardwise.techniques.patterns import rewrite
 
 if TYPE_CHECKING:
@@ -78,15 +80,19 @@ def _beyond_llama(spec: ModelSpec) -> bool:
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Every tensor of the types ``weights`` and ``compute`` gets its real one."""
     real = {"weights": plan.precision.weights, "compute": plan.precision.compute}
+    frozen = real["weights"] if plan.lora is None else plan.lora.frozen
     real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
 
     def typed(tensor: Tensor) -> Tensor:
         used_as = real.get(tensor.used_as, tensor.used_as)
         return tensor.typed(real.get(tensor.dtype, tensor.dtype), used_as)
 
+    def kept(weight: Tensor) -> Tensor:
+        return typed(weight if is_adapter(weight.name) else weight.typed(frozen, weight.used_as))
+
     def rewritten(unit: Unit) -> Unit:
         return dataclasses.replace(
-            unit, weights=tuple(map(typed, unit.weights)), tensors=tuple(map(typed, unit.tensors))
+            unit, weights=tuple(map(kept, unit.weights)), tensors=tuple(map(typed, unit.tensors))
         )
 
     sheet = sheet.rewritten(rewritten)
@@ -121,15 +127,14 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
     from torch import nn
 
-    weights = torch_type(plan.precision.weights)
     for part in parts:
-        if any(parameter.dtype != weights for parameter in part.parameters()):
-            part.to(weights)
+        for name, parameter in part.named_parameters():
+            parameter.data = parameter.data.to(torch_type(kept_type(plan, name)))
         if plan.shard.strategy != "ddp":
             continue
         for name, module in part.named_modules():
             number = compute_type(plan.precision, name)
-            if isinstance(module, (nn.Linear, nn.Embedding)) and number != plan.precision.weights:
+            if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.dtype != torch_type(number):
                 _cast_at_use(module, torch_type(number), torch_type(plan.precision.compute))
             elif number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
                 _cast_around(module, torch_type(number), torch_type(plan.precision.compute))

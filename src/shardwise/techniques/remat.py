@@ -73,6 +73,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
     for part in parts:
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in part.modules())
+        random |= plan.lora is not None and plan.lora.dropout > 0
         for index, block in enumerate(blocks(part)):
             if treated(plan, index):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}

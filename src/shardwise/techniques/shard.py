@@ -80,15 +80,15 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Group:
-    """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``reduce`` the
-    same of what is trained, in the type gradients are summed in; ``gradient`` this rank's slice of the result;
-    ``accumulated`` all its gradients while they wait, unpadded."""
+    """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``cast`` this
+    rank's slice of what is cast for it; ``reduce`` the wire's of what is trained, in the type gradients are summed in;
+    ``gradient`` this rank's slice of the result; ``accumulated`` all its gradients while they wait, unpadded."""
 
     wire_bytes: int
     reduce_bytes: int
     gradient_bytes: int
     accumulated_bytes: int
-    casts: bool
+    cast_bytes: int
     compute_type: str
     reduce_type: str
 
@@ -110,7 +110,9 @@ def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
         reduce_bytes=total * ranks * BYTES[precision.reduce],
         gradient_bytes=total * BYTES[precision.weights],
         accumulated_bytes=sum(weight.numel(1, 1) for weight in trained) * BYTES[precision.reduce],
-        casts=precision.compute != precision.weights,
+        cast_bytes=sum(
+            padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
+        ),
         compute_type=precision.compute,
         reduce_type=precision.reduce,
     )
@@ -154,11 +156,12 @@ def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
 def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
     """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
     gathers what was let go after forward; not the root, and not a block that has no backward."""
-    common = tuple(weight for weight in weights if weight.used_as == plan.precision.compute)
+    alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
+    common = tuple(weight for weight in weights if weight.used_as in alike)
     sends = _sends(common, plan, again=again) if common else ()
     others: dict[str, tuple[Tensor, ...]] = {}
     for weight in weights:
-        if weight.used_as != plan.precision.compute:
+        if weight.used_as not in alike:
             module = weight.name.rpartition(".")[0]
             others[module] = (*others.get(module, ()), weight)
     for own in others.values():

@@ -1,0 +1,113 @@
+"""AdamW whose moments, or whose weights, are kept in bf16 and rounded stochastically.
+
+The update is computed in fp32. Written back to bf16, a number becomes one of its two neighbours, the nearer one more
+often, so that it stays what it was on average. Rounding to the nearest loses every change below half a step of bf16
+(1/256 of the number, at most): a second moment that decays by 0.001 a step would never fall (Zamirai et al., arXiv
+2010.06192). The random bits are a pure function of seed, parameter, update and the element's place in the whole
+tensor: no layout changes the result, and a run that goes on from a checkpoint is the run that was never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.techniques.slices import local, local_slice
+
+_GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers."""
+_CHUNK = {"cpu": 2**16}
+"""Elements that are wide at one time: few stay in a CPU's cache, many keep a GPU busy (2^22)."""
+
+
+def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
+    """48 random bits, the upper ones of an int64, for each element in ``slices`` of a tensor of ``shape``. They depend
+    on ``key`` (int64, no dims) and the element's place."""
+    place = torch.zeros((), dtype=torch.int64, device=key.device)
+    for span, size in zip(slices, shape, strict=True):
+        place = (place * size).unsqueeze(-1) + torch.arange(span.start, span.stop, device=key.device)
+    place = place + key
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        place.bitwise_xor_(place >> shift).mul_(factor)
+    return place
+
+
+def stochastic(wide: Tensor, random: Tensor, field: int) -> Tensor:
+    """``wide`` (fp32) in bf16: up with the probability that keeps the mean. ``field`` 0, 1 or 2 says which 16 of the
+    bits of ``random`` decide. What bf16 can hold, infinity and NaN stay as they are. Not of tensors without dims."""
+    sixteen = random.view(torch.int16).unflatten(-1, (-1, 4))[..., field + 1]  # all machines of today are little-endian
+    draw = sixteen.to(torch.int32, memory_format=torch.contiguous_format).bitwise_and_(0xFFFF)
+    halves = draw.add_(wide.contiguous().view(torch.int32)).view(torch.int16).unflatten(-1, (-1, 2))
+    rounded = halves[..., 1].view(torch.bfloat16)
+    return torch.where(wide.isnan(), torch.nan, rounded)  # a carry could turn NaN into a number
+
+
+class RoundedAdamW(Optimizer):
+    """AdamW over plain and sharded parameters in fp32 or bf16, with moments of type ``moments``; what is in bf16 is
+    rounded stochastically. Parameters given with names are drawn for by name, others by their place in the list."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        moments: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._keys: dict[nn.Parameter, int] = {}
+        numbers = count()
+        for group in self.param_groups:
+            for name, parameter in zip(group.get("param_names", numbers), group["params"], strict=False):
+                self._keys[parameter] = xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) - 2**63
+                kept = {key: torch.zeros_like(parameter, dtype=moments).detach() for key in ("exp_avg", "exp_avg_sq")}
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                self.state[parameter] = {"step": step, **kept}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local(parameter.grad), group)
+
+    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        state, slices = self.state[parameter], local_slice(parameter)
+        state["step"] += 1
+        key = state["step"].long() * _GOLDEN + self._keys[parameter]
+        whole = [local(parameter), local(state["exp_avg"]), local(state["exp_avg_sq"])]
+        if not whole[0].numel():
+            return
+        if not parameter.ndim:
+            random = noise(key, (), ()).view(1)
+            _adamw([tensor.view(1) for tensor in whole], grad.view(1), random, group, state["step"])
+            return
+        length = whole[0].shape[0]
+        rows = max(1, _CHUNK.get(grad.device.type, 2**22) * length // whole[0].numel())
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            first = slice(slices[0].start + start, slices[0].start + stop)
+            random = noise(key, (first, *slices[1:]), tuple(parameter.shape))
+            _adamw([tensor[start:stop] for tensor in whole], grad[start:stop], random, group, state["step"])
+
+
+def _adamw(kept: list[Tensor], grad: Tensor, random: Tensor, group: dict[str, Any], step: Tensor) -> None:
+    """Weights, first and second moments in place."""
+    weight, first, second = wide = [tensor.float() for tensor in kept]
+    (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.sub_((first / denominator).mul_(lr / (1 - beta1 ** step.double())))
+    for field, (tensor, value) in enumerate(zip(kept, wide, strict=True)):
+        if tensor.dtype == torch.bfloat16:
+            tensor.copy_(stochastic(value, random, field))

@@ -1,0 +1,44 @@
+"""Which part of a global tensor this rank holds: read from a DTensor's placements, with no collective and no DTensor
+operation."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor (the same memory), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """For each dim the range of the global tensor that is held here. Shards are cut as ``torch.chunk`` cuts: equal
+    pieces, rounded up, and what is left (perhaps nothing) for the last ranks."""
+    ranges = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return tuple(slice(0, 0) for _ in ranges)
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                ranges[placement.dim] = cut(ranges[placement.dim], tensor.device_mesh.size(axis), coordinate[axis])
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:
+    """Piece ``index`` of the half-open range ``span`` cut in ``pieces``."""
+    start, stop = span
+    length = -(-(stop - start) // pieces)
+    return min(stop, start + index * length), min(stop, start + (index + 1) * length)
+
+
+def replication(tensor: Tensor, ranks: int) -> int:
+    """On how many of the ``ranks`` each element of ``tensor`` is held."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    mesh = tensor.device_mesh
+    shards = prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+    return ranks // shards
