@@ -18,7 +18,7 @@ from shardwise.cli import app, schema, train
 from shardwise.cli.app import main
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Plan, Precision
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -69,7 +69,8 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             ("train", "--device", "cuda", "--nproc", "8"),
             2,
             "error[DEV001]: 8 GPU processes asked, 0 GPUs found\nwhere: run.nproc\n"
-            f"fix:   `--device cpu --nproc {min(2, len(os.sched_getaffinity(0)))}`\n",
+            f"fix:   `--device cpu --nproc {min(2, len(os.sched_getaffinity(0)))}`; "
+            "`shardwise plan --cluster 8xH100` plans for machines elsewhere\n",
         ),
         (
             ("train", "--run", "../x"),
@@ -205,6 +206,24 @@ def test_a_plan_for_other_machines(shardwise: Run) -> None:
         "error[RUN001]: plan.yaml is for 8 processes, 1 will be started\nwhere: plan.yaml\n"
         "fix:   `run.nproc=8`, or leave out --plan to plan again for 1\n",
     )
+
+
+def test_a_plan_of_another_recipe(shardwise: Run) -> None:
+    """Without adapters it would silently train every weight, and export would look for adapters."""
+    Path("plan.yaml").write_text(dump_plan(replace(Plan(), batch=replace(Plan().batch, seq_len=512))))
+    words = ("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
+    assert shardwise(*words)[0] == 0
+    code, _, err = shardwise(*words, "lora.rank=8", "optim.name=adamw8bit")
+    assert code == 78 and err.startswith("error[PLAN019]: the plan has `lora` none, the recipe Lora(rank=8")
+    assert "the plan has `optim.name` adamw, the recipe adamw8bit" in err
+    code, _, err = shardwise("train", "--nproc", "1", "--dry-run", "lora.rank=8", "lora.targets=[]")
+    assert code == 78 and "`lora.targets` names no layer" in err
+
+
+def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
+    Path("plan.yaml").write_text(dump_plan(replace(Plan(), precision=Precision(compute="fp16", weights="fp16"))))
+    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
+    assert code == 78 and err.startswith("error[PLAN012]: fp16 weights lose most updates")
 
 
 def test_another_runs_directory(shardwise: Run) -> None:

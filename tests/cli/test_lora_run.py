@@ -66,3 +66,26 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
     assert main([*words[:-1], "c", "lora.path=runs/a/adapter", "lora.rank=4", "--max-steps", "1"]) == 65
     assert "the adapter has r 2, the recipe 4" in capfd.readouterr().err
     assert not Path("runs/c").exists(), "told before any process starts"
+
+
+def test_four_bits_from_end_to_end(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """QLoRA: learns under zero3, goes on under ddp, generates from the bytes, merges into what they were made of."""
+    spec = from_hf(MODEL | {"hidden_size": 64, "intermediate_size": 128}, "tiny")
+    shapes = parameter_shapes(spec)
+    wholes = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
+    hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
+    words += ["lora.frozen=nf4", "parallel.strategy=zero3"]
+    assert main([*words, "--max-steps", "3"]) == 0
+    assert main([*words[:-1], "parallel.strategy=ddp", "--resume", "--max-steps", "6"]) == 0
+    assert "frozen weights nf4 and fp32" in capfd.readouterr().out
+    rows = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
+    assert main(["export", "runs/a"]) == 0
+    assert "14 adapters merged" in capfd.readouterr().out
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained("runs/a/hf")(ids).logits
+        fresh = AutoModelForCausalLM.from_pretrained("model")
+        theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(ids).logits
+    assert (merged - theirs).norm() < 1e-5 * theirs.norm()

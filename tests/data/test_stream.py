@@ -35,7 +35,7 @@ def rows_of(windows: Windows, split: tuple[int, int, int], steps: int) -> list[t
         for batch in step:
             assert len(batch.micro_batches) == accumulation
             assert all(m.ids.shape == (micro, 32) for m in batch.micro_batches)
-            assert batch.supervised_tokens == sum(m.supervised_tokens() for m in batch.micro_batches)
+            assert batch.terms == sum(m.supervised_tokens() for m in batch.micro_batches)
         parts = [torch.stack([m.ids, m.labels, m.positions], 1) for batch in step for m in batch.micro_batches]
         result.append(torch.cat(parts))
     return result

@@ -94,7 +94,7 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
 
 def hashes(state: Any) -> list[str]:
     """Of this rank's slices of the weights, and of the moments."""
-    from shardwise.runtime.slices import local
+    from shardwise.techniques.slices import local
 
     weights, moments = hashlib.sha256(), hashlib.sha256()
     for name, tensor in state.tensors().items():

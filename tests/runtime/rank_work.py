@@ -18,12 +18,12 @@ from shardwise.errors import ShardwiseError
 from shardwise.methods import pretrain
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import agree, build, export, generate, measure, reduce, world
-from shardwise.runtime.slices import local, local_slice
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, StepStats, step
 from shardwise.spec.plan import Plan, Precision
 from shardwise.spec.recipe import Optim, Recipe
 from shardwise.techniques import optim
+from shardwise.techniques.slices import local, local_slice
 from tests.parity.cases import TIED, UNTIED
 
 CPU = torch.device("cpu")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -317,6 +318,22 @@ def test_preparing_takes_the_directory_and_allocates(tmp_path: Path) -> None:
 def test_retention(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3, 4, 5, 6, save_total_limit=2, keep_every=3)
     assert [verdict.step for verdict in verify(tmp_path)] == [6, 5, 3]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """By the loss in the facts that were committed with it: there is no second file to be torn off."""
+    checkpoints = Checkpoints(tmp_path, Checkpoint(save_total_limit=2, keep_best=True), "run")
+    losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: 0.5, 7: None, 8: 0.75, 9: None}
+    kept = []
+    for step, loss in losses.items():
+        if loss is not None:
+            assert checkpoints.beats(loss) == (step in (1, 2, 6))
+        checkpoints.save(values(step), {"step": step} | ({"validation": loss} if loss else {}), step)
+        assert ("committed", step) in kinds(checkpoints.wait())
+        kept.append([verdict.step for verdict in verify(tmp_path)])
+    assert kept[3:] == [[4, 3, 2], [5, 4, 2], [6, 5], [7, 6], [8, 7, 6], [9, 8, 6]]
+    assert not checkpoints.beats(math.nan) and not checkpoints.beats(0.5) and checkpoints.beats(0.49)
+    assert not Checkpoints(tmp_path, Checkpoint(), "run").beats(0.1)
 
 
 def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(

@@ -247,12 +247,13 @@ def test_coverage_is_exact(cut: tuple[tuple[int, ...], list[Slice]], data: st.Da
 @given(st.sets(st.integers(1, 50), min_size=1), st.integers(2, 4), st.none() | st.integers(1, 10), st.data())
 def test_retention_keeps_what_it_must(found: set[int], last: int, every: int | None, data: st.DataObject) -> None:
     verified = data.draw(st.sampled_from(sorted(found)))
-    gone = expendable(list(found), Keep(last, every), verified)
+    best = data.draw(st.none() | st.sampled_from(sorted(found)))
+    gone = expendable(list(found), Keep(last, every, best), verified)
     left = sorted(found - set(gone))
     assert gone == sorted(gone) and verified in left and all(step < verified for step in gone)
     assert sorted(found)[-last:] == left[-min(last, len(found)) :]
     assert every is None or all(step % every for step in gone)
-    superfluous = [s for s in sorted(found)[:-last] if s < verified and (not every or s % every)]
+    superfluous = [s for s in sorted(found)[:-last] if s < verified and s != best and (not every or s % every)]
     assert gone == superfluous
 
 

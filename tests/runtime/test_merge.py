@@ -45,6 +45,25 @@ def test_the_merged_model_is_the_same_model() -> None:
     assert (after - before).norm() < 1e-5 * before.norm()
 
 
+def test_magnitudes_are_merged_too() -> None:
+    settings = Lora(4, 8.0, dora=True)
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    lora.apply([model], Plan(lora=settings), None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.uniform_(0.1, 0.5)
+        ids = torch.arange(10).view(1, 10)
+        before = model(ids, ids, MaskSpec())
+        merge(model, settings)
+        after = model(ids, ids, MaskSpec())
+    assert not any(is_adapter(name) for name, _ in model.named_parameters())
+    rows = torch.linalg.vector_norm(model.get_parameter("layers.1.mlp.up.weight"), dim=1)
+    assert 0.1 <= rows.min() and rows.max() <= 0.5, "the magnitudes themselves"
+    assert (after - before).norm() < 1e-5 * before.norm()
+
+
 def test_what_the_weights_type_cannot_hold_is_refused() -> None:
     """A change of 8e-6 beside weights around 1: fp32 holds it, bf16 (2^-8) does not."""
     with pytest.raises(TrainingError, match=r"LORA001.*14 of 14 adapters were rounded away"):

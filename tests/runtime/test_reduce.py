@@ -9,9 +9,9 @@ from torch import nn
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
-from shardwise.runtime.slices import cut
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.techniques.slices import cut
 from tests.parity.cases import TIED
 from tests.runtime import rank_work
 

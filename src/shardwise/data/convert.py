@@ -11,7 +11,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ from typing import IO, Any
 import xxhash
 
 from shardwise.data.source import Source
+from shardwise.data.whole import once
 from shardwise.errors import DataError, Problem, UnavailableError
 
 WHOLE_BYTES = 256 * 2**20
@@ -26,18 +27,19 @@ WHOLE_BYTES = 256 * 2**20
 _BLOCK_BYTES = 2**20
 
 
-def to_jsonl(source: Source, cache: Path, making: Callable[[Path], Any]) -> Source:
-    """``source`` itself, or its jsonl in the cache. ``making(target)`` is a context that gives a directory and renames
-    it to ``target`` when it is whole. Raises DATA004 to DATA008 for files that cannot be read."""
+def to_jsonl(source: Source, cache: Path) -> Source:
+    """``source`` itself, or its jsonl in the cache. Raises DATA004 to DATA008 for files that cannot be read."""
     if source.kind != "other":
         return source
     stat = source.path.stat()
     facts = json.dumps([str(source.path), stat.st_size, stat.st_mtime_ns])
     target = cache / "converted" / xxhash.xxh3_128_hexdigest(facts.encode())
-    if not target.is_dir():
-        with making(target) as directory, (directory / "records.jsonl").open("xb") as out:
+
+    def make(directory: Path) -> None:
+        with (directory / "records.jsonl").open("xb") as out:
             _convert(source, out)
-    made = target / "records.jsonl"
+
+    made = once(target, make) / "records.jsonl"
     return replace(source, path=made, kind="jsonl", stop=made.stat().st_size, origin=source.path)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import threading
 import time
@@ -34,7 +35,7 @@ from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime import commit, manifest
 from shardwise.runtime.crew import Crew, RankError
-from shardwise.runtime.locate import Signature, compare, locate, newest
+from shardwise.runtime.locate import Signature, best, compare, locate, newest
 from shardwise.runtime.manifest import Manifest, Rejected, candidates, step_name
 from shardwise.runtime.retention import Keep, expire
 from shardwise.runtime.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
@@ -122,6 +123,16 @@ class Checkpoints:
             self._write(step, begun, copy)
         return True
 
+    def beats(self, loss: float) -> bool:
+        """Whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is kept as
+        the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this alike."""
+        if not self.settings.keep_best or not math.isfinite(loss):
+            return False
+        if self._thread is not None:
+            self._thread.join()
+        lowest = self._crew.first(lambda: best(self.directory))
+        return lowest is None or loss < lowest[0]
+
     def copied(self) -> None:
         """Wait until the tensors of the last save lie in host memory: from then on they may change."""
         self._copied.wait()
@@ -170,7 +181,7 @@ class Checkpoints:
         self.rejected = []
         first = self._crew.rank == 0
         try:
-            found = self._crew.first(lambda: self._find(path))
+            found = self._crew.first(lambda: _find(self.directory, path))
             for step, directory in found:
                 try:
                     facts = self._load(directory, tensors, any_run=path is not None)
@@ -251,29 +262,20 @@ class Checkpoints:
     def _tidy(self, step: int, target: Path) -> None:
         """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
         crew = self._crew
-        keep = Keep(self.settings.save_total_limit, self.settings.keep_every)
+        last, every = self.settings.save_total_limit, self.settings.keep_every
+
+        def outdated() -> list[int]:
+            lowest = best(self.directory) if self.settings.keep_best else None
+            return expire(self.directory, Keep(last, every, lowest and lowest[1]), step, self._disk)
+
         try:
             record = crew.first(lambda: manifest.read(target))
             mine = [name for number, name in enumerate(sorted(record.files)) if number % crew.size == crew.rank]
             crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
-            for old in crew.first(lambda: expire(self.directory, keep, step, self._disk)):
+            for old in crew.first(outdated):
                 self._events.append(Event("removed", old, step_name(old)))
         except BaseException as error:
             self._events.append(Event("failed", step, f"reading back, so older checkpoints stay: {error}"))
-
-    def _find(self, path: str | Path | None) -> list[tuple[int, Path]]:
-        if path is None:
-            return candidates(self.directory)
-        found = locate(Path(path))
-        last = newest(self.directory)
-        if (
-            last is not None
-            and found[0][1].parent.resolve() == self.directory.resolve()
-            and found[0][0] < manifest.read(last).step
-        ):
-            what = f"{found[0][1].name} is not the newest of this run: {last.name} is there, and never overwritten"
-            raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
-        return found
 
     def _load(self, directory: Path, tensors: Tensors, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
@@ -296,6 +298,22 @@ class Checkpoints:
         crew.each(lambda: fill(directory, record, tensors))
         facts: Facts = crew.first(lambda: manifest.read_facts(directory))
         return facts
+
+
+def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
+    """The checkpoints to resume from, newest first: those of ``path``, or else of the run's own ``directory``."""
+    if path is None:
+        return candidates(directory)
+    found = locate(Path(path))
+    last = newest(directory)
+    if (
+        last is not None
+        and found[0][1].parent.resolve() == directory.resolve()
+        and found[0][0] < manifest.read(last).step
+    ):
+        what = f"{found[0][1].name} is not the newest of this run: {last.name} is there, and never overwritten"
+        raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
+    return found
 
 
 def read(path: str | Path, tensors: Tensors) -> Facts:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from shardwise.data.stream import evaluation
 from shardwise.runtime.checkpoint import Checkpoints
-from shardwise.runtime.evaluate import Validation, evaluate
+from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.job import Job
+from shardwise.runtime.locate import best
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log, clock
 from shardwise.runtime.report import Report
@@ -24,30 +25,39 @@ def close(checkpoints: Checkpoints, log: Log) -> None:
     log.follow(checkpoints.wait())
 
 
-def validate(job: Job, state: TrainState) -> Validation | None:
-    """The loss on the held-out text; None where nothing is held out."""
+def validate(job: Job, state: TrainState) -> Validation | Preference | None:
+    """What is measured on the held-out text, or pairs; None where nothing is held out."""
     windows = job.held_out
     if windows is None or not len(windows):
         return None
-    share = replace(job.share, accumulation=1)
-    limit = job.recipe.evaluate.max_batches
-    rows = None if limit is None else limit * share.micro_batch_size * share.dp
-    return evaluate(state.parts, evaluation(windows, share, rows), job.plan.batch.loss_chunk_tokens, job.device)
+    batches = evaluation(windows, replace(job.share, accumulation=1), numbers=job.evaluated)
+    chunk = job.plan.batch.loss_chunk_tokens
+    if job.recipe.pairs:
+        return evaluate_pairs(state.parts, batches, chunk, job.device, job.recipe.method)
+    return evaluate(state.parts, batches, chunk, job.device)
 
 
-def evaluate_now(job: Job, state: TrainState, log: Log) -> Validation | None:
+def evaluate_now(job: Job, state: TrainState, log: Log) -> Validation | Preference | None:
     """Validate between two steps and say what came out."""
     found = validate(job, state)
     if found is not None:
-        log.event("validation", step=state.step, nats_per_token=found.nats_per_token, bits_per_byte=found.bits_per_byte)
+        log.event("validation", step=state.step, **found.facts())
         log.say(f"step {state.step}: validation {found}")
     log.start_clock()
     return found
 
 
-def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, meter: Meter) -> Report:
-    """Everything that follows the last step; on every rank alike, and rank 0 writes and prints."""
-    validation = evaluate_now(job, state, log)
+def finish(
+    job: Job,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    log: Log,
+    meter: Meter,
+    validation: Validation | Preference | None = None,
+) -> Report:
+    """Everything that follows the last step; on every rank alike, and rank 0 writes and prints. ``validation``: of the
+    last step, if that is done already."""
+    validation = validation or evaluate_now(job, state, log)
     after = sample(job, state)
     close(checkpoints, log)
     parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
@@ -69,7 +79,7 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
         before=earlier_sample(job),
         after=after,
         skipped=log.skipped,
-        chat=job.recipe.method.name == "sft",
+        chat=job.recipe.sample_tokens is not None,
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
@@ -78,6 +88,8 @@ def finish(job: Job, state: TrainState, checkpoints: Checkpoints, log: Log, mete
         ):  # a run that was finished before keeps what was measured then
             kept.write_text(report.markdown(), encoding="utf-8")
         log.say("\n".join(closing_lines(report, f"{target.name}/")))
+        if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
+            log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
         log.event("end", step=state.step, tokens=state.tokens)
     return report
 

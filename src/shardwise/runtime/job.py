@@ -6,21 +6,25 @@ import json
 import os
 import time
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 import shardwise
 from shardwise.data import tokens
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.prepare import prepare
-from shardwise.data.store import Prepared
-from shardwise.data.stream import Share, check_size, steps_per_epochs
+from shardwise.data.remote import TRUST_S
+from shardwise.data.store import Prepared, TokenStore
+from shardwise.data.stream import Share, check_size, evaluated, steps_per_epochs
 from shardwise.errors import DataError, OutputError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
@@ -36,7 +40,8 @@ SAVES_A_RUN = 10
 
 @dataclass(frozen=True)
 class Job:
-    """A run as one rank sees it. ``plan`` has its matmul precision settled; ``run_id`` binds checkpoints to the run."""
+    """A run as one rank sees it. ``plan`` has its matmul precision settled; ``run_id`` binds checkpoints to the run.
+    ``references``: of pairs, the scores of the model as it came, by split (runtime/reference.py)."""
 
     recipe: Recipe
     plan: Plan
@@ -46,6 +51,7 @@ class Job:
     max_steps: int
     run_id: str = ""
     matmul_why: str = ""
+    references: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:
@@ -58,13 +64,24 @@ class Job:
     @cached_property
     def windows(self) -> Windows | Packs:
         """The training text, cut into samples."""
-        return open_windows(self.prepared.train, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+        return self._open(self.prepared.train, "train")
 
     @property
     def held_out(self) -> Windows | Packs | None:
         """The validation text, cut likewise."""
         store = self.prepared.validation
-        return None if store is None else open_windows(store, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+        return None if store is None else self._open(store, "validation")
+
+    def _open(self, store: TokenStore, split: str) -> Windows | Packs:
+        opened = open_windows(store, self.plan.batch.seq_len, self.recipe.data.mask_documents)
+        return replace(opened, reference=self.references.get(split)) if isinstance(opened, Packs) else opened
+
+    @property
+    def evaluated(self) -> range:
+        """The windows of the validation text that are read."""
+        limit, windows = self.recipe.evaluate.max_batches, self.held_out
+        rows = None if limit is None else limit * self.share.micro_batch_size * self.share.dp
+        return range(0) if windows is None else evaluated(windows, rows)
 
     @property
     def order(self) -> Order:
@@ -92,7 +109,7 @@ def run_directory(recipe: Recipe) -> Path:
 
 def open_job(recipe: Recipe, plan: Plan) -> Job:
     """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
-    prepared, spec = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens), resolve(recipe)
+    prepared, spec = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens, trust_s=TRUST_S), resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0)
     batch = plan.batch.global_batch_size(plan.layout.dp)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, unlisted
+from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, read_facts, unlisted
 from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -50,6 +50,31 @@ def newest(directory: Path) -> Path | None:
             continue
         return path
     return None
+
+
+def best(directory: Path) -> tuple[float, int, Path] | None:
+    """Validation loss, step and directory of the checkpoint with the lowest, the earliest of equals. A checkpoint says
+    in its own facts what was measured at its step, so that the two are committed together. None: none says so."""
+    found = []
+    for step, path in candidates(directory):
+        try:
+            check(path, hashes=False)
+            loss = read_facts(path).get("validation")
+        except (Rejected, OSError, ValueError):
+            continue
+        if loss is not None:
+            found.append((float(loss), step, path))
+    return min(found, default=None)
+
+
+def locate_best(run: Path) -> Path:
+    """The best checkpoint of a run. Raises MissingInputError (CKPT021) if none was validated at its step."""
+    locate(run)
+    found = best(run / "checkpoints")
+    if found is None:
+        fix = "train with `checkpoint.keep_best: true`, or name one: --step, or neither for the newest"
+        raise MissingInputError(Problem("CKPT021", "no checkpoint of this run has a validation loss", str(run), fix))
+    return found[2]
 
 
 @dataclass(frozen=True)
@@ -110,7 +135,8 @@ def compare(stored: Mapping[str, TensorRecord], wanted: Signature, where: str, p
         there, here = _WORDS.get(stored[name].dtype, stored[name].dtype), _WORDS.get(wanted[name][1], wanted[name][1])
         count = f"{len(dtypes)} of {len(wanted)} tensors differ in data type"
         what = f"{count}: {kind} `{name}` is {there} in the file, {here} here"
-        problems.append(Problem("CKPT004", what, where, f"precision.weights={there}"))
+        key = "optim.moments" if name.startswith("optim.") else "precision.weights"
+        problems.append(Problem("CKPT004", what, where, f"{key}={there}"))
     if problems:
         raise DataError(*problems)
 

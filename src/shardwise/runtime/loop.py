@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from shardwise.data.stream import stream
 from shardwise.errors import PreemptedError, Problem, TrainingError
@@ -10,6 +12,7 @@ from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish
+from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.job import Job, device_kind, open_job, settle
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.profile import Profile
@@ -35,16 +38,17 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
     ):
         agree(recipe, plan)
         job = settle(job)
-        state, rules, checkpoints = begin(job, mesh, watch, start)
+        job, state, rules, checkpoints = begin(job, mesh, watch, start)
         with open_log(job, state) as log, profile_of(job) as profile:
             meter = Meter(mesh, job.device)
             batches = stream(job.windows, job.order, job.share, state.cursor)
+            validation = None
             for number in range(state.step + 1, job.max_steps + 1):
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
                 profiled = number in profile.steps
                 with profile.step(number) if profiled else meter.measuring(state):
-                    supervised = count_supervised(batch.supervised_tokens, job.device)
+                    supervised = count_supervised(batch.terms, job.device)
                     stats = step(state, micro_batches, supervised, rules, bool(stop))
                 state.cursor = batch.cursor
                 watch.enter("logging")
@@ -55,24 +59,37 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     raise TrainingError(guard.poisoned(state.skipped_in_row, allowed, number, batch.sample_ids))
                 for call in after_step:
                     call(state, stats)
+                validation = None
                 if evaluates(job, number):
                     watch.enter("evaluate")
-                    evaluate_now(job, state, log)
-                if stats.stop or number == job.max_steps or number % job.save_steps == 0:
+                    validation = evaluate_now(job, state, log)
+                better = validation is not None and checkpoints.beats(validation.loss)
+                if better or stats.stop or number == job.max_steps or number % job.save_steps == 0:
                     watch.enter("save")
-                    checkpoints.save(state.tensors(), state.facts(), number, finite=not state.skipped_in_row)
+                    facts = facts_of(state, validation)
+                    checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
                 log.follow(checkpoints.poll())
                 if stats.stop and number < job.max_steps:
                     close(checkpoints, log)
                     raise PreemptedError(stopped(job, state, stop.name))
             watch.enter("end")
-            return finish(job, state, checkpoints, log, meter)
+            return finish(job, state, checkpoints, log, meter, validation)
 
 
 def evaluates(job: Job, number: int) -> bool:
-    """Whether validation follows step ``number``; the one after the last step is part of the end."""
+    """Whether validation follows step ``number``. The one after the last step is part of the end, unless its checkpoint
+    may be the best and must say so."""
     every = job.recipe.evaluate.eval_steps
-    return every is not None and number % every == 0 and number < job.max_steps
+    if number == job.max_steps:
+        return job.recipe.checkpoint.keep_best
+    return every is not None and number % every == 0
+
+
+def facts_of(state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors: of a step that was validated the loss too, by which the best is
+    found."""
+    known = validation is not None and math.isfinite(validation.loss)
+    return state.facts() | ({"validation": validation.loss} if known and validation else {})
 
 
 def profile_of(job: Job) -> Profile:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.runtime.slices import local
 from shardwise.runtime.state import TrainState
+from shardwise.techniques.slices import local
 
 KINDS = {
     "allreduce_": "all_reduce",

@@ -111,8 +111,8 @@ def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
-    """Apply ``plan`` to ``module``, in place, on this rank's device, and return it. All ranks begin with rank 0's weights
-    and buffers.
+    """Apply ``plan`` to ``module``, in place, on this rank's device, and return it. All ranks begin with rank 0's
+    weights and buffers.
 
     Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
     parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers.

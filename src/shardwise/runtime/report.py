@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.runtime.evaluate import Validation
+from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.measure import Memory
 from shardwise.spec.plan import Estimate
 from shardwise.spec.units import columns, show_bytes, show_payload
@@ -26,7 +26,7 @@ class Report:
     seconds: float
     step_s: float
     estimate: Estimate
-    validation: Validation | None = None
+    validation: Validation | Preference | None = None
     memory: Memory | None = None
     traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     before: str = ""

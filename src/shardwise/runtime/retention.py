@@ -11,17 +11,18 @@ from shardwise.runtime.manifest import Rejected, candidates, check
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest ``last`` (at least 2), and every step that ``every`` divides."""
+    """The newest ``last`` (at least 2), every step that ``every`` divides, and the ``best`` step."""
 
     last: int
     every: int | None = None
+    best: int | None = None
 
 
 def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
     """Of the usable ``steps`` those to delete, oldest first: older than ``verified_step``, and not to be kept."""
     newest = sorted(steps, reverse=True)[: max(keep.last, 2)]
     older = (step for step in sorted(steps) if step < verified_step and step not in newest)
-    return [step for step in older if not keep.every or step % keep.every]
+    return [step for step in older if step != keep.best and (not keep.every or step % keep.every)]
 
 
 def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -> list[int]:

@@ -1,0 +1,196 @@
+"""Data from elsewhere: files that fsspec opens (``s3://``, ``gs://``, ``az://``, ``https://``, ...) and datasets of the
+Hub (``hf://datasets/<org>/<name>[@revision][/<subset>][:split]``). They are fetched into the cache, block by block and
+renamed when whole, and read there like any other file.
+
+What was fetched is found again by what the store says of it: size, etag, time. A file that changes is another file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from glob import has_magic
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+import xxhash
+
+from shardwise.data.whole import once, write_whole
+from shardwise.errors import DataError, MissingInputError, Problem, UnavailableError
+from shardwise.spec.recipe import Data
+
+HUB = "hf://datasets/"
+TRUST_S = 600.0
+"""Ranks take what their launcher has just fetched: many of them must not all ask the store."""
+_BLOCK_BYTES = 2**23
+_FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5hash", "contentmd5", "digest", "blobid"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".bin"}
+_WHERE = "data.path"
+
+
+def is_remote(name: str) -> bool:
+    """Whether ``name`` is a URL."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None
+
+
+def check(paths: str | list[str]) -> list[str]:
+    """That the URLs among ``paths`` can be found, as far as that shows without fetching; the others. Raises DATA001,
+    DATA016."""
+    names = [paths] if isinstance(paths, str) else paths
+    for name in filter(is_remote, names):
+        if _is_dataset(name):
+            _datasets(name)
+        else:
+            _listing(name)
+    return [name for name in names if not is_remote(name)]
+
+
+def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
+    """``data`` with local paths in place of URLs, fetched unless they are there. Within ``trust_s`` of the last time
+    nobody is asked whether they changed. Raises DATA001, DATA008, DATA016."""
+
+    def local(name: str) -> str:
+        if not is_remote(name):
+            return name
+        note = cache / "fetched" / f"{_digest(name)}.json"
+        if note.is_file() and time.time() - note.stat().st_mtime < trust_s:
+            return str(json.loads(note.read_text(encoding="utf-8")))
+        found = str((_fetch_dataset if _is_dataset(name) else _fetch_files)(name, cache / "fetched"))
+        write_whole(note, json.dumps(found))
+        return found
+
+    changed: dict[str, Any] = {}
+    for key, paths in (("path", data.path), ("validation_path", data.validation_path)):
+        if paths is not None:
+            changed[key] = local(paths) if isinstance(paths, str) else [local(name) for name in paths]
+    return data.model_copy(update=changed)
+
+
+def _is_dataset(name: str) -> bool:
+    """A dataset to be loaded, not files in its repository."""
+    path = name.removeprefix(HUB).partition(":")[0]
+    return name.startswith(HUB) and not has_magic(path) and PurePosixPath(path).suffix not in _FILES
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
+    """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, what is told of it)."""
+    import fsspec
+
+    with _explained(url):
+        files, path = fsspec.core.url_to_fs(url)
+        web = url.startswith("http")
+        if has_magic(path) and not web:
+            parts = path.split("/")
+            root = "/".join(parts[: next(i for i, part in enumerate(parts) if has_magic(part))])
+            found = {name: facts for name, facts in files.glob(path, detail=True).items() if facts["type"] == "file"}
+        else:
+            facts = files.info(path)
+            root, found = path, files.find(path, detail=True) if facts["type"] == "directory" else {path: facts}
+    listed = {}
+    for place in sorted(found):
+        name = urlsplit(place).path if web else place
+        name = PurePosixPath(name).name if place == root else name.removeprefix(root).lstrip("/")
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            told = {key: str(value) for key, value in found[place].items() if re.sub("[-_]", "", key.lower()) in _FACTS}
+            listed[name] = place, told
+    if not listed:
+        raise MissingInputError(Problem("DATA001", f"`{url}` holds no file", _WHERE, "name a file, or another pattern"))
+    return files, listed
+
+
+def _fetch_files(url: str, cache: Path) -> Path:
+    """One file, or a directory of links to the files, which are fetched each by itself."""
+    files, listed = _listing(url)
+    places = {name: cache / _digest([url.partition("://")[0], *where]) for name, where in listed.items()}
+
+    def copy(name: str, directory: Path) -> None:
+        size, last = 0, PurePosixPath(name).name
+        with (directory / last).open("xb") as out:
+            for block in _blocks(files, listed[name][0], url):
+                size += out.write(block)
+        due = listed[name][1].get("size", "None")
+        if due not in ("None", str(size)):
+            what = f"{last} ended at byte {size:,} of {int(due):,}"
+            raise DataError(Problem("DATA008", what, url, "start again; what was fetched whole is kept"))
+
+    def link(directory: Path) -> None:
+        for name, target in places.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).symlink_to(target.absolute() / PurePosixPath(name).name)
+
+    for name, target in places.items():
+        once(target, partial(copy, name))
+    if list(places) == [PurePosixPath(urlsplit(url).path).name]:
+        return places[name] / name
+    return once(cache / _digest({name: str(target) for name, target in places.items()}), link)
+
+
+def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
+    with _explained(url), files.open(place, "rb") as source:
+        while block := source.read(_BLOCK_BYTES):
+            yield block
+
+
+def _datasets(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        what = f"`{name}` is read with datasets, which is not installed"
+        raise UnavailableError(Problem("DATA016", what, _WHERE, 'pip install "shardwise[hub]"')) from error
+    return datasets
+
+
+def _fetch_dataset(name: str, cache: Path) -> Path:
+    """One split as ``datasets`` loads it, written as parquet. A local directory may stand in place of org/name; it has
+    subsets if its README.md says so."""
+    datasets = _datasets(name)
+    rest, _, split = name.removeprefix(HUB).partition(":")
+    parts, split, size, mark = rest.split("/"), split or "train", 2, "@"
+    if local := rest.startswith(("/", ".")):
+        subset = not Path(rest).is_dir() and Path(rest).with_name("README.md").is_file()
+        size, mark = len(parts) - subset, "\n"
+    path, _, revision = "/".join(parts[:size]).partition(mark)
+    with _explained(name):
+        builder = datasets.load_dataset_builder(path, "/".join(parts[size:]) or None, revision=revision or None)
+    told = [files.origin_metadata for files in (builder.config.data_files or {}).values()]
+    shown = re.sub(r"[^\w.-]+", "-", f"{parts[size - 1]}-{split}") + ".parquet"
+
+    def make(directory: Path) -> None:
+        with _explained(name):
+            # What datasets itself keeps of a local directory with a README it takes for fresh when files have changed.
+            anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"} if local else {}
+            builder.download_and_prepare(**anew)
+            table = builder.as_dataset(split=split)
+        table.to_parquet(directory / shown)
+
+    return once(cache / _digest([str(builder.cache_dir), split, told]), make) / shown
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
+    scheme = url.partition("://")[0]
+    package = _PACKAGES.get(scheme, "aiohttp requests" if scheme.startswith("http") else "")
+    try:
+        yield
+    except ImportError as error:
+        what, fix = f"`{url}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
+        raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
+    except (FileNotFoundError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0] or "nothing is there"
+        fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
+        raise MissingInputError(Problem("DATA001", f"`{url}` cannot be found: {said}", _WHERE, fix)) from error
+    except Exception as error:
+        said = f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]}".strip()
+        fix = "look at the network and at your access: credentials are those that the store's own programs use"
+        raise UnavailableError(Problem("DATA016", f"`{url}` cannot be read: {said}", _WHERE, fix)) from error

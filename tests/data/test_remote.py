@@ -1,0 +1,310 @@
+"""Data from elsewhere: fetched once and whole, read as files are, and told apart when they change."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardwise.data import remote
+from shardwise.data.prepare import check_sources, prepare
+from shardwise.data.remote import HUB, TRUST_S, bring
+from shardwise.data.store import Prepared
+from shardwise.errors import DataError, MissingInputError, ShardwiseError, UnavailableError
+from shardwise.spec.recipe import Data
+from tests.data.conftest import prose
+
+Settings = Callable[..., Data]
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """A store in memory with a corpus in it."""
+    store = fsspec.filesystem("memory")
+    for index in range(6):
+        store.pipe(f"/corpus/{'inner/' * (index % 2)}{index}.txt", prose(40 + 9 * index, seed=index).encode())
+    store.pipe("/corpus/.hidden/x.txt", b"no")
+    store.pipe("/talks.jsonl", b"".join(b'{"text": "line %d of text"}\n' % n for n in range(50)))
+    yield store
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is read out of the store."""
+    paths: list[str] = []
+    plain = MemoryFileSystem._open
+
+    def spied(self: MemoryFileSystem, path: str, mode: str = "rb", **more: Any) -> Any:
+        if mode == "rb":
+            paths.append(path)
+        return plain(self, path, mode, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", spied)
+    return paths
+
+
+def fails(kind: type[ShardwiseError], act: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)
+
+
+def documents(prepared: Prepared) -> int:
+    return sum(split.documents for split in prepared.manifest.splits.values())
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("memory://corpus", "corpus"),
+        ("memory://corpus/inner/3.txt", "corpus/inner/3.txt"),
+        ("memory://corpus/**/*.txt", "corpus/**/*.txt"),
+        ("memory://talks.jsonl", "talks.jsonl"),
+    ],
+)
+def test_the_same_files_elsewhere_are_the_same_data(
+    bucket: Any, tmp_path: Path, settings: Settings, url: str, local: str
+) -> None:
+    for path in bucket.find("/"):
+        target = tmp_path / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(bucket.cat(path))
+    there, here = prepare(settings(url)), prepare(settings(str(tmp_path / local)))
+    assert there.manifest.fingerprint == here.manifest.fingerprint and documents(there) == documents(here)
+
+
+def test_what_was_fetched_is_not_fetched_again_until_it_changes(
+    bucket: Any, settings: Settings, opened: list[str]
+) -> None:
+    data = settings(["memory://corpus", "memory://talks.jsonl"], mixture_weights=[1, 2])
+    check_sources(data)
+    assert opened == []
+    first = prepare(data)
+    assert len(opened) == 7 and not any("hidden" in path for path in opened)
+    assert prepare(data).directory == first.directory and len(opened) == 7
+    bucket.pipe("/corpus/0.txt", b"something else entirely\n" * 40)
+    assert prepare(data, trust_s=TRUST_S).directory == first.directory and len(opened) == 7
+    second = prepare(data)
+    assert opened[7:] == ["/corpus/0.txt"]
+    assert second.manifest.fingerprint != first.manifest.fingerprint
+    for note in Path(str(data.cache), "fetched").glob("*.json"):
+        os.utime(note, (time.time() - TRUST_S - 1,) * 2)
+    bucket.pipe("/talks.jsonl", b'{"text": "other"}\n' * 20)
+    assert prepare(data, trust_s=TRUST_S).manifest.fingerprint != second.manifest.fingerprint
+
+
+def test_what_ends_early_or_breaks_leaves_nothing(
+    bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = settings("memory://talks.jsonl")
+    whole = bucket.cat("/talks.jsonl")
+    blocks = remote._blocks
+    monkeypatch.setattr(remote, "_blocks", lambda *args: iter([whole[:100]]))
+    assert f"talks.jsonl ended at byte 100 of {len(whole):,}" in fails(DataError, lambda: prepare(data))
+
+    def broken(*args: Any) -> Iterator[bytes]:
+        with remote._explained("memory://talks.jsonl"):
+            yield whole[:100]
+            raise TimeoutError("the line is dead")
+
+    monkeypatch.setattr(remote, "_blocks", broken)
+    said = fails(UnavailableError, lambda: prepare(data))
+    assert "error[DATA016]: `memory://talks.jsonl` cannot be read: TimeoutError the line is dead" in said
+    assert not list(Path(str(data.cache)).rglob("*.jsonl"))
+    monkeypatch.setattr(remote, "_blocks", blocks)
+    assert documents(prepare(data)) == 50
+
+
+def test_a_full_disk_is_not_the_stores_fault(bucket: Any, settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    data = settings("memory://talks.jsonl", cache=str(tmp_path / "file" / "cache"))
+    assert "error[OUT002]: cannot write" in fails(ShardwiseError, lambda: prepare(data))
+
+
+def test_memory_does_not_grow_with_the_file(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 2**16)
+    bucket.pipe("/large.txt", bytes(2**24))
+    tracemalloc.start()
+    bring(Data(path="memory://large.txt"), tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**21
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "said"),
+    [
+        ("memory://nothing.txt", MissingInputError, "error[DATA001]: `memory://nothing.txt` cannot be found: /nothing"),
+        ("memory://corpus/*.parquet", MissingInputError, "`memory://corpus/*.parquet` holds no file"),
+        ("s4://bucket/x", MissingInputError, "`s4://bucket/x` cannot be found: Protocol not known: s4"),
+        ("s3://bucket/x.jsonl", UnavailableError, "fix:   pip install s3fs"),
+        ("gs://bucket/x.jsonl", UnavailableError, "fix:   pip install gcsfs"),
+        ("az://bucket/x.jsonl", UnavailableError, "fix:   pip install adlfs"),
+        ("https://example.org/x.jsonl?a=1", UnavailableError, "fix:   pip install aiohttp requests"),
+    ],
+)
+def test_what_cannot_be_found_is_told_before_anything_starts(
+    bucket: Any,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    kind: type[ShardwiseError],
+    said: str,
+) -> None:
+    without(monkeypatch, "s3fs", "gcsfs", "adlfs", "aiohttp")
+    for act in (check_sources, prepare):
+        message = fails(kind, lambda act=act: act(settings(url)))  # type: ignore[misc]
+        assert said in message and "where: data.path" in message
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *libraries: str) -> None:
+    """Have these not installed."""
+    plain = builtins.__import__
+
+    def refuse(name: str, *args: Any, **more: Any) -> Any:
+        if name.partition(".")[0] in libraries:
+            raise ImportError(f"No module named {name!r}")
+        return plain(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_no_access_is_told(bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore's, which is an error of no common kind."""
+
+    def refuse(*args: Any, **more: Any) -> None:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "info", refuse)
+    said = fails(UnavailableError, lambda: check_sources(settings("memory://talks.jsonl")))
+    assert "cannot be read: NoCredentialsError Unable to locate credentials" in said and "credentials are those" in said
+
+
+def test_a_web_address_has_a_name_without_its_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A question mark is no wildcard there; aiohttp is not installed, so the store is played by the one in memory."""
+    url = "https://example.org/d/talks.jsonl?download=1"
+
+    class Web(MemoryFileSystem):
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return path
+
+        def info(self, path: str, **more: Any) -> dict[str, Any]:
+            return {"name": path, "size": None, "type": "file", "ETag": "abc"}
+
+    Web.store = {url: MemoryFileSystem().open("/x", "wb")}
+    Web.store[url].write(b'{"text": "a"}\n')
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Web(), path))
+    found = Path(str(bring(Data(path=url), tmp_path).path))
+    assert found.name == "talks.jsonl" and found.read_bytes() == b'{"text": "a"}\n'
+
+
+# Datasets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset as it lies on the Hub: two splits, of one of them two files, and a second subset."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    root = tmp_path / "mine"
+    for name, rows in (("train-0", 30), ("train-1", 20), ("validation-0", 8), ("other", 12)):
+        table = pyarrow.table({"text": [f"{name} row {n} says {n * n}" for n in range(rows)]})
+        (root / "data").mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, root / "data" / f"{name}.parquet")
+    (root / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- {config_name: plain, default: true, data_files: [{split: train, path: data/train-*}, "
+        "{split: validation, path: data/validation-*}]}\n"
+        "- {config_name: other, data_files: [{split: train, path: data/other.parquet}]}\n---\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize(
+    ("rest", "rows"),
+    [("", 50), (":validation", 8), ("/other", 12), (":train[10:25]", 15), ("/plain:train+validation", 58)],
+)
+def test_what_load_dataset_loads(dataset: Path, settings: Settings, rest: str, rows: int) -> None:
+    import datasets
+
+    subset, _, split = rest.lstrip("/").partition(":")
+    wanted = datasets.load_dataset(str(dataset), subset or None, split=split or "train")
+    data = settings(f"{HUB}{dataset}{rest}", validation_share=0.0)
+    check_sources(data)
+    prepared = prepare(data)
+    assert documents(prepared) == rows == len(wanted)
+    text = "".join(f"{row}" for row in wanted["text"])
+    assert prepared.manifest.splits["train"].text_bytes == len(text.encode())
+
+
+def test_a_dataset_is_loaded_once_and_again_when_it_changes(
+    dataset: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = settings(f"{HUB}{dataset}", validation_path=f"{HUB}{dataset}:validation")
+    first = prepare(data)
+    assert {name: split.documents for name, split in first.manifest.splits.items()} == {"train": 50, "validation": 8}
+    made = sorted(Path(str(data.cache), "fetched").rglob("*.parquet"))
+    assert [path.name for path in made] and prepare(data).directory == first.directory
+    assert sorted(Path(str(data.cache), "fetched").rglob("*.parquet")) == made
+    # datasets 5.2.0 itself goes on giving the old rows here.
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["new text"] * 9}), dataset / "data" / "validation-0.parquet")
+    assert prepare(data).manifest.splits["validation"].documents == 9
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (":test", 'Unknown split "test". Should be one of'),
+        ("/third", "BuilderConfig 'third' not found. Available: ['plain', 'other']"),
+    ],
+)
+def test_splits_and_subsets_that_are_there_are_named(dataset: Path, settings: Settings, rest: str, said: str) -> None:
+    message = fails(MissingInputError, lambda: prepare(settings(f"{HUB}{dataset}{rest}")))
+    assert "error[DATA001]" in message and said in message and "where: data.path" in message
+
+
+def test_without_datasets_the_extra_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "datasets")
+    message = fails(UnavailableError, lambda: check_sources(settings(f"{HUB}org/name")))
+    assert 'fix:   pip install "shardwise[hub]"' in message and "error[DATA016]" in message
+
+
+def test_the_hub_that_cannot_be_reached_and_the_dataset_that_is_not_there(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def refuse(path: str, subset: str | None, revision: str | None) -> None:
+        asked.append((path, subset, revision))
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+    error: Exception = ConnectionError("Couldn't reach 'org/name' on the Hub")
+    said = fails(UnavailableError, lambda: prepare(settings(f"{HUB}org/name@v1.0/sub:train[:5%]")))
+    assert "DATA016" in said and "Couldn't reach 'org/name' on the Hub" in said
+    error = datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' is a gated dataset on the Hub.")
+    said = fails(MissingInputError, lambda: prepare(settings(f"{HUB}org/name")))
+    assert "is a gated dataset" in said and "`hf auth login`" in said
+    assert asked == [("org/name", "sub", "v1.0"), ("org/name", None, None)]
+
+
+def test_a_file_of_a_repository_is_a_file() -> None:
+    assert remote._is_dataset(f"{HUB}org/name") and remote._is_dataset(f"{HUB}org/name@v1.0:train[:5%]")
+    assert remote._is_dataset(f"{HUB}org/wiki/20220301.en")
+    assert not remote._is_dataset(f"{HUB}org/name/data/train.parquet") and not remote._is_dataset(f"{HUB}o/n/*.jsonl")
