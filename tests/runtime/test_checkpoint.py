@@ -562,7 +562,7 @@ def test_b32_data_types_differ(two_steps: Path) -> None:
     assert str(error) == (
         "error[CKPT004]: 9 of 15 tensors differ in data type: "
         "optimizer state `optim.exp_avg.embed.weight` is fp32 in the file, bf16 here\n"
-        f"where: {two_steps}/step-00000002\nfix:   precision.weights=fp32"
+        f"where: {two_steps}/step-00000002\nfix:   optim.moments=fp32"
     )
 
 

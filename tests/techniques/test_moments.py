@@ -64,9 +64,9 @@ def test_small_parameters_are_updated_as_adamw_does() -> None:
 
 
 def test_gradients_of_very_different_sizes_in_one_block() -> None:
-    """Sizes over a factor of e^6 either way, and rows that are seldom seen, as an embedding's. The last of 60 updates is
-    within 15 % of the one with fp32 moments, half a step of the table being up to 8 % of a small value. With the square
-    itself in the table, the smallest became zero and were divided by eps: updates 300 times as large."""
+    """Sizes over a factor of e^6 either way, and rows that are seldom seen, as an embedding's. The last of 60 updates
+    is within 15 % of the one with fp32 moments, half a step of the table being up to 8 % of a small value. With the
+    square itself in the table, the smallest became zero and were divided by eps: updates 300 times as large."""
     draw = torch.Generator().manual_seed(0)
     sizes = torch.exp(1.5 * torch.randn(256, 256, generator=draw)) * 1e-3
     ours, theirs = (nn.Parameter(torch.zeros(256, 256)) for _ in range(2))

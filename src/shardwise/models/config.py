@@ -346,7 +346,8 @@ def _nearest(source: str) -> str:
     close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
     hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
     if Path(source).name == "hf":
-        return f"the run {Path(source).parent} leaves it when it is done; `shardwise train` alone makes the quickstart's"
+        run = Path(source).parent
+        return f"the run {run} leaves it when it is done; `shardwise train` alone makes the quickstart's"
     if not close:
         return f"{hint}, such as {', '.join(list(known.configs())[5:50:10])}"
     return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"

@@ -3,10 +3,9 @@
 A matrix of at least ``LEAST`` elements keeps each moment as one byte an element and one fp32 scale, the largest size,
 for every ``BLOCK`` columns of a row. The byte names a value of a table that is dense where moments are many: seven
 decades, more values in the higher ones. Of the second moment it is the root that is kept, which is what is divided by,
-and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else be
-divided by nothing. Blocks lie within rows, so a shard of rows has the same bytes and scales
-whatever the layout, and a checkpoint reshards exactly. Smaller parameters keep fp32 moments. Plain torch, no
-compilation.
+and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else
+be divided by nothing. Blocks lie within rows, so a shard of rows has the same bytes and scales whatever the layout, and
+a checkpoint reshards exactly. Smaller parameters keep fp32 moments. Plain torch, no compilation.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
     here = importlib.metadata.version("torch")
     if plan.shard.strategy != "ddp" and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
-        what = f"nf4 is sharded from torch {'.'.join(map(str, SHARDS_BYTES))} on, whose FSDP2 takes bytes; here is {here}"
+        since = ".".join(map(str, SHARDS_BYTES))
+        what = f"nf4 is sharded from torch {since} on, whose FSDP2 takes bytes; here is {here}"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
     if plan.compile:
         what = "compiled blocks have not been made to work with nf4"
