@@ -48,6 +48,7 @@ fix: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/cost.py
 	$(BIN)/python bench/loss.py
+	$(BIN)/python bench/data.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/step.py --json build/bench/step.json
 	$(BIN)/python bench/step.py --compile --json build/bench/compile.json

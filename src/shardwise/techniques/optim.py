@@ -120,7 +120,7 @@ def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan, seed: int = 0) -
     if plan.optim.name == "adamw8bit":
         from shardwise.techniques.moments import AdamW8bit
 
-        return AdamW8bit(given, lr=optim.learning_rate, betas=betas, eps=optim.eps)
+        return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed)
     kept = plan.optim.moments
     if kept is not None and "bf16" in (kept, plan.precision.weights):
         from shardwise.techniques.rounding import RoundedAdamW

@@ -1,4 +1,5 @@
-"""AdamW whose moments, or whose weights, are kept in bf16 and rounded stochastically.
+"""AdamW whose moments, or whose weights, are kept in few bits and rounded stochastically: in bf16, or as moments.py
+keeps them in 8.
 
 The update is computed in fp32. Written back to bf16, a number becomes one of its two neighbours, the nearer one more
 often, so that it stays what it was on average. Rounding to the nearest loses every change below half a step of bf16
@@ -26,6 +27,10 @@ _CHUNK = {"cpu": 2**16}
 """Elements that are wide at one time: few stay in a CPU's cache, many keep a GPU busy (2^22)."""
 
 
+Kept = dict[str, Tensor]
+"""What is kept of a parameter's moments, by key of the optimizer's state."""
+
+
 def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
     """48 random bits, the upper ones of an int64, for each element in ``slices`` of a tensor of ``shape``. They depend
     on ``key`` (int64, no dims) and the element's place."""
@@ -38,12 +43,18 @@ def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Ten
     return place
 
 
+def draw(random: Tensor, field: int) -> Tensor:
+    """16 of the bits of :func:`noise`, as an int32 from 0 to 65535; ``field`` 0, 1 or 2 says which. Not of tensors
+    without dims."""
+    fields = random.view(torch.int16).unflatten(-1, (-1, 4))  # all machines of today are little-endian
+    sixteen: Tensor = fields[..., field + 1]
+    return sixteen.to(torch.int32, memory_format=torch.contiguous_format).bitwise_and_(0xFFFF)
+
+
 def stochastic(wide: Tensor, random: Tensor, field: int) -> Tensor:
-    """``wide`` (fp32) in bf16: up with the probability that keeps the mean. ``field`` 0, 1 or 2 says which 16 of the
-    bits of ``random`` decide. What bf16 can hold, infinity and NaN stay as they are. Not of tensors without dims."""
-    sixteen = random.view(torch.int16).unflatten(-1, (-1, 4))[..., field + 1]  # all machines of today are little-endian
-    draw = sixteen.to(torch.int32, memory_format=torch.contiguous_format).bitwise_and_(0xFFFF)
-    halves = draw.add_(wide.contiguous().view(torch.int32)).view(torch.int16).unflatten(-1, (-1, 2))
+    """``wide`` (fp32) in bf16: up with the probability that keeps the mean. What bf16 can hold, infinity and NaN stay
+    as they are."""
+    halves = draw(random, field).add_(wide.contiguous().view(torch.int32)).view(torch.int16).unflatten(-1, (-1, 2))
     rounded = halves[..., 1].view(torch.bfloat16)
     return torch.where(wide.isnan(), torch.nan, rounded)  # a carry could turn NaN into a number
 
@@ -63,13 +74,26 @@ class RoundedAdamW(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._keys: dict[nn.Parameter, int] = {}
+        self.moments = moments
         numbers = count()
         for group in self.param_groups:
             for name, parameter in zip(group.get("param_names", numbers), group["params"], strict=False):
                 self._keys[parameter] = xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) - 2**63
-                kept = {key: torch.zeros_like(parameter, dtype=moments).detach() for key in ("exp_avg", "exp_avg_sq")}
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                self.state[parameter] = {"step": step, **kept}
+                self.state[parameter] = {"step": step, **self.fresh(parameter)}
+
+    def fresh(self, parameter: nn.Parameter) -> Kept:
+        """The moments of one parameter before its first step, sharded as it is."""
+        return {key: torch.zeros_like(parameter, dtype=self.moments).detach() for key in ("exp_avg", "exp_avg_sq")}
+
+    def wide(self, kept: Kept) -> tuple[Tensor, Tensor]:
+        """First and second moments in fp32."""
+        return kept["exp_avg"].float(), kept["exp_avg_sq"].float()
+
+    def keep(self, kept: Kept, moments: tuple[Tensor, Tensor], random: Tensor) -> None:
+        """Write what :meth:`wide` gave back."""
+        for field, (key, value) in enumerate(zip(("exp_avg", "exp_avg_sq"), moments, strict=True), 1):
+            kept[key].copy_(stochastic(value, random, field) if kept[key].dtype == torch.bfloat16 else value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -83,31 +107,32 @@ class RoundedAdamW(Optimizer):
         state, slices = self.state[parameter], local_slice(parameter)
         state["step"] += 1
         key = state["step"].long() * _GOLDEN + self._keys[parameter]
-        whole = [local(parameter), local(state["exp_avg"]), local(state["exp_avg_sq"])]
-        if not whole[0].numel():
+        weight, kept = local(parameter), {name: local(value) for name, value in state.items() if name != "step"}
+        if not weight.numel():
             return
         if not parameter.ndim:
-            random = noise(key, (), ()).view(1)
-            _adamw([tensor.view(1) for tensor in whole], grad.view(1), random, group, state["step"])
-            return
-        length = whole[0].shape[0]
-        rows = max(1, _CHUNK.get(grad.device.type, 2**22) * length // whole[0].numel())
+            kept = {name: value.view(1) for name, value in kept.items()}
+            return self._rows(weight.view(1), grad.view(1), kept, noise(key, (), ()).view(1), group, state["step"])
+        length = weight.shape[0]
+        rows = max(1, _CHUNK.get(grad.device.type, 2**22) * length // weight.numel())
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             first = slice(slices[0].start + start, slices[0].start + stop)
             random = noise(key, (first, *slices[1:]), tuple(parameter.shape))
-            _adamw([tensor[start:stop] for tensor in whole], grad[start:stop], random, group, state["step"])
+            part = {name: value[start:stop] for name, value in kept.items()}
+            self._rows(weight[start:stop], grad[start:stop], part, random, group, state["step"])
 
-
-def _adamw(kept: list[Tensor], grad: Tensor, random: Tensor, group: dict[str, Any], step: Tensor) -> None:
-    """Weights, first and second moments in place."""
-    weight, first, second = wide = [tensor.float() for tensor in kept]
-    (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
-    first.lerp_(grad, 1 - beta1)
-    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
-    weight.mul_(1 - lr * group["weight_decay"])
-    weight.sub_((first / denominator).mul_(lr / (1 - beta1 ** step.double())))
-    for field, (tensor, value) in enumerate(zip(kept, wide, strict=True)):
-        if tensor.dtype == torch.bfloat16:
-            tensor.copy_(stochastic(value, random, field))
+    def _rows(
+        self, weight: Tensor, grad: Tensor, kept: Kept, random: Tensor, group: dict[str, Any], step: Tensor
+    ) -> None:
+        """Weights and moments in place."""
+        wide, (first, second) = weight.float(), self.wide(kept)
+        (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
+        wide.mul_(1 - lr * group["weight_decay"])
+        wide.sub_((first / denominator).mul_(lr / (1 - beta1 ** step.double())))
+        if weight.dtype != wide.dtype:
+            weight.copy_(stochastic(wide, random, 0) if weight.dtype == torch.bfloat16 else wide)
+        self.keep(kept, (first, second), random)
