@@ -119,9 +119,9 @@ def tell_tensors(rank: int, directory: Path) -> None:
             (directory / f"{kind}-{step}.json").write_text(json.dumps(found))
 
     def begin(*args: Any) -> Any:
-        state, rules, checkpoints = true_begin(*args)
+        job, state, rules, checkpoints = true_begin(*args)
         note("loaded", state.step, state.tensors())
-        return state, rules, checkpoints
+        return job, state, rules, checkpoints
 
     def save(self: Any, tensors: Any, facts: Any, step: int, finite: bool = True) -> bool:
         note("saved", step, tensors)

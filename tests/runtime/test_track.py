@@ -139,7 +139,8 @@ def test_rows_and_outcome_reach_the_tracker(tmp_path: Path, kept: list[Kept]) ->
 
 
 def test_a_failed_run_is_closed_as_failed_and_a_resumed_one_goes_on(tmp_path: Path, kept: list[Kept]) -> None:
-    made = recipe(tmp_path, "broken", run={"trackers": ["wandb"]}, train={"max_steps": 5})
+    saved_at_once = {"save_steps": 3, "asynchronous": False}
+    made = recipe(tmp_path, "broken", run={"trackers": ["wandb"]}, train={"max_steps": 5}, checkpoint=saved_at_once)
     with pytest.raises(Broken):
         train_here(made, at(4, fail))
     train_here(made)
