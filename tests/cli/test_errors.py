@@ -210,20 +210,24 @@ def test_a_plan_for_other_machines(shardwise: Run) -> None:
 
 def test_a_plan_of_another_recipe(shardwise: Run) -> None:
     """Without adapters it would silently train every weight, and export would look for adapters."""
-    Path("plan.yaml").write_text(dump_plan(replace(Plan(), batch=replace(Plan().batch, seq_len=512))))
+    Path("plan.yaml").write_text(dump_plan(replace(Plan(), batch=replace(Plan().batch, seq_len=256))))
     words = ("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
     assert shardwise(*words)[0] == 0
     code, _, err = shardwise(*words, "lora.rank=8", "optim.name=adamw8bit")
     assert code == 78 and err.startswith("error[PLAN019]: the plan has `lora` none, the recipe Lora(rank=8")
     assert "the plan has `optim.name` adamw, the recipe adamw8bit" in err
+    code, _, err = shardwise(*words, "train.seq_len=128", "precision.weights=bf16", "precision.compute=bf16")
+    assert code == 78 and "`train.seq_len` 256, the recipe 128" in err
+    assert "`precision.weights` fp32, the recipe bf16" in err
     code, _, err = shardwise("train", "--nproc", "1", "--dry-run", "lora.rank=8", "lora.targets=[]")
     assert code == 78 and "`lora.targets` names no layer" in err
 
 
 def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
-    Path("plan.yaml").write_text(dump_plan(replace(Plan(), precision=Precision(compute="fp16", weights="fp16"))))
+    wrong = replace(Plan(), batch=replace(Plan().batch, seq_len=256), precision=Precision("fp64", reduce="bf16"))
+    Path("plan.yaml").write_text(dump_plan(wrong))
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
-    assert code == 78 and err.startswith("error[PLAN012]: fp16 weights lose most updates")
+    assert code == 78 and err.startswith("error[PLAN012]: gradients of fp64 would be reduced in bf16")
 
 
 def test_another_runs_directory(shardwise: Run) -> None:

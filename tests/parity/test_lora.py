@@ -99,6 +99,16 @@ def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:
     holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 4), lora_plan("zero3", 4, lora, "none", 1)])
 
 
+def test_magnitudes_begin_as_the_model_came(ranks: RankPool) -> None:
+    """In bf16 too, where a sharded magnitude is gathered rounded: B is zero, so the first loss is LoRA's to the bit.
+    The frozen weights are kept as they are computed with, which is what ``lora.frozen: auto`` does."""
+    for strategy in ("ddp", "zero3"):
+        loras = (Lora(3, 6.0, frozen="bf16", dora=dora) for dora in (False, True))
+        plans = [replace(plan(strategy, 2, BF16), lora=lora) for lora in loras]
+        for plain, sized in ranks.run(parity.train_on_rank, UNTIED, plans, 1, world=2, timeout_s=300):
+            assert plain.losses == sized.losses
+
+
 def test_bf16(ranks: RankPool) -> None:
     """Adapters apart and in one matrix round differently in bf16, each product by 2^-9: losses agree to 5e-3, and the
     gradients of B point the same way (cosine 0.99; A's are zero in the first step)."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 from examples import transformers_loop, vision_loop
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
 from tests.runtime import own_ranks
@@ -142,11 +142,13 @@ def test_an_optimizer_that_makes_its_state_late(tmp_path: Path) -> None:
     model, optimizer, checkpoints = make()
     assert checkpoints.resume() is None and not optimizer.state
     steps(model, optimizer, range(2))
-    checkpoints.save(2, note="here")
+    checkpoints.save(2, note="here", validation=torch.tensor(1.5), worst=float("nan"))
     steps(model, optimizer, range(2, 4))
     checkpoints.close()
     other, again, kept = make()
-    assert kept.resume() == {"note": "here", "step": 2}
+    assert kept.resume() == {"note": "here", "validation": 1.5, "worst": None, "step": 2}
+    with pytest.raises(DataError, match="CKPT020"):
+        kept.save(3, model=model)
     steps(other, again, range(2, 4))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 

@@ -12,7 +12,9 @@ from torch import nn
 from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Optim
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.plan import Optim, Plan, Precision
+from shardwise.techniques import optim
 from shardwise.techniques.moments import BLOCK, AdamW8bit, decode, encode, table
 from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
 from tests.drift.test_drift import SPEC, plan_of, sheet
@@ -132,6 +134,13 @@ def test_large_ones_nearly() -> None:
     assert float(torch.nn.functional.cosine_similarity(moved, right, dim=0)) > 0.99
     held = sum(value.nbytes for value in one.state[ours].values())
     assert held == 4 + moment_bytes((64, 300), 64 * 300) < 0.3 * 8 * 64 * 300
+
+
+@pytest.mark.parametrize("number", ["fp64", "fp16"])
+def test_other_types_of_weights_are_refused(number: str) -> None:
+    plan = Plan(optim=Optim("adamw8bit"), precision=Precision("fp32", number))  # type: ignore[arg-type]
+    (problem,) = optim.check(SPEC, plan, parse_cluster("1xH100"))
+    assert (problem.code, problem.where) == ("PLAN012", "optim.name")
 
 
 def test_what_is_quantised() -> None:

@@ -45,7 +45,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         nproc = plan.layout.world // cluster.nodes
         fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
         raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
-    if file and (problems := [*_other_recipe(plan, recipe, file), *techniques.check(spec, plan, cluster)]):
+    if file and (problems := [*_other_recipe(plan, recipe, spec, file), *techniques.check(spec, plan, cluster)]):
         raise ConfigError(*problems)
     estimate = plan.estimate
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
@@ -58,7 +58,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
     return plan
 
 
-def _other_recipe(plan: Plan, recipe: Recipe, file: Path) -> list[Problem]:
+def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
     """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
     another recipe's."""
     asked = {
@@ -67,6 +67,9 @@ def _other_recipe(plan: Plan, recipe: Recipe, file: Path) -> list[Problem]:
         "optim.name": (plan.optim.name, recipe.optim.name),
         "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
         "optim.moments": (plan.optim.moments, recipe.optim.moments),
+        "precision.weights": (plan.precision.weights, recipe.precision.weights),
+        "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
+        "model": (plan.model or spec.name, spec.name),
     }
     fix = f"the recipe that {file} was made for, or leave out --plan to plan again"
     return [

@@ -81,19 +81,19 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Decoder:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
-    the weights that they were trained on; those that were quantised are whole again unless ``quantised``."""
+    the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""
     precision = Precision(weights=recipe.precision.weights)
     adapters = lora.settings(recipe.lora, precision)
     if adapters is not None and not quantised:
-        adapters = replace(adapters, nf4=False)
+        adapters = replace(adapters, nf4=False, frozen=precision.weights)
     plan = Plan(precision=precision, lora=adapters)
     with torch.device("meta"):
         model = Decoder(spec)
     for technique in (lora, precisions, nf4):
         technique.apply([model], plan, None)
     allocate([model], spec, torch.device("cpu"))
-    if adapters is not None:
-        fill([model], spec, recipe, plan)
+    if adapters is not None:  # their own values are the checkpoint's, not those that they began with
+        fill([model], spec, recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})}), plan)
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     read(path, {f"model.{name}": value for name, value in named.items() if adapters is None or is_adapter(name)})
     return model

@@ -19,6 +19,8 @@ ranks with equally many rows train as one process with all of them. Started by `
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -207,9 +209,18 @@ class Checkpoints:
         return found
 
     def save(self, step: int, **facts: Any) -> None:
-        """Begin to save as ``step``, with ``facts`` (JSON) beside. The next ``optimizer.step()`` waits until the
-        tensors are copied; the rest is written in the background."""
-        self._kept.save(self.tensors(), {"step": step, **facts}, step)
+        """Begin to save as ``step``, with ``facts`` beside: what JSON can hold, tensors of one number, and null for
+        what is not finite. The next ``optimizer.step()`` waits until the tensors are copied; the rest is written in the
+        background. Raises DataError CKPT020 for other facts."""
+        plain: dict[str, Any] = {}
+        for key, value in facts.items():
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            plain[key] = None if isinstance(number, float) and not math.isfinite(number) else number
+        try:
+            json.dumps(plain, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(Problem("CKPT020", f"facts are kept as JSON: {error}", "save", "numbers, texts")) from error
+        self._kept.save(self.tensors(), {"step": step, **plain}, step)
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none."""

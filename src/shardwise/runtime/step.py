@@ -86,7 +86,7 @@ def step(
 def draw_anew(seed: int, number: int, layout: Layout) -> None:
     """What is dropped follows from the seed, the step and the rank, so that a resumed run drops the same."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed((seed * 1_000_003 + number) * layout.dp + layout.dp_rank(rank))
+    torch.manual_seed(((seed * 1_000_003 + number) * layout.dp + layout.dp_rank(rank)) % 2**63)
 
 
 def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Tensor:

@@ -100,7 +100,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     lora = plan.lora
     if lora is None:
         return sheet
-    return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora) for block in sheet.blocks))
+    gathered = "compute" if plan.shard.strategy != "ddp" and plan.layout.dp > 1 else "weights"
+    return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
 
 
 @dataclasses.dataclass
@@ -114,13 +115,15 @@ class _Draft:
     backward: list[Op]
     saved: set[int]
     gradients: dict[str, int]
+    gathered: str
 
     def add(self, *shape: int | str, dtype: str = "compute") -> int:
         self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype))
         return len(self.tensors) - 1
 
 
-def _adapted(unit: Unit, lora: Lora) -> Unit:
+def _adapted(unit: Unit, lora: Lora, gathered: str) -> Unit:
+    """``gathered``: the type in which a layer finds its adapter's parameters."""
     shapes = {
         weight.name: (int(weight.shape[0]), int(weight.shape[1]))
         for weight in unit.weights
@@ -134,6 +137,7 @@ def _adapted(unit: Unit, lora: Lora) -> Unit:
         list(unit.backward),
         set(unit.saved),
         dict(unit.weight_gradients),
+        gathered,
     )
     for index in range(len(draft.forward) - 1, -1, -1):
         if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in shapes:
@@ -219,7 +223,7 @@ class _Sized:
     def of(draft: _Draft, module: str, total: int, *, biased: bool) -> _Sized:
         wide_out, wide_in = draft.shapes[f"{module}.weight"]
         bare = draft.add("b*s", wide_out) if biased else total
-        norm, gain = draft.add(wide_out, dtype="statistics"), draft.add(wide_out)
+        norm, gain = draft.add(wide_out, dtype=draft.gathered), draft.add(wide_out)
         product = draft.add("b*s", wide_out)
         last = draft.add("b*s", wide_out) if biased else product
         wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
@@ -349,7 +353,9 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
         total: torch.Tensor = out + up(down(x) * factor)
         if not lora.dora:
             return total
-        gain: torch.Tensor = (module.lora_m / row_norms(module, factor)).to(out.dtype)
+        # Sharded, the magnitude comes in the compute type: the norms are rounded alike, so that both cancel at first.
+        norms = row_norms(module, factor).to(module.lora_m.dtype)
+        gain: torch.Tensor = (module.lora_m / norms).to(out.dtype)
         if module.bias is None:
             return total * gain
         bias: torch.Tensor = module.bias.to(out.dtype)

@@ -6,7 +6,7 @@ decades, more values in the higher ones. Of the second moment it is the root tha
 and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else
 be divided by nothing. Rounding is stochastic, as in rounding.py: rounded to the nearest, a moment that falls by less
 than half a step of the table would never fall. Blocks lie within rows, so a shard of rows has the same bytes and scales
-whatever the layout, and a checkpoint reshards exactly. Smaller parameters keep fp32 moments. Plain torch, no
+whatever the layout, and a checkpoint reshards exactly. Smaller parameters keep moments of their own type. No
 compilation.
 """
 
