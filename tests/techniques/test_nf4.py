@@ -73,7 +73,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problem.where for problem in problems] == ["lora.frozen", "compile"]
     assert "layers.0.attention.q.weight has 48 columns" in problems[0].what
     assert not nf4.check(replace(spec, hidden_size=64), replace(plan, compile=False), parse_cluster("1xH100"))
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
     sharded = replace(plan, lora=Lora(4, 8.0, nf4=True), compile=False, shard=Shard("zero3"))
     (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))
     assert problem.what.endswith("here is 2.11.0+cu130")

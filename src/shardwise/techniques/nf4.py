@@ -9,6 +9,7 @@ with full recomputation), and the error of 4 bits, which the adapters learn arou
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -42,9 +43,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if odd := [name for name, shape in names.items() if quantised(name) and shape[1] % NF4_BLOCK]:
         what = f"nf4 keeps rows in blocks of {NF4_BLOCK}, and {odd[0]} has {names[odd[0]][1]} columns"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
-    from importlib.metadata import version  # 20 ms, which `--help` need not wait for
-
-    here = version("torch")
+    here = importlib.metadata.version("torch")
     if plan.shard.strategy != "ddp" and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
         since = ".".join(map(str, SHARDS_BYTES))
         what = f"nf4 is sharded from torch {since} on, whose FSDP2 takes bytes; here is {here}"
