@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-import psutil
-
 from shardwise.errors import Problem, UnavailableError, UsageError
 
 
@@ -32,6 +30,8 @@ def _taken(port: int, what: str) -> Problem:
 
 def _holder(port: int) -> str:
     """`` by pid 4121 (python train.py)``, where this user may see it."""
+    import psutil
+
     try:
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:

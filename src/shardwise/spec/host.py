@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -56,13 +55,19 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[s
 
 def total_memory_bytes() -> int:
     """Memory of this machine, or what its control group may use of it; the same whenever it is asked."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
+    return min([int(_memory().total), *(limit for limit, _ in _limits())])
 
 
 def available_memory_bytes() -> int:
     """Memory that new allocations can have: what the kernel calls available, or what a control group leaves of it."""
     left = [limit - used for limit, used in _limits() if used < limit]
-    return min([int(psutil.virtual_memory().available), *left])
+    return min([int(_memory().available), *left])
+
+
+def _memory() -> Any:
+    import psutil
+
+    return psutil.virtual_memory()
 
 
 def _limits() -> Iterator[tuple[int, int]]:
