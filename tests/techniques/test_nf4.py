@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -53,6 +55,24 @@ def test_their_bits_give_their_values(shape: tuple[int, int], dtype: torch.dtype
     rows, columns = shape
     found = fourbit.dequantise(packed.view(rows, columns // 2), state.absmax.view(rows, -1), groups, dtype)
     assert torch.equal(found, theirs.dequantize_nf4(packed, state))
+
+
+AFTER_A_FAKE_WORLD = """
+from shardwise.models.config import ModelSpec
+from shardwise.prove.world import measure
+from shardwise.spec.plan import Lora, Plan, Precision
+from shardwise.techniques import fourbit
+
+measure(ModelSpec("small", 96, 64, 64, 1, 4, 2, 16), Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True)), 0)
+print(sum(fourbit._values(fourbit.torch.zeros(1), nf4=False).tolist()))
+"""
+
+
+def test_a_fake_world_leaves_no_mark() -> None:
+    """In a process of its own: tables are not made of what fake tensors say, and kept. Sums are those of bitsandbytes'
+    table."""
+    run = subprocess.run([sys.executable, "-c", AFTER_A_FAKE_WORLD], capture_output=True, text=True, check=True)
+    assert float(run.stdout) == pytest.approx(float(theirs.create_dynamic_map().sum()), abs=1e-5)
 
 
 def test_the_layer_computes_with_the_whole_matrix() -> None:

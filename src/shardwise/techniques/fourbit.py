@@ -7,7 +7,6 @@ type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bit
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -87,15 +86,18 @@ class _Linear(torch.autograd.Function):
         return grad @ dequantise(codes, sizes, groups, grad.dtype), None, None, None, None
 
 
-@cache
 def _dynamic() -> tuple[float, ...]:
     """256 values from -1 to 1: decade d of seven holds 2^d evenly on each side, and there are 0 and 1."""
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**decade + 1)
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32)
         middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         values += [*middles.tolist(), *(-middles).tolist()]
     return tuple(sorted(values))
+
+
+DYNAMIC = _dynamic()
+"""Made here, not when it is first used: that may be among fake tensors, whose numbers mean nothing."""
 
 
 def _values(like: Tensor, *, nf4: bool) -> Tensor:
@@ -115,7 +117,7 @@ def _constant(like: Tensor, name: str) -> Tensor:
     key = (name, like.device)
     if key in _CONSTANTS and not isinstance(like, FakeTensor):
         return _CONSTANTS[key]
-    values: Any = NF4 if name == "nf4" else _dynamic() if name == "dynamic" else [(a, b) for a in NF4 for b in NF4]
+    values: Any = NF4 if name == "nf4" else DYNAMIC if name == "dynamic" else [(a, b) for a in NF4 for b in NF4]
     made = torch.tensor(values, dtype=torch.float32, device=like.device)
     if not isinstance(made, FakeTensor):
         _CONSTANTS[key] = made
