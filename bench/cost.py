@@ -16,7 +16,8 @@ from collections.abc import Callable
 from itertools import cycle, islice, pairwise, product
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec, load_spec
+from shardwise.models.config import ModelSpec
+from shardwise.models.load import load_spec
 from shardwise.planner import search
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.spec.cluster import Cluster, parse_cluster

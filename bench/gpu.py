@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.methods import pretrain
-from shardwise.models.config import ModelSpec, load_spec
+from shardwise.models.config import ModelSpec
+from shardwise.models.load import load_spec
 from shardwise.planner.price import CUDA_RESERVE_BYTES
 from shardwise.planner.search import choose
 from shardwise.runtime.build import build

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from shardwise.models.config import load_spec
+from shardwise.models.load import load_spec
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove.drift import PEAK_TOLERANCE, drift

@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.errors import ConfigError, DataError, PolicyError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, from_hf, layer_kinds, load_spec, parameter_shapes, to_hf
+from shardwise.models.config import ModelSpec, from_hf, layer_kinds, parameter_shapes, to_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
+from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
 from tests.models.families import CONFIGS, LENGTH, NEUTRAL, config_of, pair, random_model, spec_of, without
 from tests.models.llama import relative, tokens

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import hf, tensorfile
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import load_spec, parameter_shapes
+from shardwise.models.config import parameter_shapes
+from shardwise.models.load import load_spec
 from tests.models.llama import pair, random_config, random_model, tokens
 from tests.models.test_decoder import SPEC
 

@@ -104,10 +104,10 @@ def test_a_slice_of_an_adapter(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert to_peft_name("layers.3.attention.q.lora_a.weight") == (
+    assert to_peft_name("layers.3.attention.q.lora_a.weight", SPEC) == (
         "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
     )
-    assert to_peft_name("layers.0.mlp.down.lora_b.weight").endswith("layers.0.mlp.down_proj.lora_B.weight")
+    assert to_peft_name("layers.0.mlp.down.lora_b.weight", SPEC).endswith("layers.0.mlp.down_proj.lora_B.weight")
 
 
 def test_an_adapter_that_is_not_the_recipes(tmp_path: Path) -> None:

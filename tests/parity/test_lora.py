@@ -11,7 +11,7 @@ import torch
 
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import LINEAR, is_adapter, role
+from shardwise.models.roles import is_adapter, is_linear
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
@@ -49,7 +49,7 @@ def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch
     """What the weight began as, in the type that it is kept in (tests/techniques/test_nf4.py is about the 4 bits)."""
     value = init.fill(name, shape, tuple(slice(0, size) for size in shape), 0, spec)
     assert of.lora is not None
-    if of.lora.nf4 and role(name) in LINEAR:
+    if of.lora.nf4 and is_linear(name):
         return dequantise(*quantise(value), torch.float64)
     return value.to(torch_type(of.lora.frozen)).double()
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.models.config import load_spec
+from shardwise.models.load import load_spec
 from shardwise.planner.search import MARGIN, choose, settings
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.recipe import Parallel, Precision, Recipe, Recompute, Train
@@ -139,7 +139,7 @@ def test_planning_a_known_model_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from shardwise.planner.search import choose\n"
-        "from shardwise.models.config import load_spec\n"
+        "from shardwise.models.load import load_spec\n"
         "from shardwise.spec.cluster import parse_cluster\n"
         "from shardwise.spec.recipe import Recipe\n"
         "choose(Recipe(), load_spec('meta-llama/Llama-3.1-8B'), parse_cluster('8xH100'))\n"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.models.config import load_spec, parameter_shapes
+from shardwise.models.config import parameter_shapes
+from shardwise.models.load import load_spec
 from shardwise.planner.search import choose
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster

@@ -12,7 +12,7 @@ from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
-from shardwise.models.config import load_spec
+from shardwise.models.load import load_spec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
@@ -20,7 +20,7 @@ from shardwise.spec.load import load_recipe
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.models.decoder import Decoder
+    from shardwise.models.foreign import Model
 
 
 @dataclass
@@ -66,7 +66,7 @@ def run(options: Options) -> None:
         say(text if options.chat else options.prompt + text)
 
 
-def _load(path: Path, device: torch.device, best: bool) -> tuple[Decoder, Tokenizer]:
+def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenizer]:
     """The exported model of a run or a directory; of an unfinished run its newest checkpoint, or the
     best."""
     from shardwise.data.prepare import prepare
@@ -81,19 +81,18 @@ def _load(path: Path, device: torch.device, best: bool) -> tuple[Decoder, Tokeni
     return load_run(locate_best(path) if best else path, recipe, resolve(recipe)).to(device), tokenizer
 
 
-def _read(directory: Path) -> Decoder:
+def _read(directory: Path) -> Model:
     """A model directory, whole, in this process."""
     import torch
 
-    from shardwise.models.decoder import Decoder
+    from shardwise.models.foreign import model_of
     from shardwise.models.hf import read_weights
+    from shardwise.runtime.build import allocate
 
     spec = load_spec(str(directory))
     with torch.device("meta"):
-        model = Decoder(spec)
-    model.to_empty(device="cpu")
-    if spec.tie_word_embeddings:
-        model.head.weight = model.embed.weight
+        model = model_of(spec)
+    allocate([model], spec, torch.device("cpu"))
     parameters = dict(model.named_parameters())
     wanted = {name: tuple(slice(0, size) for size in parameter.shape) for name, parameter in parameters.items()}
     with torch.no_grad():

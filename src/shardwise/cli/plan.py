@@ -15,6 +15,7 @@ from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_writable
 from shardwise.models.config import parameter_count
+from shardwise.models.foreign_spec import NOTICE
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose, settings
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
@@ -75,6 +76,8 @@ def run(options: Options) -> None:
         )
         return None
     say(render.title(spec, cluster))
+    if spec.foreign is not None:
+        say(f"{spec.family}, {NOTICE}")
     if cluster.assumptions:
         say("assumed: " + "; ".join(cluster.assumptions))
     say()

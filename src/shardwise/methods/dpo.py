@@ -19,11 +19,11 @@ from torch.nn.functional import logsigmoid
 from shardwise.data.batch import MicroBatch
 from shardwise.methods.loss import linear_cross_entropy, token_losses
 from shardwise.models.attention import MaskSpec
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import Model
 from shardwise.spec.recipe import Method
 
 
-def loss(model: Decoder, batch: MicroBatch, chunk_tokens: int, denominator: float, method: Method) -> Tensor:
+def loss(model: Model, batch: MicroBatch, chunk_tokens: int, denominator: float, method: Method) -> Tensor:
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
     cap, answers, references = model.spec.final_soft_cap, batch.answers, batch.references
     assert answers is not None and references is not None

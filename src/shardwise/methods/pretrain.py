@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.methods.loss import linear_cross_entropy, token_losses
 from shardwise.models.attention import MaskSpec
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import Model
 
 
 def mask(batch: MicroBatch) -> MaskSpec:
@@ -15,7 +15,7 @@ def mask(batch: MicroBatch) -> MaskSpec:
     return MaskSpec(documents=batch.documents, longest=batch.longest)
 
 
-def loss(model: Decoder, batch: MicroBatch, chunk_tokens: int, denominator: Tensor | float) -> Tensor:
+def loss(model: Model, batch: MicroBatch, chunk_tokens: int, denominator: Tensor | float) -> Tensor:
     """Sum of the token losses over ``denominator``, which is the supervised tokens of the whole optimizer step."""
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def loss(model: Decoder, batch: MicroBatch, chunk_tokens: int, denominator: Tens
     return model(batch.ids, batch.positions, mask(batch), finish)
 
 
-def evaluate(model: Decoder, batch: MicroBatch, chunk_tokens: int) -> Tensor:
+def evaluate(model: Model, batch: MicroBatch, chunk_tokens: int) -> Tensor:
     """The loss of each token [b,s] in nats, 0 where there is no label; without gradients."""
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, Problem
-from shardwise.models import known, rope
+from shardwise.errors import ConfigError, PolicyError, Problem
+from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
+from shardwise.models.foreign_spec import Foreign
 from shardwise.models.rope import RopeScaling, number
-from shardwise.spec.hub import fetch
 
 GENERIC = (
     "vocab_size",
@@ -44,7 +42,8 @@ class ModelSpec:
     over each head or over the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim).
     sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
     ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
-    nope_layers: those without rotation. logits_scaling: what logits are divided by.
+    nope_layers: those without rotation. logits_scaling: what logits are divided by. foreign: what the blocks are, where
+    not those of the decoder.
     """
 
     name: str
@@ -83,6 +82,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    foreign: Foreign | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -98,7 +98,7 @@ class ModelSpec:
 @dataclass(frozen=True)
 class LayerKind:
     """In what layers of one model differ: what a query sees, and how positions enter. ``local``: by the theta of
-    sliding layers."""
+    sliding layers, or whatever those of a foreign model do otherwise."""
 
     window: int | None = None
     rotated: bool = True
@@ -111,7 +111,7 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     order = []
     for layer in range(spec.num_hidden_layers):
         sliding = spec.sliding_window is not None and (not spec.layer_types or spec.layer_types[layer] == SLIDING)
-        local = sliding and spec.local_rope_theta is not None
+        local = sliding and (spec.local_rope_theta is not None or spec.foreign is not None)
         kind = LayerKind(spec.sliding_window if sliding else None, layer not in spec.nope_layers, local)
         order.append(kinds.setdefault(kind, len(kinds)))
     return tuple(kinds), tuple(order)
@@ -119,6 +119,8 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``."""
+    if spec.foreign is not None:
+        return spec.foreign.shapes(spec.num_hidden_layers)
     d = spec.hidden_size
     linears, norms = _linears(spec), _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
@@ -207,9 +209,12 @@ def problems(spec: ModelSpec) -> list[Problem]:
 
 def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
-    if config.get("model_type") in {family.within for family in FAMILIES.values()} - {""}:
-        config = {**config.get("text_config", {}), **_outer(config)}
-    model_type = _check_architecture(config, name)
+    config = _text_part(config)
+    model_type = family_of(config, name)
+    if model_type is None:
+        kind, where = config.get("model_type"), f"config of {name}"
+        fix = f"a model of one of these: {', '.join(FAMILIES)}"
+        raise ConfigError(Problem("MOD001", f"model_type {kind!r} is not of one of the families", where, fix))
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -246,9 +251,12 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     return spec
 
 
-def _outer(config: dict[str, Any]) -> dict[str, Any]:
-    """What the config of a model of text and images says of its text part."""
-    return {key: config[key] for key in ("auto_map", "bos_token_id", "eos_token_id") if config.get(key) is not None}
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The config itself, or of a model of text and images that of its text part, with what it says of that."""
+    if config.get("model_type") not in {family.within for family in FAMILIES.values()} - {""}:
+        return config
+    outer = {key: config[key] for key in ("auto_map", "bos_token_id", "eos_token_id") if config.get(key) is not None}
+    return {**config.get("text_config", {}), **outer}
 
 
 def _head_dim(config: dict[str, Any], where: str) -> int:
@@ -261,20 +269,18 @@ def _head_dim(config: dict[str, Any], where: str) -> int:
     return int(config["hidden_size"]) // int(heads)
 
 
-def _check_architecture(config: dict[str, Any], name: str) -> str:
-    """The model type. Raises PolicyError or ConfigError."""
+def family_of(config: dict[str, Any], name: str) -> str | None:
+    """The key in FAMILIES of what a config describes; None if it is none of them. Raises PolicyError (SEC008)."""
+    config = _text_part(config)
     by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
-    where, supported = f"config of {name}", ", ".join(by_architecture)
     model_type = config.get("model_type")
-    kind = next(iter(config.get("architectures") or []), f"model_type {model_type or 'missing'!r}")
     if config.get("auto_map") and not (model_type in FAMILIES and FAMILIES[model_type].brings_code):
         what = f"{name} wants to run its own Python ({', '.join(config['auto_map'])}); it is never executed"
-        raise PolicyError(Problem("SEC008", what, where, f"supported architectures: {supported}"))
+        fix = f"supported architectures: {', '.join(by_architecture)}"
+        raise PolicyError(Problem("SEC008", what, f"config of {name}", fix))
     if model_type in FAMILIES:
         return str(model_type)
-    if kind not in by_architecture:
-        raise ConfigError(Problem("MOD001", f"{kind} is not supported", where, f"a model of one of these: {supported}"))
-    return by_architecture[kind]
+    return by_architecture.get(next(iter(config.get("architectures") or []), ""))
 
 
 def _activation(config: dict[str, Any], name: str) -> Any:
@@ -298,6 +304,8 @@ def _rope(config: dict[str, Any], longest: int, name: str) -> tuple[float, RopeS
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
+    if spec.foreign is not None:
+        return dict(json.loads(spec.foreign.config))
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)
@@ -326,39 +334,3 @@ def _write_rope(spec: ModelSpec, stretch: dict[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": spec.local_rope_theta}
     by_layer = {"rope_parameters": {FULL: parameters, SLIDING: local}}
     return config | by_layer | {"rope_local_base_freq": spec.local_rope_theta}
-
-
-def load_spec(source: str, revision: str | None = None) -> ModelSpec:
-    """The spec of a directory with a ``config.json``, of a built-in model, or of a Hub id, tried in that order."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return from_hf(_read_json(path / "config.json" if path.is_dir() else path), path.name)
-    if (match := known.find(source)) is not None:
-        return from_hf(match[1], match[0])
-    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        directory = fetch(source, revision, ["config.json"], "model.path")
-        return from_hf(_read_json(directory / "config.json"), source.rpartition("/")[2])
-    raise MissingInputError(Problem("MOD002", f"no model {source!r}", "model.path", _nearest(source)))
-
-
-def _nearest(source: str) -> str:
-    names = {name.lower(): name for name in known.configs()}
-    close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
-    hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
-    if Path(source).name == "hf":
-        run = Path(source).parent
-        return f"the run {run} leaves it when it is done; `shardwise train` alone makes the quickstart's"
-    if not close:
-        return f"{hint}, such as {', '.join(list(known.configs())[5:50:10])}"
-    return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        fix = "a directory that holds config.json as transformers' save_pretrained writes it"
-        raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        what = f"{path} is not JSON, or no object: {error}"
-        raise DataError(Problem("MOD004", what, str(path), "fetch the file again")) from error

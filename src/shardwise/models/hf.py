@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
+from shardwise.models.foreign_spec import Foreign
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.foreign import PICKLES, pickle_refused
 from shardwise.spec.hub import fetch
@@ -50,12 +51,28 @@ def from_hf_name(name: str, family: str = "llama") -> str:
     return _translate(name, {hf: ours for ours, hf in FAMILIES[family].names.items() if theirs[hf] == 1})
 
 
+def name_in_model(name: str, spec: ModelSpec) -> str:
+    """What the parameter with this canonical name is called in the model of transformers."""
+    if spec.foreign is None:
+        return to_hf_name(name, spec.family)
+    part, _, rest = name.partition(".")
+    return f"{dict(spec.foreign.places)[part]}.{rest}"
+
+
+def name_in_files(name: str, spec: ModelSpec) -> str:
+    """What it is called in the files, where some foreign models have kept names that transformers has changed."""
+    named = {} if spec.foreign is None else {ours: theirs for ours, theirs, _ in spec.foreign.parameters}
+    number = re.match(r"layers\.(\d+)\.", name)
+    pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
+    return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)
+
+
 def stacks(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Every tensor of the files by its Hugging Face name, with the canonical parameters that are stacked in it along
     dim 0, in order; most have one. Each parameter is in exactly one."""
     found: dict[str, tuple[str, ...]] = {}
     for name in parameter_shapes(spec):
-        theirs = to_hf_name(name, spec.family)
+        theirs = name_in_files(name, spec)
         found[theirs] = (*found.get(theirs, ()), name)
     return found
 
@@ -138,8 +155,9 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:
     """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
     shapes = parameter_shapes(spec)
-    found, theirs = _text_part(found, spec), stacks(spec)
-    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    theirs = stacks(spec)
+    found = _text_part(found, spec) if spec.foreign is None else _named_as_now(found, spec.foreign, theirs)
+    ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
     extra = [name for name in found if name not in theirs and name not in ignored and not _IGNORED.search(name)]
     missing = [ours for name, parts in theirs.items() for ours in parts if name not in found]
     problems = []
@@ -172,6 +190,15 @@ def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entr
         return found
     kept = {name: entry for name, entry in found.items() if not re.match(rf"(model\.)?({unused})", name)}
     return {_OUTER.sub(r"\1", name): entry for name, entry in kept.items()}
+
+
+def _named_as_now(found: Mapping[str, Entry], foreign: Foreign, names: Iterable[str]) -> Mapping[str, Entry]:
+    """The entries of a foreign model: old files may lack its own word (``h.0`` for ``transformer.h.0``), and have
+    tables."""
+    word, known_names = foreign.inner.partition(".")[0], set(names)
+    full = {f"{word}.{name}" if f"{word}.{name}" in known_names else name: entry for name, entry in found.items()}
+    old = [name for name in full if name not in known_names and any(re.search(word, name) for word in foreign.ignored)]
+    return {name: entry for name, entry in full.items() if name not in old}
 
 
 def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec
-from shardwise.models.hf import to_hf_name
+from shardwise.models.hf import name_in_model
 from shardwise.models.roles import is_adapter
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
@@ -22,10 +22,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
-def to_peft_name(name: str, family: str = "llama") -> str:
+def to_peft_name(name: str, spec: ModelSpec) -> str:
     """``layers.3.attention.q.lora_a.weight`` -> ``base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight``."""
     layer, _, word = name.removesuffix(".weight").rpartition(".")
-    theirs = to_hf_name(f"{layer}.weight", family).removesuffix(".weight")
+    theirs = name_in_model(f"{layer}.weight", spec).removesuffix(".weight")
     return f"base_model.model.{theirs}.{_WORDS[word]}"
 
 
@@ -41,7 +41,7 @@ def write_adapter(
     adapters' parameters by canonical name; ``fetch`` gives their whole values, once each and in that order. ``model``:
     what they belong to."""
     directory.mkdir(parents=True, exist_ok=True)
-    named = {to_peft_name(name, spec.family): shape for name, shape in shapes.items()}
+    named = {to_peft_name(name, spec): shape for name, shape in shapes.items()}
     tensorfile.write(directory / WEIGHTS, named, torch.float32, (fetch(name) for name in shapes))
     config = {
         "peft_type": "LORA",
@@ -71,7 +71,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
     found = tensorfile.entries(directory / WEIGHTS)
     problems = [*_unserved(config, where), *_settings_differ(config, lora, where)]
-    theirs = {to_peft_name(name, spec.family): name for name in names}
+    theirs = {to_peft_name(name, spec): name for name in names}
     if odd := sorted(found.keys() ^ theirs.keys()):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
         targets = config.get("target_modules")

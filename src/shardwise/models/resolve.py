@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.config import ModelSpec, from_hf, load_spec, parameter_count
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.foreign_spec import NOTICE
+from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
 
 
@@ -14,12 +16,21 @@ def resolve(recipe: Recipe) -> ModelSpec:
     """The model that the recipe names or describes. Raises ConfigError (CFG004) when it does neither."""
     model = recipe.model
     if model.config is not None:
-        spec = from_hf(model.config, "the model of this recipe")
+        spec = _drawn(read_spec(model.config, "the model of this recipe"))
         return replace(spec, name=f"{spec.family}-{parameter_count(spec) / 1e6:.3g}m")
     if model.path is None:
         fix = "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`"
         raise ConfigError(Problem("CFG004", "the recipe names no model", "model", fix))
-    return load_spec(model.path, model.revision)
+    spec = load_spec(model.path, model.revision)
+    return _drawn(spec) if model.init == "random" else spec
+
+
+def _drawn(spec: ModelSpec) -> ModelSpec:
+    """A spec whose initial weights can be drawn: how depends on the family."""
+    if spec.foreign is not None:
+        what = f"{spec.family} runs {NOTICE}, and was to start from random weights"
+        raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))
+    return spec
 
 
 def data_of(recipe: Recipe) -> Data:

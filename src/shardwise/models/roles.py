@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
-"""The linear layers of a block."""
-
 ROLES = {
     "*.bias": "bias",
     "embed.weight": "embed",
@@ -26,11 +23,21 @@ ROLES = {
 
 
 def role(name: str) -> str:
-    """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``."""
+    """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``; in a
+    foreign model, what transformers calls the layer."""
     for pattern, value in ROLES.items():
         if fnmatchcase(name, pattern):
             return value
-    raise KeyError(f"no role for parameter {name!r}")
+    layer, _, word = name.rpartition(".")
+    module = layer.rpartition(".")[2]
+    if word != "weight":
+        raise KeyError(f"no role for parameter {name!r}")
+    return "norm" if "norm" in module or module.startswith("ln_") else module.removesuffix("_proj")
+
+
+def is_linear(name: str) -> bool:
+    """Whether this parameter is the weight of a linear layer of a block."""
+    return name.startswith("layers.") and name.endswith(".weight") and role(name) not in ("norm", "lora_a", "lora_b")
 
 
 def is_adapter(name: str) -> bool:

@@ -6,6 +6,7 @@ A sheet's key says what it was made from: the dimensions of the model, the varia
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -26,6 +27,7 @@ CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
 TRACED = (
     "models/attention.py",
     "models/decoder.py",
+    "models/foreign.py",
     "models/layers.py",
     "models/rotary.py",
     "planner/record.py",
@@ -46,7 +48,7 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Shee
     if packed is None:
         from shardwise.planner.trace import trace
 
-        packed = pack(trace(spec, which))
+        packed = pack(trace(spec, which), spec)
         _keep(cache_directory / f"{name}.json", packed)
     return unpack(packed, spec)
 
@@ -77,13 +79,17 @@ def key(spec: ModelSpec, which: str) -> str:
             nope_layers=(),
         )
     )
-    sorts = [list(_sorts(kinds)), sorted({kind.local for kind in kinds if kind.rotated})]
-    return xxhash.xxh3_128_hexdigest(json.dumps([dims, sorts, which, code_digest()]).encode())
+    theirs = "" if spec.foreign is None else importlib.metadata.version("transformers")
+    sorts = [
+        list(dict.fromkeys(_sort(kind, spec) for kind in kinds)),
+        sorted({kind.local for kind in kinds if kind.rotated}),
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps([dims, sorts, which, code_digest(), theirs]).encode())
 
 
-def _sorts(kinds: tuple[LayerKind, ...]) -> dict[bool, None]:
-    """Layers allocate alike that are both rotated, or both not: which there are, in order of appearance."""
-    return dict.fromkeys(kind.rotated for kind in kinds)
+def _sort(kind: LayerKind, spec: ModelSpec) -> bool:
+    """Layers allocate alike that are both rotated, or both not; of a foreign model those that see alike."""
+    return kind.rotated if spec.foreign is None else kind.local
 
 
 @cache
@@ -120,18 +126,19 @@ def _keep(path: Path, packed: Any) -> None:
         return  # without a cache the next run traces again
 
 
-def pack(sheet: Sheet) -> list[Any]:
+def pack(sheet: Sheet, spec: ModelSpec) -> list[Any]:
     """A traced sheet as nested lists; what techniques add is not kept."""
-    blocks = dict.fromkeys(replace(block, window=None) for block in sheet.blocks)
-    return [_pack_unit(unit) for unit in (sheet.stem, *blocks, sheet.tail)]
+    kinds, _ = layer_kinds(spec)
+    blocks = {_sort(kind, spec): block for kind, block in zip(kinds, sheet.blocks, strict=True)}
+    return [_pack_unit(unit) for unit in (sheet.stem, *blocks.values(), sheet.tail)]
 
 
 def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
     """The sheet of ``spec``, whose depth, name and windows are not packed."""
     stem, *traced, tail = (_unpack_unit(unit) for unit in packed)
     kinds, order = layer_kinds(spec)
-    by_sort = dict(zip(_sorts(kinds), traced, strict=True))
-    blocks = tuple(replace(by_sort[kind.rotated], window=kind.window) for kind in kinds)
+    by_sort = dict(zip(dict.fromkeys(_sort(kind, spec) for kind in kinds), traced, strict=True))
+    blocks = tuple(replace(by_sort[_sort(kind, spec)], window=kind.window) for kind in kinds)
     capped = spec.final_soft_cap is not None
     return Sheet(spec.name, stem, blocks, order, tail, spec.tie_word_embeddings, capped=capped)
 

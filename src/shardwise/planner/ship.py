@@ -27,7 +27,7 @@ def make(specs: list[ModelSpec]) -> dict[str, Any]:
         for variant in VARIANTS:
             name = key(spec, variant)
             if name not in made:
-                made[name] = json.loads(json.dumps(pack(trace(spec, variant))))
+                made[name] = json.loads(json.dumps(pack(trace(spec, variant), spec)))
     return made
 
 

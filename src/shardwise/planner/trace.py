@@ -18,9 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.models.attention import MaskSpec
+from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
-from shardwise.planner.record import Event, Recorder, Stored
+from shardwise.models.foreign import ForeignDecoder
+from shardwise.planner.record import Event, Recorder, Stored, plain_tensors
 from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
 
 MICRO_BATCH, SEQ_LEN = 10_007, 10_009
@@ -28,6 +30,8 @@ SYMBOLS: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN
 
 
 Tell = Callable[[torch.Tensor], None]
+Start = Callable[[], torch.Tensor]
+"""Begins the recording of a unit, and returns the unit's input."""
 
 
 class _Source(torch.autograd.Function):
@@ -79,21 +83,99 @@ def trace(spec: ModelSpec, variant: str) -> Sheet:
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            return _sheet(spec, dtype)
+            return (_sheet if spec.foreign is None else _foreign_sheet)(spec, dtype)
     finally:
         torch.set_default_dtype(before)
+
+
+def _foreign_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
+    """The stem is what runs where blocks only pass on what they are given, the tail what follows the last one."""
+    assert spec.foreign is not None
+    torch.set_default_dtype(torch.float32)  # that of its buffers, whatever is computed in
+    model = ForeignDecoder(spec)
+    torch.set_default_dtype(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    layers = blocks(model)
+    kinds, order = layer_kinds(spec)
+    ids, positions = (torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64) for _ in range(2))
+    hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
+    given: list[tuple[Any, Any]] = []
+
+    def run(block: Callable[..., torch.Tensor]) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            layer.forward = partial(block, index)
+        try:
+            return model.normed(ids, positions, MaskSpec())
+        finally:
+            for layer in layers:
+                del layer.forward
+
+    def collect(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append((args, kwargs))  # what blocks share, made in the stem and held to the end
+        if index + 1 == len(order):
+            raise _Reached(hidden)
+        return hidden
+
+    def stem(start: Start) -> torch.Tensor:
+        start()
+        try:
+            return run(collect)
+        except _Reached as reached:
+            return reached.hidden
+
+    def tail(start: Start) -> torch.Tensor:
+        return run(lambda index, hidden, *_, **__: start() if index + 1 == len(order) else hidden)
+
+    def named(places: list[str]) -> dict[str, nn.Parameter]:
+        return {key: p for name in places for key, p in _named(f"{name}.", model.get_submodule(name)).items()}
+
+    places = [name for name, _ in spec.foreign.places]
+    middle = places.index("layers")
+    begin = _unit("stem", named(places[:middle]), stem, hidden, [ids, positions])
+    traced = []
+    for layer in (order.index(kind) for kind in range(len(kinds))):
+        args, kwargs = given[layer]
+        call = partial(_call, layers[layer], args, kwargs)
+        traced.append(_unit("block", _named("", layers[layer]), call, hidden, plain_tensors((args, kwargs))))
+    end = _unit("tail", named(places[middle + 1 : -1]), tail, hidden, [])
+    return _joined(spec, begin, traced, end)
+
+
+class _Reached(Exception):
+    """The last block was called."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def _call(block: nn.Module, args: Any, kwargs: Any, start: Start) -> torch.Tensor:
+    out: torch.Tensor = block(start(), *args, **kwargs)
+    return out
+
+
+def _joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet:
+    kinds, order = layer_kinds(spec)
+    if not spec.tie_word_embeddings:
+        head = Tensor("head.weight", (spec.vocab_size, spec.hidden_size), "weights", "weights")
+        tail = replace(tail, weights=(*tail.weights, head))
+    seen = tuple(replace(block, window=kind.window) for kind, block in zip(kinds, traced, strict=True))
+    capped = spec.final_soft_cap is not None
+    return Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped)
 
 
 def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     model = Decoder(replace(spec, num_hidden_layers=1))
     block = model.layers[0]
-    kinds, order = layer_kinds(spec)
+    kinds, _ = layer_kinds(spec)
     ids = torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64)
     tables = model.tables(kinds, ids, dtype, MaskSpec())
     hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
     held: list[Any] = []
 
-    def stem(_: torch.Tensor) -> torch.Tensor:
+    def stem(start: Start) -> torch.Tensor:
+        start()
         out: torch.Tensor = model.embedded(ids)
         held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
         return out
@@ -101,21 +183,11 @@ def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     traced: dict[bool, Unit] = {}  # what a layer sees changes what it computes, but not what it allocates
     for kind, rotary in zip(kinds, tables, strict=True):
         if kind.rotated not in traced:
-            call = partial(block, rotary=rotary, mask=MaskSpec())
+            call = partial(_call, block, (rotary, MaskSpec()), {})
             traced[kind.rotated] = _unit("block", _named("", block), call, hidden, [*(rotary or ())])
-    tail = _unit("tail", _named("norm.", model.norm), model.normed, hidden, [])
-    if not spec.tie_word_embeddings:
-        head = Tensor("head.weight", (spec.vocab_size, spec.hidden_size), "weights", "weights")
-        tail = replace(tail, weights=(*tail.weights, head))
-    return Sheet(
-        spec.name,
-        _unit("stem", _named("embed.", model.embed), stem, hidden, [ids]),
-        tuple(replace(traced[kind.rotated], window=kind.window) for kind in kinds),
-        order,
-        tail,
-        spec.tie_word_embeddings,
-        capped=spec.final_soft_cap is not None,
-    )
+    begin = _unit("stem", _named("embed.", model.embed), stem, hidden, [ids])
+    end = _unit("tail", _named("norm.", model.norm), lambda start: model.normed(start()), hidden, [])
+    return _joined(spec, begin, [traced[kind.rotated] for kind in kinds], end)
 
 
 def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -125,7 +197,7 @@ def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
 def _unit(
     name: str,
     parameters: dict[str, nn.Parameter],
-    call: Callable[[torch.Tensor], torch.Tensor],
+    call: Callable[[Start], torch.Tensor],
     leaf: torch.Tensor,
     shared: list[torch.Tensor],
 ) -> Unit:
@@ -160,7 +232,7 @@ def _unit(
 
 def _record(
     parameters: dict[str, nn.Parameter],
-    call: Callable[[torch.Tensor], torch.Tensor],
+    call: Callable[[Start], torch.Tensor],
     leaf: torch.Tensor,
     shared: list[torch.Tensor],
     backward: bool = True,
@@ -175,10 +247,16 @@ def _record(
     def mark(key: str, tensor: torch.Tensor) -> None:
         run.marks[key] = recorder.storages.add(tensor)[0].index
 
+    def start() -> torch.Tensor:
+        recorder.events.clear()
+        recorder.made.clear()
+        taken: torch.Tensor = _Source.apply(
+            leaf, lambda tensor: mark("input", tensor), lambda tensor: mark("gradient_out", tensor)
+        )
+        return taken
+
     with recorder:
-        seen = _Source.apply(leaf, lambda tensor: mark("input", tensor), lambda tensor: mark("gradient_out", tensor))
-        out = call(seen)
-        del seen
+        out = call(start)
         mark("output", out)
         run.forward_events = len(recorder.events)
         if backward:

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from math import prod
 from typing import Protocol
 
+from shardwise.models.roles import role
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
@@ -72,6 +73,7 @@ class Replicated:
     def cast(self, unit: Unit, name: Hashable) -> None:
         if name != "stem":
             read = {op.weight for op in unit.backward}
+            read |= {f"{name.removesuffix('weight')}bias" for name in read if name and role(name) == "norm"}
             for weight in unit.weights:
                 if weight.name in read and weight.used_as != weight.dtype:
                     size = prod(map(int, weight.shape)) * BYTES[weight.used_as]

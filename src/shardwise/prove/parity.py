@@ -24,7 +24,7 @@ from shardwise.data.pack import IGNORE
 from shardwise.methods import pretrain
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
@@ -204,7 +204,7 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
             gradients.update(full_gradients(state))
 
     def loss(model: nn.Module, batch: MicroBatch, denominator: float) -> Tensor:
-        assert isinstance(model, Decoder)
+        assert isinstance(model, Model)
         return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
 
     rules = Rules(plan, OPTIM, MAX_STEPS, loss, enter)
@@ -282,7 +282,7 @@ def batch_rows(job: Job, number: int) -> list[MicroBatch]:
 @cache
 def plain(job: Job) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
-    model = Decoder(job.spec).to(torch_type(job.weights))
+    model = model_of(job.spec).to(torch_type(job.weights))
     parameters = plain_parameters(job)
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim == 1]
@@ -351,7 +351,7 @@ def merged(parameters: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
     return whole
 
 
-def plain_loss(model: Decoder, weights: Mapping[str, Tensor], batch: MicroBatch, compute: torch.dtype) -> Tensor:
+def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, compute: torch.dtype) -> Tensor:
     """Mean loss over the supervised tokens, from full logits, with every weight cast to ``compute``."""
     cast = {name: weight.to(compute) for name, weight in weights.items()}
     logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, pretrain.mask(batch)))

@@ -23,7 +23,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
 from shardwise.methods import dpo, pretrain
 from shardwise.models.config import ModelSpec
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
@@ -136,7 +136,7 @@ def _parts(
 ) -> list[torch.nn.Module]:
     """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
     with torch.device("meta"):
-        parts: list[torch.nn.Module] = [Decoder(spec)]
+        parts: list[torch.nn.Module] = [model_of(spec)]
 
     def fill(parts: list[torch.nn.Module]) -> None:
         with fake, tracker:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import techniques
 from shardwise.models import hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import ForeignDecoder, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
@@ -37,17 +37,19 @@ def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, 
 def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:
     """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet."""
     with torch.device("meta"):
-        parts: list[nn.Module] = [Decoder(spec)]
+        parts: list[nn.Module] = [model_of(spec)]
     return techniques.apply(parts, plan, mesh, lambda parts: allocate(parts, spec, device))
 
 
 def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
-    """Give meta parameters memory and tie again what ``to_empty`` took apart."""
+    """Give meta parameters memory, tie again what ``to_empty`` took apart and fill what follows from the config."""
     for part in parts:
         part.to_empty(device=device)
         if spec.tie_word_embeddings:
             part.head.weight = part.embed.weight  # type: ignore[union-attr]
             assert_tied(part)
+        if isinstance(part, ForeignDecoder):
+            part.restore_buffers()
 
 
 def assert_tied(part: nn.Module) -> None:

@@ -18,7 +18,7 @@ from shardwise.errors import Problem, TrainingError
 from shardwise.models import hf, peft
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.checkpoint import read
@@ -79,7 +79,7 @@ def replacing(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Decoder:
+def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Model:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
     the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""
     precision = Precision(weights=recipe.precision.weights)
@@ -88,7 +88,7 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
         adapters = replace(adapters, nf4=False, frozen=precision.weights)
     plan = Plan(precision=precision, lora=adapters)
     with torch.device("meta"):
-        model = Decoder(spec)
+        model = model_of(spec)
     for technique in (lora, precisions, nf4):
         technique.apply([model], plan, None)
     allocate([model], spec, torch.device("cpu"))
@@ -113,7 +113,7 @@ def export_run(
 
 
 @torch.no_grad()
-def merge(model: Decoder, adapters: Lora) -> str:
+def merge(model: Model, adapters: Lora) -> str:
     """Add every adapter into its layer and take it away; the words to report. The model must then say the same as
     before, and no layer may be what it was unless its adapter is zero: what a narrow type rounds away is an error."""
     ids = torch.arange(32).remainder(model.spec.vocab_size).view(1, -1)

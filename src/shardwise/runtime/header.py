@@ -6,6 +6,7 @@ import torch
 
 import shardwise
 from shardwise.models.config import parameter_count
+from shardwise.models.foreign_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.units import show_bytes, show_count
 
@@ -29,6 +30,8 @@ def header(job: Job) -> str:
         f"{layout.world} x {devices} ({backend}, {threads} a rank)",
     ]
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
+    if job.spec.foreign is not None:
+        model += f", {NOTICE}"
     terms = f"supervised tokens of a step (of {tokens:,})"
     if recipe.pairs:
         method = recipe.method

@@ -27,6 +27,9 @@ from shardwise.spec.plan import Plan
 from shardwise.techniques import lora
 from shardwise.techniques.freeze import frozen
 
+MULTIPLIED = ("layers.", "embed.", "head.")
+"""Where the weights of matrix products are: what else a model has is looked up."""
+
 
 def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     """Floating-point operations to train on one token: 6 for each trained parameter of a matrix product and 4 for each
@@ -38,7 +41,8 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
         del shapes["embed.weight"]
     if plan.lora is not None:
         shapes |= lora.adapters(spec, plan.lora)
-    matmul = sum((4 if frozen(name, plan) else 6) * prod(shape) for name, shape in shapes.items() if len(shape) == 2)
+    shapes = {key: shape for key, shape in shapes.items() if len(shape) == 2 and key.startswith(MULTIPLIED)}
+    matmul = sum((4 if frozen(name, plan) else 6) * prod(shape) for name, shape in shapes.items())
     kinds, order = layer_kinds(spec)
     seq_len = plan.batch.seq_len
     windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.models.blocks import blocks
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
@@ -106,8 +107,8 @@ def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int
 def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
     """Tell ``enter`` when backward leaves the head for the blocks: from there on gradients are being reduced."""
 
-    def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].requires_grad:
-            args[0].register_hook(lambda grad: enter("reduce"))
+    def watch(block: nn.Module, args: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: enter("reduce"))
 
-    parts[-1].get_submodule("norm").register_forward_pre_hook(watch)
+    blocks(parts[-1])[-1].register_forward_hook(watch)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
-from shardwise.models.roles import LINEAR, role
+from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Number, Plan, Precision
@@ -53,7 +53,7 @@ def settings(asked: recipe.Lora, precision: Precision) -> Lora | None:
 
 def targets(lora: Lora, weight: str) -> bool:
     """The technique's one fact: whether the linear layer with this weight (canonical name) gets an adapter."""
-    return role(weight) in (lora.targets or LINEAR)
+    return is_linear(weight) and (not lora.targets or role(weight) in lora.targets)
 
 
 def scale(lora: Lora) -> float:
@@ -76,17 +76,18 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None:
         return []
     problems = []
+    roles = list(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_linear(name)))
     for name in plan.lora.targets:
-        if name not in LINEAR:
-            near = get_close_matches(name, LINEAR, 1)
-            fix = f"did you mean `{near[0]}`?" if near else f"all-linear, or some of {', '.join(LINEAR)}"
+        if name not in roles:
+            near = get_close_matches(name, roles, 1)
+            fix = f"did you mean `{near[0]}`?" if near else f"all-linear, or some of {', '.join(roles)}"
             problems.append(Problem("PLAN018", f"no linear layer has the role `{name}`", "lora.targets", fix))
     if plan.precision.modules:
         what = "adapters and types by module do not go together"
         problems.append(Problem("PLAN018", what, "precision.modules", "leave out precision.modules"))
-    stacked = [name for name, count in Counter(FAMILIES[spec.family].names.values()).items() if count > 1]
-    if stacked:
-        what = f"{spec.family} stacks layers in its files, for which PEFT's format has no adapter of ours"
+    own = spec.foreign is None and max(Counter(FAMILIES[spec.family].names.values()).values()) == 1
+    if not (own or (spec.foreign is not None and spec.foreign.adaptable)):
+        what = f"{spec.family} stacks or turns layers in its files, for which PEFT's format has no adapter of ours"
         problems.append(Problem("PLAN018", what, "lora.rank", "full fine-tuning, or a model of another family"))
     least = min(spec.hidden_size, spec.intermediate_size, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:

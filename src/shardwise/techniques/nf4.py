@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import LINEAR, role
+from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
@@ -32,7 +32,7 @@ SHARDS_BYTES = (2, 13)
 
 def quantised(name: str) -> bool:
     """The technique's one fact: whether the parameter with this canonical name is kept in 4 bits."""
-    return role(name) in LINEAR
+    return is_linear(name)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

@@ -11,7 +11,8 @@ otherwise each layer casts its weight at use, and the copies live until its back
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
@@ -74,7 +75,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     """Whether blocks, stem or tail have operations that patterns.py does not know."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
-    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers)
+    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers) or spec.foreign is not None
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
@@ -127,6 +128,8 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
     from torch import nn
 
+    from shardwise.models.foreign import ForeignDecoder
+
     for part in parts:
         for name, parameter in part.named_parameters():
             parameter.data = parameter.data.to(torch_type(kept_type(plan, name)))
@@ -134,8 +137,10 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
             continue
         for name, module in part.named_modules():
             number = compute_type(plan.precision, name)
-            if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.dtype != torch_type(number):
+            if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != torch_type(number):
                 _cast_at_use(module, torch_type(number), torch_type(plan.precision.compute))
+            elif isinstance(part, ForeignDecoder):
+                _cast_parameters(module, torch_type(number))
             elif number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
                 _cast_around(module, torch_type(number), torch_type(plan.precision.compute))
     return parts
@@ -156,6 +161,20 @@ def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -
         return functional.linear(x.to(inside), module.weight.to(inside), bias).to(outside)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
+    """For a module of anyone's, which finds its own parameters in the type of what it is given."""
+    from torch.func import functional_call
+
+    if any(parameter.dtype != inside for parameter in module.parameters(recurse=False)):
+        plain = copy(module)  # has the same parameters, and the forward of its class
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            cast = {name: parameter.to(inside) for name, parameter in module.named_parameters(recurse=False)}
+            return functional_call(plain, cast, args, kwargs)
+
+        module.forward = forward
 
 
 def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:

@@ -86,7 +86,11 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 def _products(block: nn.Module) -> int:
     from torch import nn
 
-    return sum(isinstance(module, nn.Linear) for module in block.modules())
+    def multiplies(module: nn.Module) -> bool:
+        own = [parameter.ndim for parameter in module.parameters(recurse=False)]
+        return isinstance(module, nn.Linear) or (2 in own and not isinstance(module, nn.Embedding))
+
+    return sum(map(multiplies, block.modules()))
 
 
 def _counted(products: int) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -215,8 +216,9 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     dp_mesh = mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
     reduce = torch_type(plan.precision.reduce)
-    policy = MixedPrecisionPolicy(param_dtype=torch_type(plan.precision.compute), reduce_dtype=reduce)
-    outside = policy.param_dtype
+    outside = torch_type(plan.precision.compute)
+    # What a block is given has the type that it should have: rotation tables may be wide, under every strategy.
+    policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
     for name, module in part.named_modules():
         number = compute_type(plan.precision, name)
         if number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
@@ -242,8 +244,8 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The blocks that are frozen whole with all before them."""
     idle: list[nn.Module] = []
-    before = [parameter for name, parameter in part.named_parameters() if name == "embed.weight"]
-    if before and not before[0].requires_grad:
+    stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
+    if stem and not any(parameter.requires_grad for _, parameter in stem):
         for block in blocks(part):
             if any(parameter.requires_grad for parameter in block.parameters()):
                 break

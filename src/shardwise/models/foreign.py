@@ -1,0 +1,315 @@
+"""Models that transformers has and the decoder has not: transformers' own modules, in the decoder's place.
+
+Attention goes through our operation, by the seam that transformers leaves for it, so that documents are kept apart, no
+dense mask exists, and planner and recomputation know it. :func:`examine` runs a model once on the meta device to learn
+where its parts are, and refuses by name what could not be taken over: another kind of mask, logits that pass through
+more than an output layer, blocks that differ or hold more than linear layers and norms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.attention import MaskSpec, attention
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder, Finish
+from shardwise.models.foreign_spec import Foreign
+from shardwise.models.layers import soft_cap
+from shardwise.models.roles import role
+
+NAME = "shardwise"
+"""Of our attention among transformers' own."""
+
+
+class ForeignDecoder(nn.Module):
+    """A causal language model of transformers with the parts and the call of :class:`Decoder`. Outside of the blocks
+    its parts have transformers' names, but for ``embed`` and ``head``."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.foreign is not None
+        self.spec = spec
+        whole = _build(json.loads(spec.foreign.config), NAME)
+        self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
+        for name, path in spec.foreign.places:
+            self.add_module(name, whole.get_submodule(path))
+        if spec.tie_word_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
+        """As :meth:`Decoder.forward`."""
+        hidden = self.normed(ids, positions, mask)
+        if finish is not None:
+            return finish(hidden, self.head.weight)
+        return soft_cap(self.head(hidden), self.spec.final_soft_cap)
+
+    def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:
+        """What the output layer multiplies, [b,s,d]."""
+        hidden: Tensor = self._inner[0](input_ids=ids, position_ids=positions, use_cache=False, shardwise=mask)[0]
+        return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
+
+    def restore_buffers(self) -> None:
+        """Compute again what follows from the config: memory that came from the meta device holds nothing."""
+        for module in self.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                for parameter in module.parameters(recurse=False):
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # leaves it alone
+                self._whole[0]._init_weights(module)
+
+
+Model = Decoder | ForeignDecoder
+
+
+def model_of(spec: ModelSpec) -> Model:
+    """The module that a spec describes; its parameters hold nothing of meaning yet."""
+    return Decoder(spec) if spec.foreign is None else ForeignDecoder(spec)
+
+
+def read(config: dict[str, Any], name: str) -> ModelSpec:
+    """The spec of a model that transformers can build from ``config``. Raises ConfigError MOD001 where it cannot, or
+    the model does what is not served here."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        _refuse(name, f"{kind!r} is no causal language model of transformers")
+    settled = CONFIG_MAPPING[kind].from_dict(config)
+    try:
+        return examine(settled.to_dict(), name)
+    except ConfigError:
+        raise
+    except Exception as error:  # code of some hundred models, of which any may fail in its own way
+        _refuse(name, f"transformers' {kind} cannot be run without data ({type(error).__name__}: {error})")
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    fix = "a model of another family, or the module in a loop of your own (docs/own-loop.md)"
+    raise ConfigError(Problem("MOD001", f"not supported: {what}", f"config of {name}", fix))
+
+
+def _build(config: dict[str, Any], attend: str) -> Any:
+    """The model of transformers, in the default type, with dropout off: no layout could draw it alike."""
+    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, _attend)
+    drops = {key: 0.0 for key, value in config.items() if re.search("drop", key) and isinstance(value, float)}
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config | drops)
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attend, dtype=torch.get_default_dtype())
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **given: Any) -> tuple[Tensor, None]:
+    """transformers' interface: q [b,h,s,e], k and v [b,hk,s,e] -> [b,s,h,e]. ``dense`` is None: what may be seen is
+    told by ``shardwise``, which the model hands down as it is, and ``sliding_window``."""
+    mask: MaskSpec = given["shardwise"]
+    tensors = (mask.documents, given.get("s_aux"), mask.positions)
+    window, length = given.get("sliding_window"), mask.longest or q.shape[2]
+    rules = (True, window if window is not None and window < length else None, mask.longest)
+    out, _ = attention(q, k, v, *tensors, *rules, given.get("softcap"), given.get("scaling"))
+    return out.transpose(1, 2), None
+
+
+class _Seen:
+    """What one run on the meta device shows."""
+
+    def __init__(self, name: str) -> None:
+        self.refuse = partial(_refuse, name)
+        self.order: list[str] = []
+        self.windows: list[int | None] = []
+        self.heads: tuple[int, int, int] = (0, 0, 0)
+        self.layers: list[nn.Module] = []
+
+    def mask(self, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Any:
+        """In the place of a mask the window, if the mask is that of a window, or causal and no more."""
+        query = (local_size or 14) + 3
+        keys, zero = torch.arange(query + 3, device="cpu"), torch.zeros((), dtype=torch.int64, device="cpu")
+        seen = mask_function(zero, zero, torch.tensor(query, device="cpu"), keys).reshape(-1)
+        if not torch.equal(seen.bool(), (keys <= query) & (keys > query - (local_size or query + 1))):
+            self.refuse("its mask is neither causal nor a sliding window")
+        return "window", local_size
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        known = {"sliding_window", "softcap", "scaling", "s_aux", "shardwise", "position_ids", "cache_position"}
+        if odd := [key for key, value in given.items() if key not in known and isinstance(value, Tensor)]:
+            self.refuse(f"its attention takes {', '.join(odd)}")
+        window = given.get("sliding_window")
+        if "shardwise" not in given or given.get("dropout") or dense not in (None, ("window", window)):
+            self.refuse("its attention cannot be told what may be seen")
+        if q.shape[-1] != v.shape[-1] or q.shape[1] % k.shape[1]:
+            self.refuse("its values have other heads than its queries")
+        if len(self.windows) >= len(self.layers) or module not in set(self.layers[len(self.windows)].modules()):
+            self.refuse("it attends outside of its blocks, or twice in one")
+        self.windows.append(window)
+        self.heads = (q.shape[1], k.shape[1], q.shape[-1])
+        return _attend(module, q, k, v, None, **given)
+
+
+class _Operations(TorchDispatchMode):
+    """Lists the operations that are no views, each with the number that it takes, if any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.listed.append((func.__name__.partition(".")[0], next((x for x in args if type(x) is float), None)))
+        return func(*args, **(kwargs or {}))
+
+
+def examine(config: dict[str, Any], name: str) -> ModelSpec:
+    """Run the model of a settled ``config`` on the meta device; its spec. Raises ConfigError MOD001."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    seen = _Seen(name)
+    AttentionInterface.register(f"{NAME}-examined", seen.attend)
+    AttentionMaskInterface.register(f"{NAME}-examined", seen.mask)
+    with torch.device("meta"):
+        whole = _build(config, f"{NAME}-examined")
+    text = whole.config.get_text_config()
+    lists = [(path, list(module)) for path, module in whole.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(path, blocks) for path, blocks in lists if len(blocks) == text.num_hidden_layers]
+    if len(lists) != 1:
+        seen.refuse("it has no one list of blocks")
+    (path, seen.layers), embed, head = lists[0], whole.get_input_embeddings(), whole.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or not isinstance(embed, nn.Embedding):
+        seen.refuse("its embedding or output layer is of another kind, or has a bias")
+    kinds = [{key: value.shape for key, value in block.named_parameters()} for block in seen.layers]
+    lists_inside = any(isinstance(module, nn.ModuleList) for module in seen.layers[0].modules())
+    if any(kind != kinds[0] for kind in kinds) or lists_inside or any(len(shape) > 2 for shape in kinds[0].values()):
+        seen.refuse("its blocks differ, or hold lists of modules or stacked matrices, such as experts")
+    paths = {module: where for where, module in whole.named_modules()}
+    rest = _rest(whole, path, (embed, head), seen)
+    scaling, cap = _run(whole, path.rpartition(".")[0], seen)
+    first = seen.order.index("layers")
+    before, after = (list(dict.fromkeys(part)) for part in (seen.order[:first], seen.order[first + 1 :]))
+    if sorted([*before, *after]) != sorted(rest) or len(seen.windows) != len(seen.layers):
+        seen.refuse("not each of its parts runs once, or not each block attends")
+    named = [(where.rpartition(".")[2], where) for where in before]
+    places = [("embed", paths[embed]), *named, ("layers", path)]
+    places += [*((where.rpartition(".")[2], where) for where in after), ("head", paths[head])]
+    windows = {window for window in seen.windows if window is not None}
+    if len(dict(places)) < len(places) or len(windows) > 1:
+        seen.refuse("two of its parts have one name, or its windows two sizes")
+    tied = head.weight is embed.weight
+    foreign = _described(whole, config, places, tied, seen)
+    heads, kv_heads, head_dim = seen.heads
+    mixed = windows and None in seen.windows
+    return ModelSpec(
+        name,
+        embed.num_embeddings,
+        embed.embedding_dim,
+        max(shape[0] for key, _, shape in foreign.parameters if key.startswith("layers.") and len(shape) == 2),
+        len(seen.layers),
+        heads,
+        kv_heads,
+        head_dim,
+        family=config["model_type"],
+        max_position_embeddings=text.max_position_embeddings,
+        tie_word_embeddings=tied,
+        initializer_range=text.to_dict().get("initializer_range") or 0.02,
+        **{key: text.to_dict().get(key) for key in ("bos_token_id", "pad_token_id")},
+        eos_token_id=tuple(eos) if isinstance(eos := text.eos_token_id, list) else eos,
+        sliding_window=max(windows, default=None),
+        layer_types=tuple(f"{'full' if w is None else 'sliding'}_attention" for w in seen.windows) if mixed else (),
+        logits_scaling=scaling,
+        final_soft_cap=cap,
+        foreign=foreign,
+    )
+
+
+def _rest(whole: Any, blocks: str, edges: tuple[nn.Module, ...], seen: _Seen) -> list[str]:
+    """The places of all other modules that hold tensors of their own; each notes when it runs."""
+
+    def note(where: str) -> Callable[..., None]:
+        return lambda *_: seen.order.append(where)
+
+    def returned(block: nn.Module, given: Any, out: Any) -> None:
+        if not isinstance(out, Tensor) or out._base is not None:  # of a view FSDP2 may lose the gradient
+            seen.refuse("its blocks return more than a tensor, or a view of one")
+
+    found = []
+    seen.layers[0].register_forward_pre_hook(note("layers"))
+    seen.layers[0].register_forward_hook(returned)
+    for where, module in whole.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and module not in edges and not where.startswith(f"{blocks}."):
+            found.append(where)
+            module.register_forward_pre_hook(note(where))
+    inner = blocks.rpartition(".")[0]
+    if any(where == inner or not where.startswith(f"{inner}.") for where in found):
+        seen.refuse(f"it keeps tensors outside of its parts ({', '.join(found)})")
+    return found
+
+
+def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
+    """What logits are divided by and capped at: all that may be done to them."""
+    ids = torch.zeros((2, 8), dtype=torch.int64, device="meta")
+    with _Operations() as operations:
+        whole.get_submodule(inner).register_forward_hook(lambda *_: operations.listed.clear())
+        whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, shardwise=MaskSpec())
+    match [(name, number) for name, number in operations.listed if name not in ("clone", "_to_copy", "_unsafe_view")]:
+        case [("mm", None)]:
+            return 1.0, None
+        case [("mm", None), ("div", float(divisor))]:
+            return divisor, None
+        case [("mm", None), ("mul", float(factor))]:
+            return 1.0 / factor, None
+        case [("mm", None), ("div", float(cap)), ("tanh", None), ("mul", float(again))] if cap == again:
+            return 1.0, cap
+    seen.refuse(f"its logits pass through {', '.join(name for name, _ in operations.listed)}")
+
+
+def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> Foreign:
+    found: dict[str, tuple[int, ...]] = {}
+    first = dict(seen.layers[0].named_parameters())
+    for name, path in places:
+        inside = "layers.{}" if name == "layers" else name
+        for key, value in first.items() if name == "layers" else whole.get_submodule(path).named_parameters():
+            found[f"{inside}.{key}"] = tuple(value.shape)
+    if tied:
+        del found["head.weight"]
+    kept = set(whole.state_dict()) - {key for key, _ in whole.named_parameters(remove_duplicate=False)}
+    odd = [name for name, shape in found.items() if not _plain(name, shape)]
+    if kept or odd:
+        seen.refuse(f"it holds more than linear layers and norms ({', '.join(odd or sorted(kept))[:60]})")
+    linear = {key for key, module in seen.layers[0].named_modules() if isinstance(module, nn.Linear)}
+    matrices = {key.removesuffix(".weight") for key, value in first.items() if value.ndim == 2}
+    named = _names_in_files(whole, dict(places), list(found), seen)
+    inner, ignored = dict(places)["layers"].rpartition(".")[0], tuple(whole._keys_to_ignore_on_load_unexpected or ())
+    parameters = tuple((name, named[name], shape) for name, shape in found.items())
+    return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, matrices <= linear, ignored)
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix, or the weight or bias of a norm or a layer."""
+    word = name.rpartition(".")[2]
+    return word in ("weight", "bias") and (len(shape) == 1) == (role(name) in ("norm", "bias"))
+
+
+def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: _Seen) -> dict[str, str]:
+    """What transformers calls each parameter when it saves, by our name; {} is the block's number in both."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = whole.state_dict()
+    saved = {id(value): name for name, value in revert_weight_conversion(whole, dict(state)).items()}
+    found = {}
+    for name in names:
+        part, _, rest = name.partition(".")
+        found[name] = saved.get(id(state[f"{places[part]}.{rest}".format(0)]), "")
+        if not found[name]:
+            seen.refuse(f"its files store {name} in another form")
+        if part == "layers":
+            found[name] = found[name].replace(".0.", ".{}.", 1)
+    return found

@@ -1,0 +1,34 @@
+"""What is known of a model that runs in transformers' own modules. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NOTICE = "in transformers' own modules (no types by module, no start from random weights; docs/models.md)"
+"""What a user is told of such a model."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model of transformers' own modules (models/foreign.py). ``config``: all of its config.json, as text. ``inner``:
+    where in its model what runs all blocks is; ``places``: where each of our parts is, in the order in which they run.
+    ``parameters``: canonical name, name in files, shape; those of a block once, with {} for its number. ``adaptable``:
+    all matrices of a block are linear layers. ``ignored``: patterns of tensors in old files that are no parameters."""
+
+    config: str
+    inner: str
+    places: tuple[tuple[str, str], ...]
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
+    adaptable: bool
+    ignored: tuple[str, ...] = ()
+
+    def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter of a model with so many blocks."""
+        found: dict[str, tuple[int, ...]] = {}
+        blocks = [(name, shape) for name, _, shape in self.parameters if name.startswith("layers.{}.")]
+        for name, _, shape in self.parameters:
+            if (name, shape) == blocks[0]:
+                found |= {key.format(layer): size for layer in range(layers) for key, size in blocks}
+            elif not name.startswith("layers.{}."):
+                found[name] = shape
+        return found

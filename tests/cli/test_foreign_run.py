@@ -1,0 +1,67 @@
+"""A model that only transformers has, from end to end: two ranks fine-tune it, another layout goes on, the export loads
+in transformers; adapters merge and PEFT reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardwise.cli.app import main
+from tests.models.foreign import save
+from tests.runtime.small_run import write_text
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("text"))
+    save("gpt_neox", Path("model"))
+    settings = "model.path=model data.path=text data.cache=cache train.seq_len=16 train.global_batch_size=4"
+    more = "optim.learning_rate=0.01 evaluate.max_batches=2 run.timeout_s=60 precision.compute=fp32"
+    return ["train", *settings.split(), *more.split(), "--nproc", "2", "--run", "a"]
+
+
+def logits(directory: str) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory)(IDS).logits  # type: ignore[no-any-return]
+
+
+def test_tune_go_on_export(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words[1:-4], "--cluster", "2xRTX-4090"]) == 0
+    assert "gpt_neox, in transformers' own modules" in capfd.readouterr().out
+    assert main([*words, "parallel.strategy=zero3", "recompute=selective", "--max-steps", "3"]) == 0
+    said = capfd.readouterr().out
+    assert "transformers' own modules" in said
+    assert main([*words, "parallel.strategy=ddp", "--resume", "--max-steps", "6"]) == 0
+    rows = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    before, after = logits("model"), logits("runs/a/hf")
+    assert (after - before).norm() > 1e-2 * before.norm()
+    assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
+
+
+def test_adapters(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "lora.rank=2", "lora.targets=[query_key_value,dense]", "--max-steps", "3"]) == 0
+    assert main(["export", "runs/a"]) == 0
+    assert "6 adapters merged" in capfd.readouterr().out
+    merged, plain = logits("runs/a/hf"), logits("model")
+    fresh = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(IDS).logits
+    assert (merged - theirs).norm() < 1e-5 * theirs.norm() and (merged - plain).norm() > 1e-3 * plain.norm()
+
+
+def test_what_it_cannot_do_is_said_beforehand(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "model.init=random"]) == 78
+    assert "transformers' own modules" in capfd.readouterr().err
+    assert main([*words, "lora.rank=2", "lora.targets=[q]"]) == 78
+    assert "query_key_value" in capfd.readouterr().err
+    assert not Path("runs").exists()

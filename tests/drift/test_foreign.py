@@ -1,0 +1,56 @@
+"""Drift of models that run transformers' own modules: their blocks, stems and tails are traced as they are."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from shardwise.planner.sheets import pack, unpack, variant
+from shardwise.planner.trace import trace
+from shardwise.prove.drift import drift
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.sheet import Sheet
+from tests.models.foreign import CONFIGS, spec_of
+
+BF16 = Precision("bf16")
+SHARDED, REPLICATED = Layout(dp_shard=8), Layout(dp_replicate=8)
+PLANS = {
+    "zero3, bf16, selective recompute, accumulation": Plan(
+        SHARDED, Batch(2, 3, 32, 24), Shard("zero3"), BF16, Remat("selective")
+    ),
+    "ddp, bf16, full recompute": Plan(REPLICATED, Batch(2, 1, 32, 24), Shard(), BF16, Remat("full")),
+    "ddp, bf16": Plan(REPLICATED, Batch(2, 1, 32, 24), Shard(), BF16),
+    "zero1, fp32": Plan(SHARDED, Batch(2, 1, 32, 64), Shard("zero1")),
+    "zero3, bf16, frozen": Plan(SHARDED, Batch(2, 1, 32, 24), Shard("zero3"), BF16, frozen=("embed.*", "layers.0.*")),
+    "zero3, bf16, adapters": Plan(SHARDED, Batch(2, 1, 32, 24), Shard("zero3"), BF16, lora=Lora(4, 8.0)),
+    "ddp, adapters on 4 bits": Plan(REPLICATED, Batch(2, 1, 32, 24), Shard(), BF16, lora=Lora(4, 8.0, nf4=True)),
+}
+
+
+@cache
+def sheet(kind: str, which: str) -> Sheet:
+    return trace(spec_of(kind), which)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "cohere2"])
+def test_plans(kind: str, plan: str) -> None:
+    chosen = PLANS[plan]
+    if chosen.lora is not None and kind == "gpt2":
+        pytest.skip("its layers are turned: refused, tests/techniques/test_lora.py")
+    found = sheet(kind, variant(chosen.precision))
+    assert not drift(spec_of(kind), chosen, 7, found).differences()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in ("gpt2", "gpt_neox", "cohere2")])
+def test_every_kind(kind: str) -> None:
+    plan = PLANS["zero3, bf16, selective recompute, accumulation"]
+    assert not drift(spec_of(kind), plan, 0, sheet(kind, "narrow")).differences()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "cohere2"])
+def test_a_sheet_is_kept_and_read_again(kind: str) -> None:
+    found = sheet(kind, "wide")
+    assert unpack(pack(found, spec_of(kind)), spec_of(kind)) == found

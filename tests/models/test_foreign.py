@@ -1,0 +1,136 @@
+"""Models that only transformers has: the same numbers as there, files both ways, and what cannot be taken over is
+refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from shardwise.errors import ConfigError, PolicyError
+from shardwise.models import hf
+from shardwise.models.attention import MaskSpec
+from shardwise.models.config import parameter_shapes
+from shardwise.models.load import read_spec
+from shardwise.models.roles import role
+from tests.models.foreign import CONFIGS, GATED, SIZES, config_of, ours_of, spec_of, theirs_of
+from tests.models.llama import relative, tokens
+
+LENGTH = 24
+"""Beyond every window."""
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
+    """2e-5 and 1e-4 relative: the project's bar for fp32, where orders of summation differ."""
+    theirs = theirs_of(kind)
+    ours = ours_of(kind, theirs)
+    ids, positions = tokens(90, length=LENGTH)
+    logits, reference = ours(ids, positions, MaskSpec()), theirs(ids, use_cache=False).logits
+    assert relative(logits, reference) < 2e-5
+    labels = ids.roll(-1, 1).flatten()
+    F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    F.cross_entropy(reference.flatten(0, 1), labels).backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, parameter in ours.named_parameters():
+        reference = wanted.pop(hf.name_in_model(name, ours.spec))
+        if float(reference.norm()) < 1e-6 * largest:  # of k's bias without rotation: nothing but rounding
+            assert float(parameter.grad.norm()) < 1e-6 * largest, name  # type: ignore[union-attr]
+        else:
+            assert relative(parameter.grad, reference) < 1e-4, name
+    assert not wanted
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_documents_give_what_each_gives_alone(kind: str) -> None:
+    """In float64, but for tables and norms that transformers computes in fp32 whatever it is given."""
+    theirs = theirs_of(kind)
+    model = ours_of(kind, theirs).double()
+    ids, _ = tokens(90, 1, LENGTH)
+    border = 9
+    positions = torch.cat([torch.arange(border), torch.arange(LENGTH - border)])[None]
+    documents = torch.tensor([0, border, LENGTH], dtype=torch.int32)
+    with torch.no_grad():
+        packed = model(ids, positions, MaskSpec(documents=documents, longest=LENGTH - border))
+        for part in (slice(0, border), slice(border, LENGTH)):
+            alone = theirs.double()(ids[:, part], use_cache=False).logits
+            assert relative(packed[:, part], alone) < 1e-6
+    assert relative(model(ids, torch.arange(LENGTH)[None], MaskSpec()), packed) > 1e-3
+
+
+def test_what_a_spec_says_is_what_the_model_is() -> None:
+    found = {kind: spec_of(kind) for kind in CONFIGS}
+    assert {kind for kind, spec in found.items() if spec.sliding_window == 7 and spec.layer_types} == {
+        "olmo3",
+        "cohere2",
+        "exaone4",
+        "vaultgemma",
+    }
+    assert found["starcoder2"].sliding_window == 7 and not found["starcoder2"].layer_types
+    assert found["cohere2"].logits_scaling == 4.0 and found["vaultgemma"].final_soft_cap == 3.0
+    assert [kind for kind, spec in found.items() if spec.foreign and not spec.foreign.adaptable] == ["gpt2"]
+    for spec in found.values():
+        assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads) == (90, 64, 3, 4)
+        for name, shape in parameter_shapes(spec).items():
+            assert (len(shape) == 1) == (role(name) in ("norm", "bias")), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_files_go_both_ways(tmp_path: Path, kind: str) -> None:
+    theirs = theirs_of(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    spec = spec_of(kind)
+    whole = {name: tuple(slice(0, size) for size in shape) for name, shape in parameter_shapes(spec).items()}
+    values = dict(hf.read_weights(tmp_path / "theirs", whole, spec))
+    hf.write_weights(tmp_path / "ours", spec, values.__getitem__)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(again) is type(theirs)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    ids, _ = tokens(90, length=LENGTH)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+def test_old_names_are_read(tmp_path: Path) -> None:
+    """GPT-2's own files lack ``transformer.`` and have the mask as a tensor."""
+    theirs_of("gpt2").save_pretrained(tmp_path)
+    named = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): value for name, value in named.items()}
+    save_file(old | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "model.safetensors")
+    spec = spec_of("gpt2")
+    (found,) = hf.read_weights(tmp_path, {"layers.1.mlp.c_fc.weight": (slice(3, 9), slice(0, 4))}, spec)
+    assert torch.equal(found[1], named["transformer.h.1.mlp.c_fc.weight"][3:9, :4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("mixtral", {"num_local_experts": 2}, "lists of modules or stacked matrices, such as experts"),
+        ("mamba", {}, "stacked matrices"),
+        ("phi", {}, "output layer"),
+        ("falcon", {}, "cannot be run without data"),
+        ("bert", {}, "output layer"),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "a view"),
+        ("apertus", {}, "holds more than linear layers and norms"),
+        ("stablelm", {}, "cannot be told what may be seen"),
+        ("deepseek_v3", {"n_routed_experts": 2}, ""),
+        ("qwen3_next", {}, ""),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused(kind: str, sizes: dict[str, object], said: str) -> None:
+    given = {key: value for key, value in GATED.items() if key in CONFIG_MAPPING[kind]().to_dict()}
+    with pytest.raises(ConfigError, match=f"MOD001(.|\n)*{said}(.|\n)*docs/own-loop.md"):
+        read_spec(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
+
+
+def test_what_transformers_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'brandnew' is no causal language model of transformers"):
+        read_spec({"model_type": "brandnew", **SIZES}, "other")
+    with pytest.raises(PolicyError, match="never executed"):
+        read_spec(config_of("gpt2") | {"auto_map": {"AutoModel": "code.Model"}}, "other")
