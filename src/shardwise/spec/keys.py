@@ -1,94 +1,25 @@
-"""The keys of a recipe or a plan, taken from its JSON schema, and the other names users know them by."""
+"""The keys of a recipe or a plan, taken from its JSON schema, and the other names users know them by (keys.json)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
 
-SHORT = {
-    "model": "path",
-    "data": "path",
-    "method": "name",
-    "optim": "name",
-    "parallel": "strategy",
-    "precision": "compute",
-    "recompute": "mode",
-    "lora": "rank",
-}
+_TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+
+SHORT: dict[str, str] = _TABLES["short"]
 """A section written as one value means this key of it: ``recompute: full``."""
-
-ALIASES = {
-    "train.seq_len": "sequence_len seq_length max_length max_seq_len sequence_length max_context_length",
-    "train.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size micro_batch",
-    "train.gradient_accumulation_steps": "accumulation grad_accum accumulation_steps",
-    "train.global_batch_size": "global_batch train_batch_size",
-    "train.max_steps": "steps train_iters max_train_steps",
-    "train.num_epochs": "epochs num_train_epochs",
-    "model.path": "base_model model_name_or_path pretrained_model_name_or_path hf_assets_path",
-    "optim.learning_rate": "lr",
-    "optim.beta1": "adam_beta1",
-    "optim.beta2": "adam_beta2",
-    "optim.eps": "adam_epsilon",
-    "optim.max_grad_norm": "max_norm gradient_clipping grad_clip clip_grad",
-    "optim.schedule": "lr_scheduler lr_scheduler_type lr_decay_style decay_type",
-    "optim.min_learning_rate": "min_lr",
-    "optim.name": "optimizer",
-    "optim.moments": "optimizer_state_dtype exp_avg_dtype",
-    "parallel.dp_shard": "dp_shard_size data_parallel_shard_degree",
-    "parallel.dp_replicate": "dp_replicate_size data_parallel_replicate_degree",
-    "precision.compute": "dtype torch_dtype bf16 fp16",
-    "recompute.mode": "gradient_checkpointing activation_checkpointing recompute_granularity",
-    "compile": "torch_compile",
-    "checkpoint.save_steps": "save_interval ckpt_every_steps",
-    "checkpoint.save_total_limit": "keep_latest_k max_recent_checkpoints",
-    "checkpoint.keep_best": "load_best_model_at_end keep_best_checkpoint",
-    "run.log_steps": "logging_steps log_freq log_interval",
-    "run.out": "output_dir dump_folder",
-    "run.name": "run_name",
-    "run.nproc": "nproc_per_node",
-    "run.trackers": "report_to log_with loggers",
-    "run.profile_steps": "profile",
-    "data.validation_share": "val_set_size",
-    "data.num_proc": "dataset_num_proc dataset_processes",
-    "data.path": "data_path",
-    "data.packing": "sample_packing packed_sequence",
-    "data.too_long": "excess_length_strategy",
-    "data.train_on_eot": "train_on_eos",
-    "data.mixture_weights": "dataset_weights interleave_probs probabilities",
-    "method.name": "task rl",
-    "method.beta": "dpo_beta rl_beta",
-    "method.label_smoothing": "dpo_label_smoothing",
-    "lora.rank": "lora_r",
-    "lora.alpha": "lora_alpha",
-    "lora.targets": "lora_target_modules target_modules lora_modules",
-    "lora.rslora": "use_rslora peft_use_rslora",
-    "lora.dora": "use_dora peft_use_dora",
-    "lora.dropout": "lora_dropout",
-    "lora.frozen": "load_in_4bit",
-    "lora.path": "lora_model_dir adapter_name_or_path",
-}
+SIZES: dict[str, str] = _TABLES["sizes"]
+"""Keys that take ``8k`` and ``1M``, and what they count: tokens or steps."""
+_BY_ALIAS: dict[str, str] = {alias: key for key, names in _TABLES["aliases"].items() for alias in names.split()}
 """What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
-
-_BY_ALIAS = {alias: key for key, names in ALIASES.items() for alias in names.split()}
-
-_NUMBERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "no": "fp32"}
-_VALUES: dict[str, dict[str, Any]] = {
-    "recompute.mode": {"true": "full", "false": "none", "uniform": "full"},
-    "optim.name": {
-        "adamw_torch": "adamw",
-        "adamw_torch_fused": "adamw",
-        "adamw_bnb_8bit": "adamw8bit",
-        "adamw_torch_8bit": "adamw8bit",
-    },
-    "optim.moments": {"bfloat16": "bf16", "float32": "fp32"},
-    "optim.schedule": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
-    "lora.frozen": {"true": "nf4"},
-    "run.trackers": {"none": []},
-    "precision.compute": _NUMBERS | {f"torch.{name}": number for name, number in _NUMBERS.items()},
-}
+_VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
+"""Of a key that was given by another name, what the values of that system mean."""
 DROP = object()
 
 

@@ -22,23 +22,13 @@ from shardwise.spec.complaints import (
 )
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
-from shardwise.spec.keys import DROP, SHORT, Keys, Schema, keys_of, translate
+from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import read_size, show_bytes
 
 FORMAT = 1
 COMMAND_LINE = "the command line"
-SIZES = {
-    "train.seq_len": "tokens",
-    "train.max_steps": "steps",
-    "optim.warmup_steps": "steps",
-    "optim.decay_steps": "steps",
-    "checkpoint.save_steps": "steps",
-    "checkpoint.keep_every": "steps",
-    "evaluate.eval_steps": "steps",
-}
-"""Keys that take ``8k`` and ``1M``."""
 
 
 @dataclass(frozen=True)
