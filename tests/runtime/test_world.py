@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError
 from shardwise.prove.pool import RankPool
-from shardwise.runtime.agree import difference, flatten
+from shardwise.runtime.agree import difference
 from shardwise.runtime.matmul import Probe, probe
 from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.layout import Layout
@@ -72,10 +72,6 @@ def test_a_difference_in_the_plan_names_the_key() -> None:
     same = {"host": "a", "digest": "1f3a", "versions": {}, "recipe": {"a": 1}}
     problem = difference(same | {"plan": {"batch.accumulation": 1}}, same | {"plan": {"batch.accumulation": 2}}, 1)
     assert problem.code == "RUN002" and "`batch.accumulation` 1 on rank 0, 2 there" in problem.what
-
-
-def test_flatten() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 def test_medium_is_chosen_only_when_it_is_exact() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, Problem, ShardwiseError
-from shardwise.spec.keys import keys_of
+from shardwise.spec.keys import dotted, keys_of
 from shardwise.spec.load import dump_recipe, load_recipe, read_recipe, recipe_schema
 from shardwise.spec.recipe import Recipe
 
@@ -362,3 +362,7 @@ def test_keys_are_all_leaves_of_the_recipe() -> None:
     assert keys == sorted(set(keys))
     assert {"train.seq_len", "data.tokenizer.vocab_size", "compile", "optim.groups"} <= set(keys)
     assert "train" not in keys
+
+
+def test_dotted_keys_of_what_is_nested() -> None:
+    assert dotted({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}

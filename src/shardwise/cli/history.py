@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.track import dotted
 from shardwise.spec.document import read
+from shardwise.spec.keys import dotted
 from shardwise.spec.recipe import Recipe
 
 WARM_UP_STEPS = 3

@@ -8,6 +8,7 @@ from math import ceil
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.keys import dotted
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan
 from shardwise.spec.units import columns, show_bytes, show_count, show_payload
 
@@ -56,32 +57,18 @@ def memory_lines(estimate: Estimate) -> list[str]:
     """Memory of the fullest rank at its peak, a category a line, with bars."""
     total = estimate.peak_bytes or sum(estimate.memory.values()) or 1
     order = [*MEMORY_CATEGORIES, *(name for name in estimate.memory if name not in MEMORY_CATEGORIES)]
-    rows = [
-        (n, show_bytes(estimate.memory[n]), "#" * ceil(40 * estimate.memory[n] / total))
-        for n in order
-        if estimate.memory.get(n)
-    ]
-    return ["  " + line for line in columns(rows, "<><")] if rows else []
+    held = {name: size for name in order if (size := estimate.memory.get(name))}
+    rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
+    return ["  " + line for line in columns(rows, "<><")]
 
 
 def traffic_lines(estimate: Estimate) -> list[str]:
     """What one rank sends in one step: payload, by axis and link."""
-    rows = [
-        (
-            t.axis,
-            t.kind.replace("_", "-"),
-            t.category,
-            show_payload(t.bytes),
-            _calls(t.count),
-            t.link,
-        )
-        for t in estimate.traffic
-    ]
-    return ["  " + line for line in columns(rows, "<<<>><")] if rows else []
-
-
-def _calls(count: int) -> str:
-    return f"in {count:,} call{'' if count == 1 else 's'}"
+    rows = []
+    for t in estimate.traffic:
+        calls = f"in {t.count:,} call{'' if t.count == 1 else 's'}"
+        rows.append((t.axis, _words(t.kind), t.category, show_payload(t.bytes), calls, t.link))
+    return ["  " + line for line in columns(rows, "<<<>><")]
 
 
 def verdict(estimate: Estimate) -> str:
@@ -114,33 +101,26 @@ def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
 
 def why_lines(plan: Plan) -> list[str]:
     """A reason for every value."""
-    flat = asdict(plan) | {
-        f"{section}.{key}": value
-        for section, values in asdict(plan).items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
-    flat["batch.global_batch_size"] = plan.batch.global_batch_size(plan.layout.dp)
+    flat = dotted(asdict(plan)) | {"batch.global_batch_size": plan.batch.global_batch_size(plan.layout.dp)}
     rows = [(key, str(flat.get(key, "")), reason) for key, reason in plan.why.items()]
-    return ["  " + line for line in columns(rows, "<<<")] if rows else []
+    return ["  " + line for line in columns(rows, "<<<")]
 
 
 def summary(plan: Plan) -> list[str]:
     """The plan in a few lines, for the head of a run; the first says what it is."""
     lines = [f"plan    {label(plan)} · {execution(plan)}"]
-    if plan.estimate.memory:
-        shares = [
-            f"{n} {show_bytes(plan.estimate.memory[n])}" for n in MEMORY_CATEGORIES if plan.estimate.memory.get(n)
-        ]
+    if memory := plan.estimate.memory:
+        shares = [f"{name} {show_bytes(memory[name])}" for name in MEMORY_CATEGORIES if memory.get(name)]
         lines.append(f"memory  a rank {verdict(plan.estimate)}")
         lines.append(f"        {' · '.join(shares)}")
     if plan.estimate.traffic:
-        sent = [
-            f"{t.kind.replace('_', '-')} of {t.category} {show_payload(t.bytes)} ({t.axis})"
-            for t in plan.estimate.traffic
-        ]
+        sent = (f"{_words(t.kind)} of {t.category} {show_payload(t.bytes)} ({t.axis})" for t in plan.estimate.traffic)
         lines.append(f"traffic a step and rank: {' · '.join(sent)}")
     if plan.why:
-        key, reason = next(((k, r) for k, r in plan.why.items() if k == "shard.strategy"), next(iter(plan.why.items())))
-        lines.append(f"why     {key}: {reason}        (shardwise plan explains the rest)")
+        key = "shard.strategy" if "shard.strategy" in plan.why else next(iter(plan.why))
+        lines.append(f"why     {key}: {plan.why[key]}        (shardwise plan explains the rest)")
     return lines
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", "-")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import ConfigError, Problem
 from shardwise.runtime.world import process
+from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -27,8 +28,8 @@ def agree(recipe: Recipe, plan: Plan) -> None:
             "python": platform.python_version(),
             "shardwise": shardwise.__version__,
         },
-        "recipe": flatten(recipe.model_dump(mode="json")),
-        "plan": flatten(asdict(plan)),
+        "recipe": dotted(recipe.model_dump(mode="json")),
+        "plan": dotted(asdict(plan)),
     }
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     digests: list[Any] = [None] * dist.get_world_size()
@@ -41,41 +42,23 @@ def agree(recipe: Recipe, plan: Plan) -> None:
     raise ConfigError(difference(everyone[0], everyone[rank], rank))
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Problem:
     """The problem that tells how rank ``rank``'s facts differ from rank 0's."""
     for name, version in first["versions"].items():
-        if other["versions"][name] != version:
-            return Problem(
-                "RUN003",
-                f"{name} {version} on rank 0 (host {first['host']}), {other['versions'][name]} on rank {rank} "
-                f"(host {other['host']})",
-                "the environment of each node",
-                f"install the same versions everywhere: pip install {name}=={version}"
-                if name != "python"
-                else f"use Python {version} everywhere",
-            )
+        if (theirs := other["versions"][name]) != version:
+            what = f"{name} {version} on rank 0 (host {first['host']}), {theirs} on rank {rank} (host {other['host']})"
+            fix = f"install the same versions everywhere: pip install {name}=={version}"
+            if name == "python":
+                fix = f"use Python {version} everywhere"
+            return Problem("RUN003", what, "the environment of each node", fix)
     for part in ("recipe", "plan"):
-        keys = sorted(key for key in {**first[part], **other[part]} if first[part].get(key) != other[part].get(key))
+        ours, theirs = first[part], other[part]
+        keys = sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
         if keys:
-            told = "; ".join(
-                f"`{key}` {first[part].get(key)} on rank 0, {other[part].get(key)} there" for key in keys[:3]
-            )
-            return Problem(
-                "RUN002",
-                f"rank {rank} (host {other['host']}) has {part} {other['digest'][:4]}, rank 0 has "
-                f"{first['digest'][:4]}: {told}" + (f"; and {len(keys) - 3} more keys" if len(keys) > 3 else ""),
-                f"the {part} on host {other['host']}",
-                "copy the same recipe and plan to every node and start all of them again",
-            )
+            told = "; ".join(f"`{key}` {ours.get(key)} on rank 0, {theirs.get(key)} there" for key in keys[:3])
+            told += f"; and {len(keys) - 3} more keys" if len(keys) > 3 else ""
+            both = f"has {part} {other['digest'][:4]}, rank 0 has {first['digest'][:4]}"
+            what = f"rank {rank} (host {other['host']}) {both}: {told}"
+            fix = "copy the same recipe and plan to every node and start all of them again"
+            return Problem("RUN002", what, f"the {part} on host {other['host']}", fix)
     raise AssertionError("the digests differ, so some key does")

@@ -21,8 +21,9 @@ from shardwise.runtime.reference import refer
 from shardwise.runtime.sample import keep_first_sample
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Loss, Rules, announce_reduce
-from shardwise.runtime.track import Subject, dotted, track
+from shardwise.runtime.track import Subject, track
 from shardwise.spec.cluster import find_device
+from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques.numbers import torch_type

@@ -21,25 +21,12 @@ from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_e
 from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
 from shardwise.runtime.world import Process
 
-PHASES = (
-    "start",
-    "data",
-    "count",
-    "forward",
-    "backward",
-    "reduce",
-    "clip",
-    "optimizer",
-    "logging",
-    "save",
-    "evaluate",
-    "end",
-)
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "save", "evaluate", "end"})
-"""Phases that may rightly take ten times as long as a step's."""
+"""Phases that may rightly take ten times as long as a step's, which are: data, count, forward, backward, reduce, clip,
+optimizer, logging."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +50,9 @@ class Fault:
         """Fail, once in the life of a run directory: a marker file proves that it happened."""
         marker = directory / f"fault-{self.phase}-{self.step}-{self.rank}"
         try:
-            descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            marker.touch(exist_ok=False)
         except FileExistsError:
             return
-        os.fsync(descriptor)
-        os.close(descriptor)
         if self.action == "raise":
             raise RuntimeError(f"fault ordered at {self.phase} of step {self.step} on rank {self.rank}")
         if self.action == "hang":
@@ -101,7 +86,7 @@ class Guard:
         return item
 
     def enter(self, phase: str) -> None:
-        """This rank enters ``phase`` (one of PHASES)."""
+        """This rank enters ``phase``."""
         self.page.enter(phase, self.step)
         fault = self.fault
         if fault and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
@@ -142,12 +127,9 @@ class Guard:
         status = self.page.status
         path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
+        place = f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},"
         with path.open("w") as file:
-            print(
-                f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},",
-                file=file,
-            )
-            print(f"newest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
+            print(f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return path
 
@@ -179,6 +161,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, request.receive) for number in wanted}
     try:
         yield request
@@ -226,10 +209,9 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
             end_process(culprit(statuses), me)
             return TrainingError(problem)
     if any(mark in text for mark in (*GONE, *SILENT)):
-        own = next((status for status in statuses if status.rank == me.rank), None)
-        where = (
-            f"rank {me.rank} (host {me.host}) was in phase {own.phase} of step {own.step}" if own else f"rank {me.rank}"
-        )
+        where = f"rank {me.rank}"
+        if own := next((status for status in statuses if status.rank == me.rank), None):
+            where += f" (host {me.host}) was in phase {own.phase} of step {own.step}"
         fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
         return TrainingError(Problem("LOST001", f"another rank went away: {text.splitlines()[0][:200]}", where, fix))
     return error
@@ -248,17 +230,11 @@ def end_process(late: RankStatus | None, me: Process) -> None:
 
 def outcome(error: BaseException, status: RankStatus) -> Exit:
     """What ``exit.json`` says about ``error``."""
-    place: dict[str, Any] = {
-        "rank": status.rank,
-        "host": status.host,
-        "pid": status.pid,
-        "step": status.step,
-        "phase": status.phase,
-    }
+    known = asdict(status)
+    place: dict[str, Any] = {key: known[key] for key in ("rank", "host", "pid", "step", "phase")}
     if isinstance(error, ShardwiseError):
-        codes = [problem.code for problem in error.problems]
         kinds: dict[str, Kind] = {"HANG001": "hang", "LOST001": "peer_lost", "MEM001": "memory", "STOP001": "preempted"}
-        kind = kinds.get(codes[0], "error")
+        kind = kinds.get(error.problems[0].code, "error")
         problems = [asdict(problem) for problem in error.problems]
         again = kind in ("hang", "peer_lost", "preempted")
         return Exit(kind, error.exit_code, str(error), problems=problems, restartable=again, **place)

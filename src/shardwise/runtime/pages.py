@@ -1,5 +1,5 @@
 """A page of memory per rank, in a file of the run directory, that says where the rank is. It is written at every phase
-(about a microsecond) and can be read by another process even when the rank is stopped or holds the interpreter's lock.
+(some microseconds) and can be read by another process even when the rank is stopped or holds the interpreter's lock.
 Imports no torch: the launcher reads it too."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import Problem
@@ -74,27 +74,12 @@ class Page:
     def enter(self, phase: str, step: int) -> None:
         """A new phase begins."""
         now = time.monotonic()
-        old = self.status
-        self.status = RankStatus(
-            old.rank, old.pid, step, old.count + 1, now, now, old.sequence, phase, old.collective, old.host
-        )
+        self.status = replace(self.status, step=step, count=self.status.count + 1, since_s=now, beat_s=now, phase=phase)
         self._write()
 
     def beat(self, collective: str, sequence: int) -> None:
         """The interpreter lives; its newest collective is ``collective``, the ``sequence``-th."""
-        old = self.status
-        self.status = RankStatus(
-            old.rank,
-            old.pid,
-            old.step,
-            old.count,
-            old.since_s,
-            time.monotonic(),
-            sequence,
-            old.phase,
-            collective,
-            old.host,
-        )
+        self.status = replace(self.status, beat_s=time.monotonic(), sequence=sequence, collective=collective)
         self._write()
 
     def close(self) -> None:

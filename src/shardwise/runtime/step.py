@@ -40,7 +40,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is the same for all steps of a run. ``enter`` is told of every phase (guard.PHASES)."""
+    """What is the same for all steps of a run. ``enter`` is told of every phase (runtime/guard.py)."""
 
     plan: Plan
     optim: Optim

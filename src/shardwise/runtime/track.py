@@ -220,14 +220,6 @@ def track(recipe: Recipe, subject: Subject) -> Tracks:
     return Tracks([Feed(name, KINDS[name], subject) for name in recipe.run.tracker_names])
 
 
-def dotted(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested recipe as one level of dotted keys."""
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= dotted(item, f"{prefix}{key}.") if isinstance(item, Mapping) and item else {f"{prefix}{key}": item}
-    return found
-
-
 def _first_line(error: BaseException | None) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,6 +44,14 @@ def resolve_reference(schema: Schema, root: Schema) -> Schema:
 def alias_leaf(name: str) -> str:
     """``lr`` -> ``learning_rate``; a name that is no alias as it is."""
     return _BY_ALIAS.get(name, name).rpartition(".")[2]
+
+
+def dotted(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted keys."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= dotted(item, f"{prefix}{key}.") if isinstance(item, Mapping) and item else {f"{prefix}{key}": item}
+    return found
 
 
 @dataclass(frozen=True)

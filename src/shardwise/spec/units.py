@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
 _SCALES = {"tokens": {"k": 2**10, "m": 2**20}, "steps": {"k": 1_000, "m": 1_000_000}}
@@ -20,32 +20,31 @@ def read_size(text: str, unit: str) -> int | None:
 
 def show_bytes(count: float) -> str:
     """``14.2 GiB``; three significant digits at most."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count:,.0f} B"
+    return _scaled(count, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}, " B")
 
 
 def show_payload(count: float) -> str:
     """Traffic, in powers of ten as network vendors count: ``22.4 MB``."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count:,.0f} B"
+    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, " B")
 
 
 def show_count(count: float) -> str:
     """``70.6 B`` parameters, ``3.3 M`` tokens."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    return _scaled(count, {"T": 1e12, "B": 1e9, "M": 1e6}, "")
+
+
+def _scaled(count: float, units: Mapping[str, float], smallest: str) -> str:
+    for unit, scale in units.items():
         if abs(count) >= scale:
             return f"{count / scale:,.1f} {unit}"
-    return f"{count:,.0f}"
+    return f"{count:,.0f}{smallest}"
 
 
 def columns(rows: Sequence[tuple[str, ...]], align: str) -> list[str]:
     """Rows as lines with aligned columns; ``align`` has one of ``<`` and ``>`` for each column."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(align))]
+    lines = []
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return lines
