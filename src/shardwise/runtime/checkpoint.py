@@ -44,6 +44,7 @@ from shardwise.spec.recipe import Checkpoint
 Tensors = Mapping[str, Tensor]
 Facts = dict[str, Any]
 Log = Callable[[str], None]
+Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Event:
     skipped: voted down. removed: deleted by retention.
     """
 
-    kind: Literal["committed", "maybe committed", "failed", "skipped", "removed"]
+    kind: Kind
     step: int
     what: str
     seconds: float = 0.0
@@ -210,9 +211,8 @@ class Checkpoints:
             self._writer.set_up_storage_writer(True)
         except OSError as error:
             what = f"cannot write {self.directory}: {os.strerror(error.errno or 0).lower()}"
-            raise OutputError(
-                Problem("OUT002", what, str(self.directory), "run.out=<a directory that can be written>")
-            ) from error
+            fix = "run.out=<a directory that can be written>"
+            raise OutputError(Problem("OUT002", what, str(self.directory), fix)) from error
 
     def _make_plan(self, tensors: Tensors, layout: object) -> None:
         """Decide which rank writes which slice: two collectives, only when the layout of the tensors is new."""
@@ -248,14 +248,12 @@ class Checkpoints:
             plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
             results = crew.each(lambda: writer.write_data(plan, self._planner).wait())
             target = crew.first(lambda: writer.commit(self._metadata, results))
-            seconds = time.monotonic() - begun
-            self._events.append(Event("committed", step, str(target), seconds))
+            self._events.append(Event("committed", step, str(target), time.monotonic() - begun))
         except BaseException as error:
             writer.abandon()
             uncertain = isinstance(error, RankError) and isinstance(error.first, commit.MaybeCommitted)
-            self._events.append(
-                Event("maybe committed" if uncertain else "failed", step, str(error), time.monotonic() - begun)
-            )
+            kind: Kind = "maybe committed" if uncertain else "failed"
+            self._events.append(Event(kind, step, str(error), time.monotonic() - begun))
             return
         self._tidy(step, target)
 
@@ -306,12 +304,9 @@ def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
         return candidates(directory)
     found = locate(Path(path))
     last = newest(directory)
-    if (
-        last is not None
-        and found[0][1].parent.resolve() == directory.resolve()
-        and found[0][0] < manifest.read(last).step
-    ):
-        what = f"{found[0][1].name} is not the newest of this run: {last.name} is there, and never overwritten"
+    step, named = found[0]
+    if last is not None and named.parent.resolve() == directory.resolve() and step < manifest.read(last).step:
+        what = f"{named.name} is not the newest of this run: {last.name} is there, and never overwritten"
         raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
     return found
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,14 @@ from shardwise.runtime.manifest import (
     check,
     chunk_hashes,
     dump,
+    opened,
     step_name,
 )
 
 _ATTEMPT = re.compile(r"\.tmp-step-\d{8,}-g(\d+)")
 _GENERATION = re.compile(r"\.generation-(\d+)")
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,9 @@ def claim(directory: Path, disk: Disk = DISK) -> int:
     number = max(generations(directory), default=0)
     while True:
         number += 1
-        try:
-            os.close(
-                disk.open(
-                    directory / f".generation-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-                )
-            )
-        except FileExistsError:
-            continue
-        break
+        with suppress(FileExistsError):
+            os.close(disk.open(directory / f".generation-{number}", _NEW_FILE, 0o644))
+            break
     for older in generations(directory):
         if older < number:
             (directory / f".generation-{older}").unlink(missing_ok=True)
@@ -106,16 +104,15 @@ def begin(directory: Path, step: int, generation: int, need_bytes: int, disk: Di
     _check_owner(directory, generation)
     sweep(directory, generation, disk)
     _make_way(directory, step, generation, disk)
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < need_bytes * 1.05:
-        what = (
-            f"the checkpoint of step {step} needs {need_bytes * 1.05 / 1e9:.3f} GB, {free_bytes / 1e9:.3f} GB are free"
-        )
+    free, needed = shutil.disk_usage(directory).free, need_bytes * 1.05
+    if free < needed:
+        what = f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
         raise OutputError(Problem("OUT003", what, str(directory), "free space, or lower checkpoint.save_total_limit"))
     path = directory / f".tmp-{step_name(step)}-g{generation}"
     disk.mkdir(path)
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _lock(lock)
+    lock = os.open(path, _FOLDER)
+    with suppress(OSError):  # some network file systems know no locks: there the generation alone decides
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Attempt(directory, path, step, generation, lock)
 
 
@@ -124,12 +121,9 @@ def write_file(path: Path, blocks: Sequence[memoryview], disk: Disk = DISK) -> F
 
     Raises FileExistsError rather than touch a file that is there; OSError as the disk says.
     """
-    descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+    with opened(disk.open(path, _NEW_FILE, 0o644)) as descriptor:
         record = chunk_hashes(_written(descriptor, blocks, disk))
         disk.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return record
 
 
@@ -168,10 +162,9 @@ def abandon(attempt: Attempt, disk: Disk = DISK) -> None:
     After MaybeCommitted the attempt has its final name, and that stays.
     """
     try:
-        if os.path.lexists(attempt.path):
-            discard(attempt.path, disk)
-    except OSError:
-        pass
+        with suppress(OSError):
+            if os.path.lexists(attempt.path):
+                discard(attempt.path, disk)
     finally:
         attempt.release()
 
@@ -212,11 +205,8 @@ def remove_tree(path: Path, disk: Disk = DISK) -> None:
 
 def fsync_directory(path: Path, disk: Disk = DISK) -> None:
     """Make the names inside ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(os.open(path, _FOLDER)) as descriptor:
         disk.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_owner(directory: Path, generation: int) -> None:
@@ -245,23 +235,12 @@ def _exists(target: Path) -> OutputError:
     return OutputError(Problem("OUT001", f"{target.name} is there already; it is not overwritten", str(target)))
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether we hold the lock now. Some network file systems know no locks: there the generation alone decides."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _dead(path: Path, older: bool) -> bool:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return older
-    finally:
-        os.close(descriptor)
+    with opened(os.open(path, _FOLDER)) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return older
     return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, read_facts, unlisted
+from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, read_facts, unlisted, whole
 from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -36,20 +36,13 @@ def locate(path: Path) -> list[tuple[int, Path]]:
             return found
     near = _nearest(path)
     fix = f"nearest: {near}" if near else "name a run (runs/<name>) or one of its checkpoints"
-    raise MissingInputError(
-        Problem("CKPT001", f"no checkpoint in {path} (looked for step-*/{MANIFEST})", str(path), fix)
-    )
+    what = f"no checkpoint in {path} (looked for step-*/{MANIFEST})"
+    raise MissingInputError(Problem("CKPT001", what, str(path), fix))
 
 
 def newest(directory: Path) -> Path | None:
     """The newest checkpoint of which the manifest verifies and every file has its size. Reads no more."""
-    for _, path in candidates(directory):
-        try:
-            check(path, hashes=False)
-        except Rejected:
-            continue
-        return path
-    return None
+    return next((path for _, path in candidates(directory) if whole(path)), None)
 
 
 def best(directory: Path) -> tuple[float, int, Path] | None:

@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from operator import add, gt, sub
@@ -150,15 +151,13 @@ def read(directory: str | Path) -> Manifest:
     try:
         manifest = parse(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise Rejected(
-            Problem("CKPT008", "this checkpoint was never committed (no manifest)", str(directory))
-        ) from None
+        what = "this checkpoint was never committed (no manifest)"
+        raise Rejected(Problem("CKPT008", what, str(directory))) from None
     except OSError as error:
         raise Rejected(Problem("CKPT007", f"the manifest cannot be read: {error.strerror}", str(path))) from error
     if Path(directory).name != step_name(manifest.step):
-        raise Rejected(
-            Problem("CKPT007", f"the manifest is of step {manifest.step}, the directory of another", str(directory))
-        )
+        what = f"the manifest is of step {manifest.step}, the directory of another"
+        raise Rejected(Problem("CKPT007", what, str(directory)))
     return manifest
 
 
@@ -172,24 +171,17 @@ def check_files(
     for name in names:
         path, record = Path(directory) / name, manifest.files[name]
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as descriptor:
+                _check_size(path, os.fstat(descriptor).st_size, record.bytes)
+                if evict:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                if hashes:
+                    _check_hashes(path, descriptor, record)
         except FileNotFoundError:
-            listed = len(manifest.files)
-            raise Rejected(
-                Problem("CKPT014", f"the manifest lists {listed} files, {name} is missing", str(directory))
-            ) from None
+            what = f"the manifest lists {len(manifest.files)} files, {name} is missing"
+            raise Rejected(Problem("CKPT014", what, str(directory))) from None
         except OSError as error:
             raise Rejected(Problem("CKPT007", f"{name} cannot be read: {error.strerror}", str(path))) from error
-        try:
-            _check_size(path, os.fstat(descriptor).st_size, record.bytes)
-            if evict:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            if hashes:
-                _check_hashes(path, descriptor, record)
-        except OSError as error:
-            raise Rejected(Problem("CKPT007", f"{name} cannot be read: {error.strerror}", str(path))) from error
-        finally:
-            os.close(descriptor)
 
 
 def read_facts(directory: str | Path) -> dict[str, Any]:
@@ -203,6 +195,15 @@ def check(directory: str | Path, hashes: bool = True) -> Manifest:
     manifest = read(directory)
     check_files(directory, manifest, sorted(manifest.files), hashes)
     return manifest
+
+
+def whole(directory: str | Path) -> bool:
+    """Whether the manifest verifies and every file has its size. Reads no more."""
+    try:
+        check(directory, hashes=False)
+    except Rejected:
+        return False
+    return True
 
 
 def unlisted(directory: str | Path, manifest: Manifest) -> list[str]:
@@ -225,15 +226,27 @@ def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
     for number, expected in enumerate(record.chunks):
         begin = number * CHUNK_BYTES
         size = min(CHUNK_BYTES, record.bytes - begin)
-        done = 0
-        while done < size:
-            count = os.preadv(descriptor, [buffer[done:size]], begin + done)
-            if not count:
-                break
-            done += count
+        done = read_at(descriptor, buffer[:size], begin)
         if xxhash.xxh3_128_hexdigest(buffer[:done]) != expected:
             what = f"{path.parent.name}/{path.name} fails xxh3 between byte {begin} and {begin + size}"
             raise Rejected(Problem("CKPT007", what, str(path)))
+
+
+def read_at(descriptor: int, buffer: memoryview, begin: int) -> int:
+    """Fill ``buffer`` with what lies in a file from byte ``begin`` on; how many bytes there were."""
+    done = 0
+    while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], begin + done)):
+        done += count
+    return done
+
+
+@contextmanager
+def opened(descriptor: int) -> Iterator[int]:
+    """``descriptor``, closed at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def check_coverage(tensors: Mapping[str, TensorRecord]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.runtime.commit import DISK, Disk, discard, fsync_directory
-from shardwise.runtime.manifest import Rejected, candidates, check
+from shardwise.runtime.manifest import candidates, whole
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -
 
     A damaged checkpoint neither counts among the last ones nor is it deleted: somebody may want to look at it.
     """
-    usable = {step: path for step, path in candidates(directory) if _whole(path)}
+    usable = {step: path for step, path in candidates(directory) if whole(path)}
     deleted = []
     for step in expendable(list(usable), keep, verified_step):
         discard(usable[step], disk)
@@ -38,11 +38,3 @@ def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -
     if deleted:
         fsync_directory(directory, disk)
     return deleted
-
-
-def _whole(path: Path) -> bool:
-    try:
-        check(path, hashes=False)
-    except Rejected:
-        return False
-    return True

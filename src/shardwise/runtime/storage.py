@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime import commit
-from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read
+from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read, read_at
 
 READ_BYTES = 64 << 20
 """Largest block read at once, so that loading needs little memory beside the tensors."""
@@ -47,10 +47,9 @@ class ShardPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         for item in plan.items:
-            _box(item)
             if _dtype(item) not in NAMES:
                 raise TypeError(f"{item.index.fqn} is {_dtype(item)}, which safetensors cannot hold")
-        items = [item for item in plan.items if prod(_box(item)[1]) or not prod(_shape(item))]
+        items = [item for item in plan.items if _item_bytes(item) or not prod(_data(item).size)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
@@ -273,10 +272,10 @@ def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         placed, begin = [], 0
         for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
-            (offsets, sizes), end = _box(item), begin + _item_bytes(item)
-            # several slices of one tensor in one file need names of their own
-            name = item.index.fqn if item.index.fqn not in header else f"{item.index.fqn}@{','.join(map(str, offsets))}"
-            header[name] = {"dtype": NAMES[_dtype(item)], "shape": list(sizes), "data_offsets": [begin, end]}
+            chunk, name, end = _data(item).chunk, item.index.fqn, begin + _item_bytes(item)
+            if name in header:  # several slices of one tensor in one file need names of their own
+                name += f"@{','.join(map(str, chunk.offsets))}"
+            header[name] = {"dtype": NAMES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
             placed.append((item, begin))
             begin = end
         file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
@@ -303,12 +302,9 @@ def _read_box(descriptor: int, where: Slice, dtype: torch.dtype, item: ReadItem,
 def _read_rows(descriptor: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     size = prod(shape) * dtype.itemsize
     raw = torch.empty(size, dtype=torch.uint8)
-    view, done = _bytes_of(raw), 0
-    while done < size:
-        count = os.preadv(descriptor, [view[done:]], begin + done)
-        if not count:
-            raise OSError(f"the file ends at byte {begin + done}, {size - done} bytes early")
-        done += count
+    done = read_at(descriptor, _bytes_of(raw), begin)
+    if done < size:
+        raise OSError(f"the file ends at byte {begin + done}, {size - done} bytes early")
     return raw.view(dtype).view(shape)
 
 
@@ -337,21 +333,17 @@ def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> Te
     return TensorRecord(tuple(entry.size), NAMES[entry.properties.dtype], tuple(slices))
 
 
-def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _data(item: WriteItem) -> Any:
+    """DCP's TensorWriteData: the whole tensor's size and properties, and the chunk of it."""
     if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor; what is not one belongs into the facts")
-    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
-
-
-def _shape(item: WriteItem) -> torch.Size:
-    assert item.tensor_data is not None
-    return item.tensor_data.size
+    return item.tensor_data
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
+    dtype: torch.dtype = _data(item).properties.dtype
+    return dtype
 
 
 def _item_bytes(item: WriteItem) -> int:
-    return prod(_box(item)[1]) * _dtype(item).itemsize
+    return prod(_data(item).chunk.sizes) * _dtype(item).itemsize
