@@ -15,7 +15,7 @@ import typer
 from shardwise import __version__
 from shardwise.cli import compare, data, export, generate, plan, schema, train
 from shardwise.cli.options import add_command
-from shardwise.cli.show import print_error
+from shardwise.cli.show import defect, print_error
 from shardwise.errors import Problem, ShardwiseError, UsageError
 from shardwise.launch.worker import speak_in_turn
 
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error, as_json=as_json)
         return error.exit_code
     except Refused as error:
-        print_error(UsageError(_usage_problem(error)), as_json=as_json)
+        fix = "`shardwise --help`, or `shardwise <command> --help`"
+        print_error(UsageError(Problem("CLI001", error.format_message(), "the command line", fix)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -79,23 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print_error(ShardwiseError(_defect(error)), as_json=as_json)
+        print_error(_defect(error), as_json=as_json)
         return ShardwiseError.exit_code
 
 
-def _usage_problem(error: typer.BadParameter) -> Problem:
-    return Problem(
-        "CLI001", error.format_message(), "the command line", "`shardwise --help`, or `shardwise <command> --help`"
-    )
-
-
-def _defect(error: Exception) -> Problem:
+def _defect(error: Exception) -> ShardwiseError:
     """Keep the traceback in a file: on the screen it would hide the line that matters."""
     descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
     with os.fdopen(descriptor, "w") as stream:
         stream.write("".join(traceback.format_exception(error)))
-    first = str(error).splitlines()[0] if str(error) else ""
-    what = f"a defect of shardwise: {type(error).__name__}: {first}"
-    return Problem(
-        "BUG001", what, f"the full traceback is in {Path(name)}", "report it with that file, or see it with --debug"
-    )
+    return defect(error, Path(name), "report it with that file, or see it with --debug")

@@ -45,8 +45,7 @@ def run(options: Options) -> None:
         facts = [_facts(each) for each in pair]
         print_json({"runs": facts, "recipe": differences(*pair), "losses": common_losses(*pair)})
         return
-    for line in _lines(*pair):
-        say(visible(line))
+    say(*map(visible, _lines(*pair)))
     if options.plot is not None:
         say(f"\nwritten: {options.plot}")
 
@@ -100,12 +99,9 @@ def _lines(a: History, b: History) -> list[str]:
     for label, key in (("ranks", "ranks"), ("steps", "steps"), ("tokens", "tokens"), ("skipped", "skipped_steps")):
         rows.append((label, *(_show(facts[key], ",") for facts in (one, two)), ""))
     rows.append(_row("last loss", one["last_loss"], two["last_loss"], ".4f"))
-    for label, key in (
-        ("best loss", "best_loss"),
-        ("last validation", "last_validation"),
-        ("best validation", "best_validation"),
-    ):
-        pair = [tuple(facts[key].values()) if facts[key] else None for facts in (one, two)]
+    for label in ("best loss", "last validation", "best validation"):
+        found = [facts[label.replace(" ", "_")] for facts in (one, two)]
+        pair = [tuple(point.values()) if point else None for point in found]
         shown = [f"{point[1]:.4f} (step {point[0]:,})" if point else "-" for point in pair]
         rows.append((label, *shown, _change(*(point and point[1] for point in pair))))
     rows.append(_row("tokens/s", one["tokens_per_s"], two["tokens_per_s"], ",.0f"))
@@ -143,7 +139,5 @@ def _write(target: Path, pair: Sequence[History]) -> None:
     try:
         target.write_text(draw(curves), encoding="utf-8")
     except OSError as error:
-        what = f"cannot write {target}: {error.strerror}"
-        raise OutputError(
-            Problem("OUT002", what, "--plot", "`--plot` a file in a directory that can be written")
-        ) from None
+        what, fix = f"cannot write {target}: {error.strerror}", "`--plot` a file in a directory that can be written"
+        raise OutputError(Problem("OUT002", what, "--plot", fix)) from None

@@ -25,7 +25,8 @@ class Curve:
 def draw(curves: Sequence[Curve]) -> str:
     """The picture of up to two curves."""
     points = [point for curve in curves for point in (*curve.line, *curve.marks)] or [(0, 0.0)]
-    steps, values = ticks(0, max(step for step, _ in points)), ticks(*_range([value for _, value in points]))
+    losses = [value for _, value in points]
+    steps, values = ticks(0, max(step for step, _ in points)), ticks(min(losses), max(losses))
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         across = (point[0] - steps[0]) / ((steps[-1] - steps[0]) or 1)
@@ -50,9 +51,8 @@ def draw(curves: Sequence[Curve]) -> str:
         lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in map(place, curve.marks)]
         legend = escape(curve.name) + (" (dots: validation)" if curve.marks else "")
-        lines.append(
-            f'<text x="{WIDTH - RIGHT}" y="{TOP + 18 * number}" text-anchor="end" fill="{colour}">{legend}</text>'
-        )
+        corner = f'x="{WIDTH - RIGHT}" y="{TOP + 18 * number}"'
+        lines.append(f'<text {corner} text-anchor="end" fill="{colour}">{legend}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -69,7 +69,3 @@ def ticks(low: float, high: float) -> list[float]:
     size *= next(factor for factor in (0.1, 0.2, 0.5, 1, 2) if span / (size * factor) <= 8)
     first, last = math.floor(low / size), math.ceil(high / size)
     return [round(size * number, 10) for number in range(first, max(last, first + 1) + 1)]
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)

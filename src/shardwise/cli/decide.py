@@ -50,9 +50,8 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
     estimate = plan.estimate
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
-        what = (
-            f"needs {show_bytes(estimate.peak_bytes)} a rank, {show_bytes(estimate.capacity_bytes)} available: {parts}"
-        )
+        peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
+        what = f"needs {peak} a rank, {capacity} available: {parts}"
         fix = "`shardwise plan` shows every setting; more devices, `recompute=full`, or a shorter `train.seq_len`"
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan

@@ -73,9 +73,8 @@ def read_history(directory: Path) -> History:
     line; a last line that is still being written is left out."""
     if not (directory / "recipe.yaml").is_file():
         what = f"{directory} is not a run: it holds no recipe.yaml"
-        raise MissingInputError(
-            Problem("CFG011", what, str(directory), "name run directories, such as runs/quickstart-1")
-        )
+        fix = "name run directories, such as runs/quickstart-1"
+        raise MissingInputError(Problem("CFG011", what, str(directory), fix))
     written = dotted(read(directory / "recipe.yaml").data or {})
     metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])})
     events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])})
@@ -99,11 +98,8 @@ def _records(path: Path, accept: Callable[[Any], dict[str, Any]]) -> list[dict[s
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            where = f"{path}:{number}"
-            fix = "remove that line; the others are read"
-            raise DataError(
-                Problem("DATA004", f"not a line that a run writes: {line[:60].rstrip()}", where, fix)
-            ) from error
+            what, fix = f"not a line that a run writes: {line[:60].rstrip()}", "remove that line; the others are read"
+            raise DataError(Problem("DATA004", what, f"{path}:{number}", fix)) from error
     return found
 
 

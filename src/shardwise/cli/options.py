@@ -62,17 +62,18 @@ def sort_words(words: list[str]) -> Words:
         if word.startswith("--") and len(word) > 2:
             found.overrides.append(_flag(word[2:], rest, keys))
         elif word.startswith("-") and len(word) > 1 and not os.path.exists(word):
-            raise UsageError(
-                Problem("CLI001", f"unknown option `{word}`", "the command line", "`shardwise --help` lists them")
-            )
+            raise _misused(f"unknown option `{word}`", "`shardwise --help` lists them")
         elif "=" in word and not os.path.exists(word):
             found.overrides.append(word)
         elif found.path is None:
             found.path = Path(word)
         else:
-            what = f"two recipes: `{found.path}` and `{word}`"
-            raise UsageError(Problem("CLI001", what, "the command line", "name one; settings are written key=value"))
+            raise _misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
     return found
+
+
+def _misused(what: str, fix: str) -> UsageError:
+    return UsageError(Problem("CLI001", what, "the command line", fix))
 
 
 def _flag(text: str, rest: list[str], keys: Keys) -> str:
@@ -91,8 +92,8 @@ def _flag(text: str, rest: list[str], keys: Keys) -> str:
         if key is None:
             near = keys.nearest(name)
             fix = f"did you mean `--{near.replace('_', '-')}`?" if near else "`shardwise --help` lists them"
-            raise UsageError(Problem("CLI001", f"unknown option `--{text}`", "the command line", fix))
-        raise UsageError(Problem("CLI001", f"`--{text}` needs a value", "the command line", f"`--{text} <value>`"))
+            raise _misused(f"unknown option `--{text}`", fix)
+        raise _misused(f"`--{text}` needs a value", f"`--{text} <value>`")
     return f"{name}={rest.pop(0)}"
 
 

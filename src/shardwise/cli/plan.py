@@ -66,15 +66,9 @@ def run(options: Options) -> None:
         check_writable(options.out.absolute().parent)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
     if options.json:
-        print_json(
-            {
-                "model": {"name": spec.name, "parameters": parameter_count(spec)},
-                "cluster": {**asdict(cluster), "name": str(cluster)},
-                "plan": asdict(chosen),
-                "settings": [asdict(plan) for plan in plans],
-            }
-        )
-        return None
+        model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)
+        facts = {"model": model, "cluster": {**machines, "name": str(cluster)}, "plan": asdict(chosen)}
+        return print_json({**facts, "settings": [asdict(plan) for plan in plans]})
     say(render.title(spec, cluster))
     if spec.foreign is not None:
         say(f"{spec.family}, {NOTICE}")
@@ -87,35 +81,18 @@ def run(options: Options) -> None:
 
 
 def _print_plan(plans: list[Plan], chosen: Plan, explain: str | None) -> None:
-    for line in render.setting_lines(plans, chosen):
-        say(line)
-    say()
+    say(*render.setting_lines(plans, chosen), "")
     say(f"chosen: {render.label(chosen)} · {render.execution(chosen)}")
-    say(f"        {render.verdict(chosen.estimate)}")
-    say()
-    shown = plans if explain == "memory" else [chosen]
-    for plan in shown:
-        say(f"memory of the fullest rank at its peak, {render.label(plan)}")
-        for line in render.memory_lines(plan.estimate):
-            say(line)
-        say()
+    say(f"        {render.verdict(chosen.estimate)}", "")
+    for plan in plans if explain == "memory" else [chosen]:
+        say(f"memory of the fullest rank at its peak, {render.label(plan)}", *render.memory_lines(plan.estimate), "")
     for plan in plans if explain == "network" else [chosen]:
         lines = render.traffic_lines(plan.estimate)
-        say(f"sent by each rank in a step, {render.label(plan)}" + ("" if lines else ": nothing"))
-        for line in lines:
-            say(line)
-        say()
-    reasons = render.why_lines(chosen if explain == "why" else replace(chosen, why=_short(chosen.why)))
+        say(f"sent by each rank in a step, {render.label(plan)}" + ("" if lines else ": nothing"), *lines, "")
+    decided = {key: reason for key, reason in chosen.why.items() if reason != "pinned"}
+    reasons = render.why_lines(chosen if explain == "why" else replace(chosen, why=decided))
     if reasons:
-        say("why")
-        for line in reasons:
-            say(line)
-        say()
-
-
-def _short(why: dict[str, str]) -> dict[str, str]:
-    """What was decided; what was pinned needs no reason."""
-    return {key: reason for key, reason in why.items() if reason != "pinned"}
+        say("why", *reasons, "")
 
 
 def _print_next(path: Path | None, overrides: list[str], options: Options) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import Problem, ShardwiseError
@@ -17,18 +18,18 @@ def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> No
     if as_json:
         print(json.dumps({"error": error.as_dict()}))
         return
-    for number, problem in enumerate(error.problems):
-        if number:
-            print(file=sys.stderr)
-        _print_problem(problem, prefix)
-
-
-def _print_problem(problem: Problem, prefix: str) -> None:
-    text = prefix + visible(str(problem))
+    texts = [prefix + visible(str(problem)) for problem in error.problems]
     if sys.stderr.isatty():
-        head, _, rest = text.partition(":")
-        text = f"\x1b[1;31m{head}\x1b[0m:{rest}"
-    print(text, file=sys.stderr)
+        parts = (text.partition(":") for text in texts)
+        texts = [f"\x1b[1;31m{head}\x1b[0m:{rest}" for head, _, rest in parts]
+    print(*texts, sep="\n\n", file=sys.stderr)
+
+
+def defect(error: Exception, kept: Path, fix: str) -> ShardwiseError:
+    """BUG001 for what is no error of the user's; the traceback lies in ``kept``."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    what = f"a defect of shardwise: {type(error).__name__}: {first}"
+    return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", fix))
 
 
 def visible(text: str) -> str:
@@ -42,9 +43,9 @@ def note(text: str, *, as_json: bool = False) -> None:
         print(visible(text), file=sys.stderr)
 
 
-def say(text: str = "") -> None:
-    """A line of the result."""
-    print(text, flush=True)
+def say(*lines: str) -> None:
+    """Lines of the result; an empty one if none is given."""
+    print(*lines, sep="\n", flush=True)
 
 
 def print_json(value: Any) -> None:

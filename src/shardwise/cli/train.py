@@ -96,6 +96,8 @@ def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:
 
 
 def _launch(options: Options, recipe: Recipe) -> int:
+    from shardwise.data.prepare import check_sources
+
     directory = Path(recipe.run.out) / recipe.run.name
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
     check_port(options.port)
@@ -111,7 +113,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
             say(line)
-    _find_inputs(recipe)
+    check_sources(recipe.data)
     if options.dry_run:
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
         said = f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
@@ -121,9 +123,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     if cluster.nodes == 1:
         _prepare(recipe, spec, plan, directory)
     words = _write(recipe, plan, cluster, directory)
-    words += [
-        flag for flag, on in (("--allow-fresh-start", options.allow_fresh_start), ("--debug", options.debug)) if on
-    ]
+    flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
+    words += [flag for flag, on in flags.items() if on]
     if cluster.nodes > 1:
         return _print_nodes(recipe, words[1:], cluster, options.port)
     if standing is not None:
@@ -131,12 +132,6 @@ def _launch(options: Options, recipe: Recipe) -> int:
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)
-
-
-def _find_inputs(recipe: Recipe) -> None:
-    from shardwise.data.prepare import check_sources
-
-    check_sources(recipe.data)
 
 
 def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:
@@ -148,10 +143,9 @@ def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> lis
 
 
 def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) -> int:
+    lines = nodes.lines(cluster.nodes, cluster.devices_per_node, words, port, recipe.run.name)
     say(f"\n{cluster.nodes} nodes: run one line on each, where this directory and the recipe's data are visible;")
-    say("FIRST_NODE is the name or address of the first:\n")
-    for line in nodes.lines(cluster.nodes, cluster.devices_per_node, words, port, recipe.run.name):
-        say(f"  {line}")
+    say("FIRST_NODE is the name or address of the first:\n", *(f"  {line}" for line in lines))
     return 0
 
 

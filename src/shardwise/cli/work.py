@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import cluster_of_ranks, plan_of
-from shardwise.cli.show import print_error
-from shardwise.errors import PreemptedError, Problem, ShardwiseError
+from shardwise.cli.show import defect, print_error
+from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import rundir
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
@@ -66,9 +66,7 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
         kept.write_text(text, encoding="utf-8")
     if debug or not directory.is_dir():
         sys.stderr.write(text)
-    first = str(error).splitlines()[0] if str(error) else ""
-    what = f"a defect of shardwise: {type(error).__name__}: {first}"
-    return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", "report it with that file"))
+    return defect(error, kept, "report it with that file")
 
 
 def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
