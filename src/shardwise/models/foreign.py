@@ -82,7 +82,7 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        _refuse(name, f"{kind!r} is no causal language model of transformers")
+        _refuse(name, f"model_type {kind!r} is no causal language model of transformers")
     settled = CONFIG_MAPPING[kind].from_dict(config)
     try:
         return examine(settled.to_dict(), name)
