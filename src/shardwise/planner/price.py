@@ -12,7 +12,7 @@ from shardwise.planner.schedule import schedule
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
-from shardwise.spec.sheet import Collective, Sheet, Unit
+from shardwise.spec.sheet import Sheet, Unit
 
 CUDA_RESERVE_BYTES = 2 * 2**30
 """What a CUDA context and NCCL's buffers take beside torch's allocations: 1 to 3 GiB are seen."""
@@ -39,14 +39,9 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
 def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:
     """(axis, kind, category, bytes of a call) -> calls in a step, on each rank."""
     found: Counter[tuple[str, str, str, int]] = Counter()
-
-    def add(items: tuple[Collective, ...], times: int) -> None:
+    for items, times in [*((unit.collectives, times) for unit, times in repeated(sheet)), (sheet.step, 1)]:
         for item in items:
             found[item.axis, item.kind, item.category, item.bytes] += item.count * times
-
-    for unit, times in repeated(sheet):
-        add(unit.collectives, times)
-    add(sheet.step, 1)
     return found
 
 
@@ -68,16 +63,9 @@ def traffic(sheet: Sheet, layout: Layout) -> tuple[Traffic, ...]:
 
 def link(axis: str, layout: Layout) -> str:
     """``node`` where all ranks of a group share one, else ``network``."""
-    nodes = layout.world > layout.ranks_per_node
-    if axis == "dp_replicate":
-        crosses = layout.dp_replicate * layout.dp_shard > layout.ranks_per_node
-    elif axis == "dp_shard":
-        crosses = layout.dp_shard > layout.ranks_per_node
-    elif axis.startswith("dp_shard/"):
-        crosses = int(axis.partition("/")[2]) > layout.ranks_per_node
-    else:
-        crosses = nodes
-    return "network" if crosses else "node"
+    name, _, part = axis.partition("/")
+    spans = {"dp_replicate": layout.dp, "dp_shard": int(part or layout.dp_shard)}  # neighbours in rank that it reaches
+    return "network" if spans.get(name, layout.world) > layout.ranks_per_node else "node"
 
 
 def seen(s: int, window: int | None) -> int:

@@ -86,7 +86,8 @@ class _Step:
 
     def forward(self, unit: Unit, name: Hashable) -> None:
         """A unit under recompute keeps what its ``kept_ops`` made, any other what it saved."""
-        sizes, keep = self.sizes[id(unit)], _kept(unit)
+        sizes = self.sizes[id(unit)]
+        keep = {tensor for i in unit.kept_ops for tensor in unit.forward[i].allocates}
         self.weights.cast(unit, name)
         for op in unit.forward_plain if unit.recompute else unit.forward:
             for tensor in op.allocates:
@@ -179,12 +180,5 @@ class _Step:
         # The gradient of the hidden states was made in the forward pass; from here on it is the tail's to free.
         if ("head", "grad_hidden") in self.tape.alive:
             self.tape.free(("head", "grad_hidden"))
-            self.tape.make(("gradient", "tail"), "logits", _hidden_bytes(self.sheet, self.plan))
-
-
-def _hidden_bytes(sheet: Sheet, plan: Plan) -> int:
-    return sheet.stem.tensors[sheet.stem.output].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
-
-
-def _kept(unit: Unit) -> set[int]:
-    return {tensor for i in unit.kept_ops for tensor in unit.forward[i].allocates}
+            stem = self.sheet.stem
+            self.tape.make(("gradient", "tail"), "logits", self.sizes[id(stem)][stem.output])

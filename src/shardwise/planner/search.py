@@ -52,12 +52,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
     """Every setting of the dial with its estimate, hybrid shard included where there is more than one node; all else as
     in the chosen plan."""
     chosen = choose(recipe, spec, cluster)
-    same = {
-        "micro_batch_size": chosen.batch.micro_batch_size,
-        "gradient_accumulation_steps": chosen.batch.accumulation,
-        "global_batch_size": None,
-    }
-    train = recipe.train.model_copy(update=same)
+    train = _with_batch(recipe.train, chosen.batch.micro_batch_size, chosen.batch.accumulation)
     return list(_settings(recipe, spec, cluster, chosen.remat.mode, train, pinned=False))
 
 
@@ -70,8 +65,12 @@ def _smaller_micro_batches(train: Train, dp: int) -> Iterator[Train]:
     while micro > 1:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         micro, accumulation = smaller, accumulation * (micro // smaller)
-        update = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
-        yield train.model_copy(update=update)
+        yield _with_batch(train, micro, accumulation)
+
+
+def _with_batch(train: Train, micro: int, accumulation: int) -> Train:
+    update = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
+    return train.model_copy(update=update)
 
 
 def _settings(
@@ -131,13 +130,9 @@ def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tupl
 def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
     """Shards within a node and replicates across nodes, unless pinned otherwise."""
     parallel, world = recipe.parallel, cluster.world
-    shard = parallel.dp_shard or (
-        world // parallel.dp_replicate
-        if parallel.dp_replicate
-        else cluster.devices_per_node
-        if cluster.nodes > 1
-        else 0
-    )
+    shard = parallel.dp_shard or (cluster.devices_per_node if cluster.nodes > 1 else 0)
+    if parallel.dp_replicate and not parallel.dp_shard:
+        shard = world // parallel.dp_replicate
     if shard == 0:
         shard = next((n for n in range(2, world) if world % n == 0), world)
     replicate = parallel.dp_replicate or world // max(1, shard)
@@ -199,11 +194,7 @@ def _explained(plan: Plan, tried: list[Plan], recipe: Recipe) -> Plan:
     if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp)[:2]:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"
         why["batch.accumulation"] = "derived: keeps the global batch"
-    if recipe.recompute.mode == "auto":
-        why["remat.mode"] = (
-            "derived: activations fit" if plan.remat.mode == "none" else "derived: with less it does not fit"
-        )
-    else:
-        why["remat.mode"] = "pinned"
+    kept = "derived: activations fit" if plan.remat.mode == "none" else "derived: with less it does not fit"
+    why["remat.mode"] = kept if recipe.recompute.mode == "auto" else "pinned"
     why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"
     return replace(plan, why=why)

@@ -33,15 +33,8 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def degree(self, axis: Axis) -> int:
-        degrees: dict[Axis, int] = {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-            "ep": self.ep,
-        }
-        return degrees[axis]
+        degree: int = vars(self)[axis]
+        return degree
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""

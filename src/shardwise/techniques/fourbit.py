@@ -7,7 +7,7 @@ type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = weight.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     sizes = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
-    values = _values(weight, nf4=True)
+    values = _constant(weight, "nf4")
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
@@ -42,7 +42,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = sizes.view(-1).mean()
     rest = functional.pad((sizes - mean).view(-1), (0, -sizes.numel() % NF4_GROUP)).view(-1, NF4_GROUP)
     groups = rest.abs().amax(-1)
-    kept = _nearest(rest, groups, _values(weight, nf4=False)).view(-1)[: sizes.numel()]
+    kept = _nearest(rest, groups, _constant(weight, "dynamic")).view(-1)[: sizes.numel()]
     return codes, kept.view_as(sizes), torch.cat([groups, mean.view(1)]).view(-1, 1).view(torch.uint8)
 
 
@@ -56,13 +56,13 @@ def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype)
     """The matrix [out, in] that :func:`quantise` kept, made in fp32 some rows at a time."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
-    wide = functional.embedding(sizes.int(), _values(codes, nf4=False)[:, None]).view(-1)
+    wide = functional.embedding(sizes.int(), _constant(codes, "dynamic")[:, None]).view(-1)
     wide = wide.mul_(of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]).add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        values = functional.embedding(codes[part].int(), _pairs(codes))
+        values = functional.embedding(codes[part].int(), _constant(codes, "pairs"))
         out[part] = values.view(-1, columns // NF4_BLOCK, NF4_BLOCK).mul_(wide[part]).view(-1, columns)
         del values
     return out
@@ -100,20 +100,12 @@ DYNAMIC = _dynamic()
 """Made here, not when it is first used: that may be among fake tensors, whose numbers mean nothing."""
 
 
-def _values(like: Tensor, *, nf4: bool) -> Tensor:
-    return _constant(like, "nf4" if nf4 else "dynamic")
-
-
-def _pairs(like: Tensor) -> Tensor:
-    """[256, 2] fp32: both values of each byte of codes."""
-    return _constant(like, "pairs")
-
-
 _CONSTANTS: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def _constant(like: Tensor, name: str) -> Tensor:
-    """A table on the device of ``like``, sent there once. A fake tensor gets one of its own, which is not kept."""
+def _constant(like: Tensor, name: Literal["nf4", "dynamic", "pairs"]) -> Tensor:
+    """A table in fp32 on the device of ``like``, sent there once; ``pairs`` [256, 2] are both values of each byte of
+    codes. A fake tensor gets one of its own, which is not kept."""
     key = (name, like.device)
     if key in _CONSTANTS and not isinstance(like, FakeTensor):
         return _CONSTANTS[key]

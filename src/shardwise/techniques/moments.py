@@ -12,10 +12,8 @@ compilation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,16 +89,6 @@ def _scales(parameter: nn.Parameter) -> Tensor:
 
 class AdamW8bit(RoundedAdamW):
     """AdamW over plain and sharded parameters; each rank updates its own rows, a block of rows at a time."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, torch.float32, seed)
 
     def fresh(self, parameter: nn.Parameter) -> Kept:
         """Bytes that mean zero, and scales; of a small parameter both moments as they are."""

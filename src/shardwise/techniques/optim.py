@@ -91,10 +91,8 @@ def settings(name: str, optim: Optim) -> Settings:
     decay = 0.0 if role(name) in UNDECAYED else optim.weight_decay
     for group in optim.groups:
         if fnmatchcase(name, group.pattern):
-            return Settings(
-                optim.learning_rate if group.learning_rate is None else group.learning_rate,
-                decay if group.weight_decay is None else group.weight_decay,
-            )
+            rate = optim.learning_rate if group.learning_rate is None else group.learning_rate
+            return Settings(rate, decay if group.weight_decay is None else group.weight_decay)
     return Settings(optim.learning_rate, decay)
 
 
@@ -122,7 +120,7 @@ def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan, seed: int = 0) -
     if plan.optim.name == "adamw8bit":
         from shardwise.techniques.moments import AdamW8bit
 
-        return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed)
+        return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed=seed)
     kept = plan.optim.moments
     if kept is not None and "bf16" in (kept, plan.precision.weights):
         from shardwise.techniques.rounding import RoundedAdamW

@@ -39,13 +39,10 @@ class _Draft:
 
 def rewrite(unit: Unit, types: dict[str, Number]) -> Unit:
     """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
-    draft = _Draft(
-        list(unit.tensors), list(unit.forward), list(unit.forward_plain), list(unit.backward), set(unit.saved)
-    )
+    draft = _Draft([*unit.tensors], [*unit.forward], [*unit.forward_plain], [*unit.backward], {*unit.saved})
     for module, number in types.items():
         weight = f"{module}.weight"
-        products = [op for op in draft.forward if op.weight == weight and op.kind == "matmul"]
-        if products:
+        if any(op.weight == weight and op.kind == "matmul" for op in draft.forward):
             _linear(draft, weight, number, dict(unit.weight_gradients)[weight])
         elif module.endswith("norm"):
             _norm(draft, weight)

@@ -7,7 +7,7 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class Replicas:
             flat = gradients[0].view(-1)
         else:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        offset = 0
-        for parameter in bucket:
-            parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        for parameter, piece in _pieces(flat, bucket):
+            parameter.grad = piece
         del gradients
         wired = flat.to(self.wire)
         work = distributed.all_reduce(wired, group=self.group, async_op=True)
@@ -84,9 +82,15 @@ class Replicas:
         for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
             if wired.dtype != bucket[0].dtype:
-                offset = 0
-                for parameter in bucket:
+                for parameter, piece in _pieces(wired, bucket):
                     assert parameter.grad is not None
-                    parameter.grad.copy_(wired[offset : offset + parameter.numel()].view_as(parameter))
-                    offset += parameter.numel()
+                    parameter.grad.copy_(piece)
         self._reset()
+
+
+def _pieces(flat: torch.Tensor, bucket: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter with its part of a flat bucket, a view."""
+    offset = 0
+    for parameter in bucket:
+        yield parameter, flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
