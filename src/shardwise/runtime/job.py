@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 import shardwise
@@ -29,7 +28,7 @@ from shardwise.errors import DataError, OutputError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime import matmul
-from shardwise.runtime.world import DeviceKind, device_of, process
+from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -135,43 +134,26 @@ def device_kind(recipe: Recipe) -> DeviceKind:
 def settle(job: Job) -> Job:
     """Agree on the run's identity and on the precision of matrix products: as an earlier start of the run left them
     in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
-    remembered: list[Any] = [None]
-    if job.rank == 0:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        remembered = [read_run(job.directory)]
-    dist.broadcast_object_list(remembered)
-    run = remembered[0]
-    if run and run["data"] != job.prepared.manifest.fingerprint:
-        raise DataError(
-            Problem(
-                "DATA013",
-                f"run {job.recipe.run.name} was started on other data (fingerprint {run['data'][:8]}, now "
-                f"{job.prepared.manifest.fingerprint[:8]})",
-                str(job.directory / "run.json"),
-                "bring the data back, or start another run: run.name=<another name>",
-            )
-        )
-    automatic = (
-        job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and job.plan.precision.compute == "fp32"
-    )
-    choice, why = matmul.settle(job.plan.precision.matmul, automatic, run["matmul"] if run else None)
-    job = replace(
-        job,
-        plan=replace(job.plan, precision=replace(job.plan.precision, matmul=choice)),
-        run_id=run["run_id"] if run else "",
-        matmul_why=why,
-    )
-    if not run:
-        chosen = [uuid.uuid4().hex[:12]]
-        dist.broadcast_object_list(chosen)
-        job = replace(job, run_id=chosen[0])
-        if job.rank == 0:
-            write_run(job)
+    run = from_first(lambda: read_run(job.directory))
+    data, precision = job.prepared.manifest.fingerprint, job.plan.precision
+    if run and run["data"] != data:
+        prints = f"(fingerprint {run['data'][:8]}, now {data[:8]})"
+        what = f"run {job.recipe.run.name} was started on other data {prints}"
+        fix = "bring the data back, or start another run: run.name=<another name>"
+        raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
+    automatic = job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and precision.compute == "fp32"
+    choice, why = matmul.settle(precision.matmul, automatic, run["matmul"] if run else None)
+    plan = replace(job.plan, precision=replace(precision, matmul=choice))
+    run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
+    job = replace(job, plan=plan, run_id=run_id, matmul_why=why)
+    if not run and job.rank == 0:
+        write_run(job)
     return job
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """``run.json`` of an earlier start, or None."""
+    """``run.json`` of an earlier start in ``directory``, which is made if need be; else None."""
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "run.json"
     if not path.exists():
         return None

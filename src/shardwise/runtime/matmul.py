@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
+
+from shardwise.runtime.world import from_first
 
 Matmul = Literal["highest", "high", "medium"]
 SIZE = 512
@@ -31,10 +32,8 @@ class Probe:
         return "medium" if self.error_medium <= WORST_ERROR_RATIO * self.error_highest else "highest"
 
     def __str__(self) -> str:
-        return (
-            f"{self.gain:.2f} times as fast, error {self.error_medium:.0e} against {self.error_highest:.0e}, "
-            f"{SIZE}^3 against fp64"
-        )
+        errors = f"error {self.error_medium:.0e} against {self.error_highest:.0e}"
+        return f"{self.gain:.2f} times as fast, {errors}, {SIZE}^3 against fp64"
 
 
 def probe() -> Probe:
@@ -63,12 +62,8 @@ def settle(planned: Matmul, automatic: bool, remembered: Matmul | None = None) -
     if remembered is not None:
         choice, why = remembered, "as when the run was started"
     elif automatic:
-        found: list[object] = [None, ""]
-        if dist.get_rank() == 0:
-            measured = probe()
-            found = [measured.choice, f"probed: medium is {measured}"]
-        dist.broadcast_object_list(found)
-        choice, why = found  # type: ignore[assignment]
+        measured = from_first(probe)
+        choice, why = measured.choice, f"probed: medium is {measured}"
     torch.set_float32_matmul_precision(choice)
     return choice, why
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 from torch import nn
@@ -31,6 +30,7 @@ from shardwise.runtime.job import Job
 from shardwise.runtime.manifest import candidates
 from shardwise.runtime.metrics import clock
 from shardwise.runtime.reduce import sum_over_world
+from shardwise.runtime.world import from_first
 from shardwise.techniques import lora
 
 Scores = dict[str, NDArray[np.float64]]
@@ -43,12 +43,9 @@ def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
     came. Collective. Raises DataError (DPO001) where an earlier start of the run has left no scores that fit."""
     if not job.recipe.pairs:
         return job
-    told: list[Scores | Problem | None] = [_read(job) if job.rank == 0 else None]
-    dist.broadcast_object_list(told)
-    scores = told[0]
+    scores = from_first(lambda: _read(job))
     if isinstance(scores, Problem):
         raise DataError(scores)
-    assert scores is not None
     begun, scored = time.perf_counter(), 0
     for name, windows, numbers in _splits(job):
         missing = [k for k in numbers if np.isnan(scores[name][windows.pairs(k)]).any()]

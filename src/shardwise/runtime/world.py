@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import set_timeout
+from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
 
 DeviceKind = Literal["cpu", "cuda"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,12 @@ class Process:
 def process() -> Process:
     """Read the launcher's variables; without them, a run of one process."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0))
     return Process(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=local_world_size,
-        threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // local_world_size),
+        threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores() // local_world_size),
         restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         host=socket.gethostname(),
         fault=os.environ.get("SHARDWISE_FAULT", ""),
@@ -93,6 +94,14 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
         dist.destroy_process_group()
 
 
+def from_first(make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, on every rank."""
+    box: list[Any] = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    made: T = box[0]
+    return made
+
+
 def mesh(layout: Layout, kind: DeviceKind) -> DeviceMesh | None:
     """The device mesh of ``layout`` over the ranks of the default process group."""
     axes = layout.axes()
@@ -103,9 +112,6 @@ def mesh(layout: Layout, kind: DeviceKind) -> DeviceMesh | None:
 
 def _wrong_world(layout: Layout, world_size: int) -> Problem:
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.axes()) or "1 process"
-    return Problem(
-        "RUN001",
-        f"the plan is for {layout.world} processes ({degrees}), but {world_size} were started",
-        "WORLD_SIZE",
-        f"start {layout.world} processes, or plan again for {world_size}: leave out --plan, or run.nproc={world_size}",
-    )
+    what = f"the plan is for {layout.world} processes ({degrees}), but {world_size} were started"
+    fix = f"start {layout.world} processes, or plan again for {world_size}: leave out --plan, or run.nproc={world_size}"
+    return Problem("RUN001", what, "WORLD_SIZE", fix)
