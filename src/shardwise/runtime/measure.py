@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +46,22 @@ class Call:
     bytes: int
 
 
-@dataclass
-class Traffic:
-    """Collectives by (axis, kind): how often, and how many bytes in all."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def by_axis(self, axes: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int]]:
-        """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
-        total: Counter[tuple[str, str]] = Counter()
-        count: Counter[tuple[str, str]] = Counter()
-        for call in self.calls:
-            axis = axes.get(call.group, "world")
-            key = ("control" if call.bytes <= CONTROL_BYTES else axis, call.kind)
-            total[key] += call.bytes
-            count[key] += 1
-        return {key: (total[key], count[key]) for key in total}
+def by_axis(calls: Iterable[Call], axes: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for call in calls:
+        axis = "control" if call.bytes <= CONTROL_BYTES else axes.get(call.group, "world")
+        total, count = found.get((axis, call.kind), (0, 0))
+        found[axis, call.kind] = total + call.bytes, count + 1
+    return found
 
 
 class _Recorder(TorchDispatchMode):
     """Sees every collective as it is called, from Python or from autograd."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._traffic = traffic
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,7 +70,7 @@ class _Recorder(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             if name in KINDS:
                 groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-                self._traffic.calls.append(Call(group_name(groups), KINDS[name], payload_bytes(args)))
+                self.calls.append(Call(group_name(groups), KINDS[name], payload_bytes(args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -104,13 +95,12 @@ def _bytes(value: Any) -> int:
 
 
 @contextmanager
-def record_traffic() -> Iterator[Traffic]:
+def record_traffic() -> Iterator[list[Call]]:
     """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
     sends the same."""
-    traffic = Traffic()
     compiles = "torch._dynamo" in sys.modules  # asking the compiler would import it, which takes seconds
-    with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Recorder(traffic):
-        yield traffic
+    with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Recorder() as recorder:
+        yield recorder.calls
 
 
 def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
@@ -137,18 +127,14 @@ class Memory:
 
 def state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes of the weights' and moments' local shards on this rank (each moment with its step count)."""
-    parameters = state.parameters()
-    moments = [
-        value for parameter in parameters.values() for value in state.optimizer.state.get(parameter, {}).values()
-    ]
-    return {"weights": _storage_bytes(parameters.values()), "moments": _storage_bytes(moments)}
+    weights, kept = state.parameters().values(), state.optimizer.state
+    moments = [value for weight in weights for value in kept.get(weight, {}).values()]
+    return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
 
 
-def _storage_bytes(tensors: Any) -> int:
-    storages = {
-        storage.data_ptr(): storage.nbytes() for storage in (local(t.detach()).untyped_storage() for t in tensors)
-    }
-    return sum(storages.values())
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = (local(tensor.detach()).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def resident_bytes() -> int:
@@ -195,9 +181,9 @@ class Meter:
         self._steps += 1
         self.measured = self._steps <= self.MEMORY_STEP
         if self._steps == self.TRAFFIC_STEP:
-            with record_traffic() as traffic:
+            with record_traffic() as calls:
                 yield
-            self.traffic = traffic.by_axis(self._axes)
+            self.traffic = by_axis(calls, self._axes)
         elif self._steps == self.MEMORY_STEP:
             held = state_bytes(state)
             with _peak_bytes(self._device, sum(held.values())) as peak:

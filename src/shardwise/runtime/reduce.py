@@ -61,26 +61,19 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
         shard = local(gradient)
         if shard.numel():
             groups.setdefault((replication(gradient, ranks), shard.dtype), []).append(shard)
-    total: Tensor | None = None
+    squares = []
     for (copies, dtype), shards in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=wide))
-        squares = norms.double().square().sum() / copies
-        total = squares if total is None else total + squares
-    return torch.zeros((), dtype=torch.float64) if total is None else total
+        squares.append(norms.double().square().sum() / copies)
+    return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
 
 
 def agree(squares: Tensor, loss: Tensor, stop: bool) -> Verdict:
     """Sum the three over all ranks: one all-reduce of 24 bytes. ``loss`` is this rank's share of the mean loss. A NaN
     or infinity anywhere reaches every rank, so all of them skip or none does."""
-    device = loss.device
-    numbers = torch.stack(
-        [
-            squares.to(device),
-            loss.detach().double().reshape(()),
-            torch.tensor(float(stop), dtype=torch.float64, device=device),
-        ]
-    )
+    wish = torch.tensor(float(stop), dtype=torch.float64, device=loss.device)
+    numbers = torch.stack([squares.to(loss.device), loss.detach().double().reshape(()), wish])
     sum_over_world(numbers)
     total, mean, stops = (float(number) for number in numbers.cpu())
     return Verdict(total, mean, stops > 0)

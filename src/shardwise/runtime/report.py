@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +56,8 @@ class Report:
     def markdown(self) -> str:
         """The content of report.md."""
         minutes, seconds = divmod(round(self.seconds), 60)
-        lines = [
-            f"# {self.directory.name}",
-            "",
-            f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}.",
-        ]
+        done = f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}."
+        lines = [f"# {self.directory.name}", "", done]
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")
         if self.validation:
@@ -67,21 +65,11 @@ class Report:
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:
-            lines += [
-                "",
-                f"Memory is torch's allocations on rank 0; the process takes {show_bytes(self.memory.resident_bytes)}.",
-            ]
+            resident = show_bytes(self.memory.resident_bytes)
+            lines += ["", f"Memory is torch's allocations on rank 0; the process takes {resident}."]
         if self.after:
-            lines += [
-                "",
-                "Sample before training:",
-                "",
-                *_quote(self.before),
-                "",
-                "and after:",
-                "",
-                *_quote(self.after),
-            ]
+            lines += ["", "Sample before training:", "", *_quote(self.before)]
+            lines += ["", "and after:", "", *_quote(self.after)]
         lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
         return "\n".join(lines) + "\n"
 
@@ -95,9 +83,7 @@ class Report:
 
 def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
     predicted = estimate.memory
-    rows = []
-    for name in STATE:
-        rows.append(_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)))
+    rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in STATE]
     rest = sum(value for name, value in predicted.items() if name not in (*STATE, "reserve")) if predicted else None
     rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
     whole = sum(value for name, value in predicted.items() if name != "reserve") if predicted else None
@@ -110,14 +96,13 @@ def _traffic_rows(
 ) -> list[tuple[str, str, str, str]]:
     if not measured:
         return []
-    predicted: dict[tuple[str, str], int] = {}
+    predicted: Counter[tuple[str, str]] = Counter()
     for item in estimate.traffic:
-        key = ("control" if item.category == "control" else item.axis, item.kind)
-        predicted[key] = predicted.get(key, 0) + item.bytes
+        predicted["control" if item.category == "control" else item.axis, item.kind] += item.bytes
     rows = []
     for axis, kind in sorted({*predicted, *measured}):
         sent = measured.get((axis, kind), (0, 0))[0]
-        expected = predicted.get((axis, kind), 0) if estimate.traffic else None
+        expected = predicted[axis, kind] if estimate.traffic else None
         rows.append(_row(f"{kind.replace('_', '-')} over {axis}", expected, sent, show_payload))
     return rows
 

@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 from shardwise.models.roles import is_adapter
 from shardwise.techniques import optim
 
+COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
+"""The numbers of a :class:`TrainState` that a checkpoint keeps."""
+
 
 @dataclass
 class LossScale:
@@ -89,22 +92,12 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         """The rest of a checkpoint, as JSON."""
-        return {
-            "step": self.step,
-            "updates": self.updates,
-            "tokens": self.tokens,
-            "cursor": self.cursor,
-            "skipped_in_row": self.skipped_in_row,
-            "loss_scale": asdict(self.scale),
-        }
+        return {name: vars(self)[name] for name in COUNTERS} | {"loss_scale": asdict(self.scale)}
 
     def load_facts(self, facts: dict[str, Any]) -> None:
         """Take over the facts of a checkpoint whose tensors have just been loaded in place."""
-        self.step = int(facts["step"])
-        self.updates = int(facts["updates"])
-        self.tokens = int(facts["tokens"])
-        self.cursor = int(facts["cursor"])
-        self.skipped_in_row = int(facts["skipped_in_row"])
+        for name in COUNTERS:
+            setattr(self, name, int(facts[name]))
         if self.scale.enabled and facts["loss_scale"]["enabled"]:
             self.scale = LossScale(**facts["loss_scale"])
         optim.set_updates(self.optimizer, self.updates)

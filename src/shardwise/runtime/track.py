@@ -54,10 +54,8 @@ class TensorBoard:
     def __init__(self, subject: Subject) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = subject.directory / "tensorboard"
-        self._writer: Any = SummaryWriter(
-            str(folder), purge_step=subject.first_step + 1 if subject.first_step else None
-        )
+        repeated = subject.first_step + 1 if subject.first_step else None
+        self._writer: Any = SummaryWriter(str(subject.directory / "tensorboard"), purge_step=repeated)
         lines = "\n".join(f"    {key}: {value}" for key, value in subject.config.items())
         self._writer.add_text("recipe", lines, subject.first_step)
 
@@ -120,15 +118,9 @@ class Trackio:
     def __init__(self, subject: Subject) -> None:
         import trackio
 
-        self._run: Any = trackio.init(
-            project=PROJECT,
-            name=subject.name,
-            config=dict(subject.config),
-            resume="allow" if subject.first_step else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        unwatched = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        run = {"name": subject.name, "resume": "allow" if subject.first_step else "never"}
+        self._run: Any = trackio.init(project=PROJECT, config=dict(subject.config), **run, **unwatched)
 
     def row(self, step: int, values: Values) -> None:
         self._run.log(dict(values), step=step)
@@ -137,18 +129,14 @@ class Trackio:
         self._run.finish()
 
 
-KINDS: Mapping[str, Callable[[Subject], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+Kind = Callable[[Subject], Tracker]
+KINDS: Mapping[str, Kind] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Feed:
     """One tracker and its thread. ``error`` is why it has ended early, if it has."""
 
-    def __init__(self, name: str, kind: Callable[[Subject], Tracker], subject: Subject) -> None:
+    def __init__(self, name: str, kind: Kind, subject: Subject) -> None:
         self.name = name
         self.error: BaseException | None = None
         self._items: Queue[tuple[int, Values] | Outcome] = Queue()
@@ -165,7 +153,7 @@ class Feed:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _serve(self, kind: Callable[[Subject], Tracker], subject: Subject) -> None:
+    def _serve(self, kind: Kind, subject: Subject) -> None:
         try:
             tracker = kind(subject)
             while not isinstance(item := self._items.get(), str):
@@ -189,12 +177,9 @@ class Tracks:
 
     def complaints(self) -> list[str]:
         """A line for each tracker that has failed since the last call; it is dropped."""
-        failed = [feed for feed in self._feeds if feed.error is not None]
-        self._feeds = [feed for feed in self._feeds if feed.error is None]
-        return [
-            f"warning[TRK002]: {feed.name} failed and is not used any more: {_first_line(feed.error)}"
-            for feed in failed
-        ]
+        failed = {feed.name: _first_line(feed.error) for feed in self._feeds if feed.error is not None}
+        self._feeds = [feed for feed in self._feeds if feed.name not in failed]
+        return [f"warning[TRK002]: {name} failed and is not used any more: {why}" for name, why in failed.items()]
 
     def close(self, outcome: Outcome) -> list[str]:
         """Tell all how the run ended and wait for them, CLOSING_S in all; the complaints."""
