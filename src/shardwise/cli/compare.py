@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from shardwise.cli.curves import Curve, draw
-from shardwise.cli.history import History, Point, read_history
+from shardwise.cli.history import History, read_history
 from shardwise.cli.show import print_json, say, visible
 from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.spec.units import columns, show_bytes
@@ -65,9 +66,9 @@ def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
 
 
 def _facts(history: History) -> dict[str, Any]:
-    best = min(history.losses.items(), key=_value, default=None)
+    best = min(history.losses.items(), key=itemgetter(1), default=None)
     last = history.validation[-1] if history.validation else None
-    least = min((point for point in history.validation if math.isfinite(point[1])), key=_value, default=None)
+    least = min((point for point in history.validation if math.isfinite(point[1])), key=itemgetter(1), default=None)
     return {
         "run": str(history.directory),
         "finished": history.finished,
@@ -86,10 +87,6 @@ def _facts(history: History) -> dict[str, Any]:
         "memory_bytes": history.highest("memory_bytes"),
         "measured": dict(history.report),
     }
-
-
-def _value(point: Point) -> float:
-    return point[1]
 
 
 def _lines(a: History, b: History) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option, Typer
+from typer import Option, Typer
 
 from shardwise.cli import preview
-from shardwise.cli.options import add_command, recipe_or_quickstart, sort_words
+from shardwise.cli.options import DataWords, add_command, recipe_or_quickstart, sort_words
 from shardwise.cli.show import print_json, say
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
@@ -18,7 +18,7 @@ from shardwise.spec.load import load_recipe
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from shardwise.data.store import Prepared, Split
+    from shardwise.data.store import Prepared
 
 app = Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -27,9 +27,7 @@ app = Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup
 class Options:
     """Tokenise the data of a recipe into memory-mapped shards with checksums, in parallel."""
 
-    words: Annotated[
-        list[str], Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
-    ] = field(default_factory=list)
+    words: DataWords = field(default_factory=list)
     out: Annotated[Path | None, Option("-o", "--out", help="Directory to write; the cache if left out.")] = None
     force: Annotated[bool, Option("--force", help="Make it anew even if it is there.")] = False
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
@@ -81,18 +79,16 @@ class _Stages:
 def describe(prepared: Prepared) -> str:
     """What was prepared, in a few lines."""
     manifest = prepared.manifest
-    lines = [
-        f"{name:<11} {split.tokens:,} tokens in {split.documents:,} {_noun(split)}, {split.text_bytes / 1e6:,.1f} MB"
-        f" of {'answers' if split.packs else 'text'}"
-        for name, split in manifest.splits.items()
-    ]
+    lines = []
+    for name, split in manifest.splits.items():
+        text = f"{split.text_bytes / 1e6:,.1f} MB of {'answers' if split.packs else 'text'}"
+        noun = "answers, each two a pair" if split.pairs else "samples" if split.packs else "documents"
+        lines.append(f"{name:<11} {split.tokens:,} tokens in {split.documents:,} {noun}, {text}")
     for name, split in manifest.splits.items():
         if split.packs is not None and manifest.seq_len:
             share, filled = split.supervised_tokens / split.tokens, split.tokens / (split.windows * manifest.seq_len)
-            lines.append(
-                f"{'':<11} {name}: {split.supervised_tokens:,} tokens learnt ({share:.1%}), {split.windows:,} windows "
-                f"of {manifest.seq_len:,}, {filled:.1%} filled"
-            )
+            windows = f"{split.windows:,} windows of {manifest.seq_len:,}, {filled:.1%} filled"
+            lines.append(f"{'':<11} {name}: {split.supervised_tokens:,} tokens learnt ({share:.1%}), {windows}")
     lines += preview.report(manifest.counts)
     if manifest.empty_documents:
         lines.append(f"left out    {manifest.empty_documents:,} empty documents")
@@ -101,10 +97,6 @@ def describe(prepared: Prepared) -> str:
         f"directory   {prepared.directory}",
     ]
     return "\n".join(lines)
-
-
-def _noun(split: Split) -> str:
-    return "answers, each two a pair" if split.pairs else "samples" if split.packs else "documents"
 
 
 add_command(app, Options, run, "prepare")

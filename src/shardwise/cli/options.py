@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,6 +16,9 @@ from shardwise.spec.keys import SHORT, Keys, keys_of
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
 
+DataWords = Annotated[
+    list[str], typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
+]
 LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
 
@@ -29,14 +32,11 @@ def add_command(
     def command(**values: Any) -> int | None:
         return run(options(**values))
 
-    parameters = []
+    parameters, kind = [], inspect.Parameter.KEYWORD_ONLY
     for item in fields(options):
-        default = [] if item.default_factory is not MISSING else item.default
-        if default is MISSING:
-            default = inspect.Parameter.empty
-        parameters.append(
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
-        )
+        default = inspect.Parameter.empty if item.default is MISSING else item.default
+        default = default if item.default_factory is MISSING else []
+        parameters.append(inspect.Parameter(item.name, kind, default=default, annotation=hints[item.name]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = hints
     command.__doc__ = options.__doc__

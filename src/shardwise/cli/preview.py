@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
-from shardwise.cli.options import recipe_or_quickstart, sort_words
+from shardwise.cli.options import DataWords, recipe_or_quickstart, sort_words
 from shardwise.cli.show import coloured, on_terminal, print_json, say, visible
 from shardwise.data import tokens
 from shardwise.models.resolve import data_of
@@ -33,9 +33,7 @@ LEFT_OUT = {
 class Options:
     """Show samples with what is learnt in them, the share learnt, lengths, and how well windows are filled."""
 
-    words: Annotated[
-        list[str], Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
-    ] = field(default_factory=list)
+    words: DataWords = field(default_factory=list)
     samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3
     split: Annotated[str, Option("--split", help="train or validation.")] = "train"
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
