@@ -164,7 +164,5 @@ def _stopped(received: signal.Signals, run_directory: Path) -> Ended:
     outcome = read_exit(run_directory)
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
-    problem = Problem(
-        "RUN005", f"stopped by {received.name} before the ranks could save", f"{run_directory}", "start it again"
-    )
-    return Ended(128 + received, problem)
+    what = f"stopped by {received.name} before the ranks could save"
+    return Ended(128 + received, Problem("RUN005", what, f"{run_directory}", "start it again"))

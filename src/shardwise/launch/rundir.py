@@ -84,10 +84,8 @@ def _same(directory: Path, recipe: Recipe) -> bool:
     except ShardwiseError:
         return False
     elsewhere = {"run", "parallel", "recompute", "compile", "checkpoint", "evaluate"}
-    return (
-        before.model_dump(exclude=elsewhere) == recipe.model_dump(exclude=elsewhere)
-        and before.run.seed == recipe.run.seed
-    )
+    one, other = ((each.run.seed, each.model_dump(exclude=elsewhere)) for each in (before, recipe))
+    return one == other
 
 
 def check_writable(directory: Path) -> None:

@@ -87,10 +87,11 @@ def open_log(job: Job, state: TrainState) -> Log:
 
 def speed(job: Job) -> Speed:
     """Operations a token, and the peak of all devices: from the table of known GPUs, or measured on a CPU."""
-    operations = flops_per_token(job.spec, job.plan)
     if job.device.type == "cpu":
-        return Speed(operations, measure_peak_flops(torch_type(job.plan.precision.compute)) * job.plan.layout.world)
-    return Speed(operations, gpu_peak_flops(torch.cuda.get_device_name(job.device), job) * job.plan.layout.world)
+        peak = measure_peak_flops(torch_type(job.plan.precision.compute))
+    else:
+        peak = gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
+    return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
 
 
 def gpu_peak_flops(name: str, job: Job) -> float:

@@ -114,14 +114,12 @@ class Checkpoints:
             self._events.append(Event("failed", step, str(error)))
             return False
         self._copied.clear()
-        copy = partial(self._copy, tensors, facts, step, copy_stream(tensors))
+        work = (step, begun, partial(self._copy, tensors, facts, step, copy_stream(tensors)))
         if self.settings.asynchronous:
-            self._thread = threading.Thread(
-                target=self._write, args=(step, begun, copy), daemon=True, name="checkpoint"
-            )
+            self._thread = threading.Thread(target=self._write, args=work, daemon=True, name="checkpoint")
             self._thread.start()
         else:
-            self._write(step, begun, copy)
+            self._write(*work)
         return True
 
     def beats(self, loss: float) -> bool:

@@ -63,9 +63,7 @@ class Crew:
 
     def first(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on the first rank, on every rank. Raises RankError everywhere if it raised."""
-        box: list[Any] = [None, None]
-        if self.rank == 0:
-            box = list(_attempt(work))
+        box: list[Any] = list(_attempt(work)) if self.rank == 0 else [None, None]
         if self.size > 1:
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         if box[1] is not None:
@@ -113,7 +111,6 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except (ShardwiseError, OSError, MaybeCommitted, RankError) as error:
         return None, error.first if isinstance(error, RankError) else error
-    except (
-        BaseException
-    ) as error:  # DCP's CheckpointException is not an Exception, and none may leave the others waiting
+    except BaseException as error:
+        # DCP's CheckpointException is not an Exception, and none may leave the others waiting
         return None, RuntimeError(f"{type(error).__name__}: {error}")

@@ -83,9 +83,8 @@ def finish(
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
-        if (
-            state.step > log.first_step or not kept.exists()
-        ):  # a run that was finished before keeps what was measured then
+        trained = state.step > log.first_step  # a run that was finished before keeps what was measured then
+        if trained or not kept.exists():
             kept.write_text(report.markdown(), encoding="utf-8")
         log.say("\n".join(closing_lines(report, f"{target.name}/")))
         if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):

@@ -69,9 +69,6 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
     fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")
-    return Problem(
-        "MEM001",
-        f"out of memory while {doing}: {message.splitlines()[0][:160]}{held}",
-        f"the plan counts {show_bytes(estimate.peak_bytes)}: {told}" if told else str(device),
-        " or ".join(fixes),
-    )
+    what = f"out of memory while {doing}: {message.splitlines()[0][:160]}{held}"
+    where = f"the plan counts {show_bytes(estimate.peak_bytes)}: {told}" if told else str(device)
+    return Problem("MEM001", what, where, " or ".join(fixes))

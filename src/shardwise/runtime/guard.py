@@ -248,10 +248,7 @@ def poisoned(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -
     """NUM001 for a run whose numbers stay non-finite; nothing of the poisoned steps was applied or saved. ``ids`` are
     this rank's samples of the step."""
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
-    return Problem(
-        "NUM001",
-        f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})",
-        f"step {step}, samples {shown}",
-        "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32; the newest "
-        "checkpoint holds the last good weights",
-    )
+    what = f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})"
+    fix = "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32"
+    fix += "; the newest checkpoint holds the last good weights"
+    return Problem("NUM001", what, f"step {step}, samples {shown}", fix)

@@ -22,13 +22,8 @@ def header(job: Job) -> str:
     threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
     tokens = batch.global_batch_size(layout.dp) * batch.seq_len
     split = job.prepared.manifest.splits["train"]
-    started = [
-        f"shardwise {shardwise.__version__}",
-        f"run {recipe.run.name}",
-        f"seed {recipe.run.seed}",
-        f"torch {torch.__version__}",
-        f"{layout.world} x {devices} ({backend}, {threads} a rank)",
-    ]
+    run = f"run {recipe.run.name} · seed {recipe.run.seed}"
+    ranks = f"{layout.world} x {devices} ({backend}, {threads} a rank)"
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
     if job.spec.foreign is not None:
         model += f", {NOTICE}"
@@ -48,7 +43,7 @@ def header(job: Job) -> str:
     every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
     saves = f"a checkpoint every {every} into {job.directory}"
     rows = [
-        ("", " · ".join(started)),
+        ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
         ("numbers", f"{kept}, {sums} · fp32 products: {precision.matmul} ({job.matmul_why})"),
         ("data", f"{text}, {ids}"),
@@ -65,6 +60,5 @@ def strategy(job: Job) -> str:
         return "one process"
     if job.plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp} ranks"
-    return f"{name} over {layout.dp_shard} ranks" + (
-        f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
-    )
+    replicas = f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
+    return f"{name} over {layout.dp_shard} ranks{replicas}"

@@ -39,7 +39,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         agree(recipe, plan)
         job = settle(job)
         job, state, rules, checkpoints = begin(job, mesh, watch, start)
-        with open_log(job, state) as log, profile_of(job) as profile:
+        profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
+        with open_log(job, state) as log, profile:
             meter = Meter(mesh, job.device)
             batches = stream(job.windows, job.order, job.share, state.cursor)
             validation = None
@@ -92,16 +93,7 @@ def facts_of(state: TrainState, validation: Validation | Preference | None) -> d
     return state.facts() | ({"validation": validation.loss} if known and validation else {})
 
 
-def profile_of(job: Job) -> Profile:
-    """The profile that the recipe asks for, perhaps of no step."""
-    return Profile(job.directory / "profile", job.recipe.run.profiled, job.rank, job.device)
-
-
 def stopped(job: Job, state: TrainState, signal: str) -> Problem:
     """What PreemptedError says; ``signal`` is empty on ranks that did not get one."""
-    return Problem(
-        "STOP001",
-        f"asked to stop{f' ({signal})' if signal else ''}: saved at step {state.step} of {job.max_steps}",
-        str(job.directory),
-        f"shardwise train --resume {job.directory}",
-    )
+    what = f"asked to stop{f' ({signal})' if signal else ''}: saved at step {state.step} of {job.max_steps}"
+    return Problem("STOP001", what, str(job.directory), f"shardwise train --resume {job.directory}")

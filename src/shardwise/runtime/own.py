@@ -49,6 +49,7 @@ _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+_WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute}
 
 
 def plan(
@@ -63,12 +64,7 @@ def plan(
     """A plan for the processes that were started. ``replicas``: over how many a sharded model is replicated (hsdp: one
     a node unless given). Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a
     recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
-    _check_words(
-        strategy=(strategy, Word),
-        compute=(compute, Compute),
-        reduce=(reduce, Compute),
-        recompute=(recompute, Recompute),
-    )
+    _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     me = processes.process()
     count = 1 if replicas is None else replicas
     if strategy == "hsdp" and replicas is None:
@@ -77,30 +73,22 @@ def plan(
         what = f"{count} replicas do not divide {me.world_size} processes"
         raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {me.world_size}"))
     dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
-    sharded = dial != "ddp" and me.world_size > count
+    if dial == "ddp" or me.world_size == count:
+        dial, count = "ddp", me.world_size
     layout = Layout(dp_replicate=count, dp_shard=me.world_size // count, ranks_per_node=me.local_world_size)
-    if not sharded:
-        layout = Layout(dp_replicate=me.world_size, ranks_per_node=me.local_world_size)
-    return Plan(
-        layout=layout,
-        shard=Shard(dial if sharded else "ddp"),
-        precision=Precision(compute=compute, reduce=reduce),
-        remat=Remat(recompute),
-        compile=compile,
-    )
+    precision = Precision(compute=compute, reduce=reduce)
+    return Plan(layout=layout, shard=Shard(dial), precision=precision, remat=Remat(recompute), compile=compile)
 
 
-def _check_words(**given: tuple[object, object]) -> None:
-    """ConfigError CFG005 for every argument that is not one of its Literal."""
+def _check_words(**given: object) -> None:
+    """ConfigError CFG005 for every argument that is not one of its words."""
     problems = []
-    for name, (value, words) in given.items():
-        allowed = get_args(words)
+    for name, value in given.items():
+        allowed = get_args(_WORDS[name])
         if value not in allowed:
-            near = get_close_matches(str(value), allowed, 1)
-            fix = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(allowed)}"
-            problems.append(
-                Problem("CFG005", f"`{name}` must be one of {', '.join(allowed)}, got {value!r}", name, fix)
-            )
+            near, one = get_close_matches(str(value), allowed, 1), f"one of {', '.join(allowed)}"
+            fix = f"did you mean `{near[0]}`?" if near else one
+            problems.append(Problem("CFG005", f"`{name}` must be {one}, got {value!r}", name, fix))
     if problems:
         raise ConfigError(*problems)
 

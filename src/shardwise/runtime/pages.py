@@ -128,10 +128,9 @@ def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem 
     others = [status for status in statuses if status.rank != late.rank]
     ahead = max(others, key=lambda status: (status.count, status.sequence)) if others else late
     state = f"{'is stopped' if late.stopped else 'is still'} in phase {late.phase}"
-    return Problem(
-        "HANG001",
-        f"rank {late.rank} (host {late.host}, pid {late.pid}) has not entered {ahead.waiting} of step {ahead.step} for "
-        f"{waited_s:.0f} s; the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there",
-        f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/",
-        f"look at that process and its disk or network; then: shardwise train --resume {run}",
-    )
+    due = f"has not entered {ahead.waiting} of step {ahead.step} for {waited_s:.0f} s"
+    rest = f"the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there"
+    what = f"rank {late.rank} (host {late.host}, pid {late.pid}) {due}; {rest}"
+    where = f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/"
+    fix = f"look at that process and its disk or network; then: shardwise train --resume {run}"
+    return Problem("HANG001", what, where, fix)

@@ -31,10 +31,9 @@ def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -
     A damaged checkpoint neither counts among the last ones nor is it deleted: somebody may want to look at it.
     """
     usable = {step: path for step, path in candidates(directory) if whole(path)}
-    deleted = []
-    for step in expendable(list(usable), keep, verified_step):
+    deleted = expendable(list(usable), keep, verified_step)
+    for step in deleted:
         discard(usable[step], disk)
-        deleted.append(step)
     if deleted:
         fsync_directory(directory, disk)
     return deleted

@@ -82,7 +82,18 @@ class Target:
     world_size: int
 
 
-class ShardWriter(StorageWriter):
+class _Store:
+    """What DCP asks of both ends and is the same: any place will do, and a rank's plan stands as it is."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
+class ShardWriter(_Store, StorageWriter):
     """Writes checkpoints into ``directory``: of the step and with the facts (JSON) that ``describe`` was told last.
 
     ``stage`` copies the slices of this rank into host buffers that are used again at the next save; ``write_data``
@@ -110,9 +121,6 @@ class ShardWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator and not self.generation:
             self.generation = commit.claim(self.directory, self.disk)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the temporary directory (first rank) and tell every rank of it."""
@@ -193,10 +201,6 @@ class ShardWriter(StorageWriter):
         if attempt is not None:
             commit.abandon(attempt, self.disk)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
     def _buffer(self, part: Part, pinned: bool) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or len(buffer) < part.body_bytes:
@@ -205,7 +209,7 @@ class ShardWriter(StorageWriter):
         return buffer
 
 
-class ShardReader(StorageReader):
+class ShardReader(_Store, StorageReader):
     """Reads slices of one committed checkpoint. The bytes must have been checked before (manifest.check_files)."""
 
     def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
@@ -229,9 +233,6 @@ class ShardReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = metadata.storage_data
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
@@ -245,10 +246,6 @@ class ShardReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:

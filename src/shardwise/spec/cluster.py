@@ -142,7 +142,6 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
         link_bytes_per_s=peer or device.host_link_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S,
         host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES,
-        kind="cuda",
         assumptions=tuple(assumed),
     )
 

@@ -29,9 +29,8 @@ def gpus() -> list[tuple[str, int]]:
             return []
     except PackageNotFoundError:
         return []
-    return _driver_gpus("libcuda.so.1", "cu", "cuDeviceGetCount") or _driver_gpus(
-        "libamdhip64.so", "hip", "hipGetDeviceCount"
-    )
+    found = _driver_gpus("libcuda.so.1", "cu", "cuDeviceGetCount")
+    return found or _driver_gpus("libamdhip64.so", "hip", "hipGetDeviceCount")
 
 
 def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[str, int]]:

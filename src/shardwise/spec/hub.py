@@ -20,9 +20,8 @@ def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str
     at = source if revision is None else f"{source} at revision {revision}"
     offline = not _reachable(constants.ENDPOINT)
     try:
-        return Path(
-            snapshot_download(source, revision=revision, allow_patterns=list(patterns), local_files_only=offline)
-        )
+        wanted = list(patterns)
+        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except LocalEntryNotFoundError as error:
         fix = "check the network, or download it elsewhere and give its directory"
         what = f"no directory {source}, and the Hub could not be reached for {at}"

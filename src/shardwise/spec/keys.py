@@ -78,11 +78,9 @@ class Keys:
         section, _, leaf = dotted.rpartition(".")
         if leaf in _BY_ALIAS and _BY_ALIAS[leaf] in self.leaves:
             return _BY_ALIAS[leaf]
-        names: dict[str, str] = {}
-        for key in self.leaves:
-            names.setdefault(key.rpartition(".")[2], key)
-        names.update({alias: key for alias, key in _BY_ALIAS.items() if key in self.leaves})
-        names.update({key: key for key in self.leaves})
+        names = {key.rpartition(".")[2]: key for key in reversed(self.leaves)}  # of leaves with one name the first
+        names |= {alias: key for alias, key in _BY_ALIAS.items() if key in self.leaves}
+        names |= {key: key for key in self.leaves}
         if section:
             sections = get_close_matches(section, sorted(self.sections), 1, 0.6)
             if sections and f"{sections[0]}.{leaf}" in self.leaves:

@@ -167,16 +167,15 @@ def _override(reading: _Reading, argument: str) -> None:
     value = parse(text, where).data if text[:1] in ("[", "{", '"', "'") else resolve(text)
     if dotted in reading.keys.sections and dotted in SHORT:
         dotted = f"{dotted}.{SHORT[dotted]}"
-    whole = next(
-        (key for key in reading.keys.leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None
-    )
+    leaves = reading.keys.leaves
+    whole = next((key for key in leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None)
     if whole is not None:
         before = reading.settings.get(whole, ({}, ""))[0]
         value = {**(before if isinstance(before, dict) else {}), dotted[len(whole) + 1 :]: value}
         dotted = whole
     key = reading.keys.canonical(dotted)
     if key == dotted and value is not None and not isinstance(value, (str, list, dict)):
-        value = text if _is_text(reading.keys.leaves[key]) else value
+        value = text if _is_text(leaves[key]) else value
     _take(reading, dotted, value, where, replace=True)
 
 
