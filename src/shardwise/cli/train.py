@@ -22,7 +22,7 @@ from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.resolve import data_of, resolve
+from shardwise.models.resolve import resolve
 from shardwise.runtime.track import check_installed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
@@ -153,13 +153,13 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> No
     """Fetch and check weights, and tokenise, before any process group exists: ranks that wait for one another would
     time out."""
     from shardwise.data.pack import open_windows
-    from shardwise.data.prepare import prepare
     from shardwise.data.stream import check_size
     from shardwise.models.hf import check_weights
     from shardwise.models.peft import find_adapter
+    from shardwise.runtime.job import open_data
 
     try:
-        prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
+        prepared, _ = open_data(recipe)
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
         windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
         check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data.repeat)

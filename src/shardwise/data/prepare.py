@@ -30,7 +30,7 @@ from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
 from shardwise.data.whole import becoming, lock, write_whole
-from shardwise.errors import DataError, OutputError, Problem
+from shardwise.errors import ConfigError, DataError, OutputError, Problem
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 
 Progress = Callable[[str, int, int], None]
@@ -54,11 +54,15 @@ def prepare(
     anew; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
     ``trust_s``: see :func:`remote.bring`. Raises DATA001 to DATA009, DATA012, DATA014 to DATA016 and CHAT001 to CHAT003
     for what is read, DATA013 and TOK002 for what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat
-    template, OUT001 and OUT002 for the place; nothing is left over after an error."""
+    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; nothing is left
+    over after an error."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, cache, sample_tokens)
+    if data.streaming:
+        what, fix = "`data.streaming` prepares the text while it trains", "data.streaming=false, to prepare all of it"
+        raise ConfigError(Problem("CFG008", what, "data.streaming", fix))
     with _writing(cache):
         data = remote.bring(data, cache, trust_s)
         sources = _sources(data, cache, sample_tokens is not None)

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from shardwise.data.whole import once, write_whole
-from shardwise.errors import DataError, MissingInputError, Problem, UnavailableError
+from shardwise.errors import ConfigError, DataError, MissingInputError, Problem, UnavailableError
 from shardwise.spec.recipe import Data
 
 HUB = "hf://datasets/"
@@ -70,6 +70,20 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
         if paths is not None:
             changed[key] = local(paths) if isinstance(paths, str) else [local(name) for name in paths]
     return data.model_copy(update=changed)
+
+
+def listed(url: str, unknown: int) -> dict[str, int]:
+    """The files that ``url`` names, as URLs, with their bytes; ``unknown`` where the store does not tell. Raises
+    DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
+    if _is_dataset(url):
+        what, fix = (
+            f"`data.streaming` reads files, and `{url}` is a dataset",
+            f"data.path={HUB}<org>/<name>/**/*.parquet",
+        )
+        raise ConfigError(Problem("CFG008", what, _WHERE, fix))
+    files, found = _listing(url)
+    sizes = {files.unstrip_protocol(place): told.get("size", "") for place, told in found.values()}
+    return {place: int(size) if size.isdecimal() else unknown for place, size in sizes.items()}
 
 
 def _is_dataset(name: str) -> bool:

@@ -145,7 +145,7 @@ def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> 
     if num_proc == 1 or len(units) <= 1:
         yield from itertools.starmap(tokenise, units)
         return
-    pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), _die_with_parent)
+    pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), die_with_parent)
     ahead: deque[Future[dict[str, Run]]] = deque()
     try:
         for unit, job in units:
@@ -161,7 +161,7 @@ def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In a worker: end when the parent does, however it does."""
 
     def watch() -> None:

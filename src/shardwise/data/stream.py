@@ -11,14 +11,17 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows
+from shardwise.data.portions import Portions
 from shardwise.errors import DataError, Problem
+
+Source = Windows | Packs | Portions
 
 
 @dataclass(frozen=True)
@@ -96,18 +99,28 @@ def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: f
     return max(1, -(-int(len(windows) * epochs) // global_batch_size))
 
 
-def stream(windows: Windows | Packs, order: Order, share: Share, cursor: int = 0) -> Iterator[StepBatch]:
+def stream(
+    windows: Source, order: Order | Portions, share: Share, cursor: int = 0, waits: Sequence[Callable[[], None]] = ()
+) -> Iterator[StepBatch]:
     """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing
-    of that is state: a new stream at ``StepBatch.cursor`` goes on exactly there."""
+    of that is state: a new stream at ``StepBatch.cursor`` goes on exactly there. A step whose portion is not prepared
+    yet is not read ahead; when it is wanted, ``waits`` are called first."""
+
+    def submit(cursor: int) -> Future[StepBatch] | None:
+        ready = not isinstance(windows, Portions) or windows.turn(cursor, share.global_batch_size)
+        return reader.submit(read_step, windows, order, share, cursor) if ready else None
+
     with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
-        ahead = reader.submit(read_step, windows, order, share, cursor)
+        ahead = submit(cursor)
         while True:
-            step = ahead.result()
-            ahead = reader.submit(read_step, windows, order, share, step.cursor)
+            for tell in () if ahead else waits:
+                tell()
+            step = ahead.result() if ahead else read_step(windows, order, share, cursor)
+            ahead, cursor = submit(step.cursor), step.cursor
             yield step
 
 
-def read_step(windows: Windows | Packs, order: Order, share: Share, cursor: int) -> StepBatch:
+def read_step(windows: Source, order: Order | Portions, share: Share, cursor: int) -> StepBatch:
     """The part of the step at ``cursor`` that ``share`` says: a pure function."""
     own = share.micro_batch_size * share.accumulation
     ids = order.samples(cursor + share.dp_rank * own, own).tolist()

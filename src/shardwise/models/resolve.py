@@ -35,9 +35,13 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
 
 def data_of(recipe: Recipe) -> Data:
     """The recipe's data with format and tokenizer settled: weights that were trained with one tokenizer mean nothing
-    under another, so a model that is trained on brings its own unless the recipe names one."""
+    under another, so a model that is trained on brings its own unless the recipe names one. Of a run that streams its
+    data, the first portion, once it is there."""
     model, named = recipe.model, recipe.data.tokenizer
     data = recipe.data.model_copy(update={"format": PREFERENCE}) if recipe.pairs else recipe.data
+    first = Path(recipe.run.out, recipe.run.name, "stream", "portion-00000", "data")
+    if data.streaming and first.is_dir():
+        data = data.model_copy(update={"path": str(first), "streaming": False})
     if model.path is None or model.init == "random" or named.path is not None or named.vocab_size is not None:
         return data
     file = Path(model.path).suffix in (".safetensors", ".json")

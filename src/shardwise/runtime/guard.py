@@ -24,7 +24,7 @@ from shardwise.runtime.world import Process
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
 Item = TypeVar("Item")
-SLOW_PHASES = frozenset({"start", "save", "evaluate", "end"})
+SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
 """Phases that may rightly take ten times as long as a step's, which are: data, count, forward, backward, reduce, clip,
 optimizer, logging."""
 

@@ -36,7 +36,8 @@ def header(job: Job) -> str:
     sums = f"gradients summed in {precision.reduce}"
     samples = "answers, each two a pair" if split.pairs else "samples"
     noun = ("answers", samples) if split.packs else ("text", "documents")
-    text = f"{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
+    portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
+    text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them learnt" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"

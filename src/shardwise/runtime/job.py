@@ -20,6 +20,7 @@ import shardwise
 from shardwise.data import tokens
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
+from shardwise.data.portions import Portions
 from shardwise.data.prepare import prepare
 from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
@@ -40,7 +41,8 @@ SAVES_A_RUN = 10
 @dataclass(frozen=True)
 class Job:
     """A run as one rank sees it. ``plan`` has its matmul precision settled; ``run_id`` binds checkpoints to the run.
-    ``references``: of pairs, the scores of the model as it came, by split (runtime/reference.py)."""
+    ``references``: of pairs, the scores of the model as it came, by split (runtime/reference.py). ``portions``: of
+    streamed data, of which the first is ``prepared``."""
 
     recipe: Recipe
     plan: Plan
@@ -51,6 +53,7 @@ class Job:
     run_id: str = ""
     matmul_why: str = ""
     references: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    portions: Portions | None = None
 
     @property
     def directory(self) -> Path:
@@ -83,8 +86,8 @@ class Job:
         return range(0) if windows is None else evaluated(windows, rows)
 
     @property
-    def order(self) -> Order:
-        return Order(len(self.windows), self.recipe.run.seed)
+    def order(self) -> Order | Portions:
+        return self.portions or Order(len(self.windows), self.recipe.run.seed)
 
     @property
     def share(self) -> Share:
@@ -106,11 +109,19 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.out) / recipe.run.name
 
 
+def open_data(recipe: Recipe, trust_s: float = 0.0) -> tuple[Prepared, Portions | None]:
+    """Find or make what is prepared before the run: all of the data, or their first portion."""
+    if not recipe.data.streaming:
+        return prepare(data_of(recipe), sample_tokens=recipe.sample_tokens, trust_s=trust_s), None
+    portions = Portions(recipe, data_of(recipe), run_directory(recipe) / "stream", process().rank == 0)
+    return portions.first, portions
+
+
 def open_job(recipe: Recipe, plan: Plan) -> Job:
     """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
-    prepared, spec = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens, trust_s=TRUST_S), resolve(recipe)
+    (prepared, portions), spec = open_data(recipe, TRUST_S), resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
-    job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0)
+    job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(job.windows, batch, recipe.data.repeat)
     return replace(job, max_steps=max_steps(recipe, job.windows, batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from shardwise.data.stream import stream
@@ -42,7 +43,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
         with open_log(job, state) as log, profile:
             meter = Meter(mesh, job.device)
-            batches = stream(job.windows, job.order, job.share, state.cursor)
+            waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
+            batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
             validation = None
             for number in range(state.step + 1, job.max_steps + 1):
                 batch = watch.fetch(number, batches)

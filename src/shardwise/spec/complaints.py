@@ -173,7 +173,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     elif not recipe.data.mask_documents:
         what = "`data.mask_documents: false` would let one conversation read another"
         problems.append(Problem("CFG008", what, place("data.mask_documents"), "leave it out"))
-    problems += _check_method(recipe, place)
+    problems += [*_check_method(recipe, place), *_check_streaming(recipe, place)]
     if recipe.run.profile_steps is not None and not recipe.run.profiled:
         what = f"`run.profile_steps` must be FIRST:LAST, from 1, got {show_value(recipe.run.profile_steps)}"
         problems.append(Problem("CFG005", what, place("run.profile_steps"), "`run.profile_steps: 10:12`"))
@@ -203,3 +203,15 @@ def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
         }
         what, fix = "is not for `method: dpo`, which learns a record's `chosen` and `rejected`", "leave it out"
     return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in foreign.items() if given]
+
+
+def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
+    """What does not go with text of which nobody knows how long it is."""
+    given = {"train.num_epochs": recipe.train.num_epochs, "data.mixture_weights": recipe.data.mixture_weights}
+    refused = [key for key, value in given.items() if value is not None] + ["method.name"] * recipe.pairs
+    what, fix = "does not go with `data.streaming`, which prepares the text while it trains", "leave one of the two out"
+    problems = [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key in refused]
+    if recipe.train.max_steps is None:
+        what = "`train.max_steps` is missing: with `data.streaming` nobody knows how long the text is"
+        problems.append(Problem("CFG004", what, place("data.streaming"), "`train.max_steps: 10k`"))
+    return problems if recipe.data.streaming else []

@@ -36,8 +36,9 @@ class Tokenizer(Section):
 
 class Data(Section):
     """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
-    ``mixture_weights``: how often each of several paths is read an epoch. From ``format`` on, for ``method: sft``
-    and ``dpo``."""
+    ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
+    ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. From ``format`` on, for
+    ``method: sft`` and ``dpo``."""
 
     path: str | list[str] = "stdlib"
     mixture_weights: list[float] | None = None
@@ -49,6 +50,8 @@ class Data(Section):
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1)
     repeat: bool = False
+    streaming: bool = False
+    streaming_bytes: int = Field(default=2**30, ge=1)
     format: Literal[
         "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text", "preference"
     ] = "auto"

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
-_SCALES = {"tokens": {"k": 2**10, "m": 2**20}, "steps": {"k": 1_000, "m": 1_000_000}}
+_BINARY = {"k": 2**10, "m": 2**20}
+_SCALES = {"tokens": _BINARY, "bytes": _BINARY, "steps": {"k": 1_000, "m": 1_000_000}}
 
 
 def read_size(text: str, unit: str) -> int | None:

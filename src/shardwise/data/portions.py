@@ -1,0 +1,164 @@
+"""Streaming: text of which only a few portions are prepared at a time, while the run trains on them.
+
+The files of the source, in an order drawn from the seed, are grouped into portions. A visit is one reading of a
+portion: the first epoch visits them in turn, later ones in other orders. Inside a visit the samples are permuted under
+(seed, visit), so sample k of the run depends on the seed and the source alone, and the cursor stays one integer. While
+one portion is trained on, a process of rank 0's prepares the next; those used up are deleted. The first stays, for its
+tokenizer and its held-out text: three at most are on the disk.
+
+<run>/stream/stream.json          the files of each portion; of each visit so far its samples and their fingerprint
+             portion-00000/data/  prepared data
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from functools import partial
+from multiprocessing import current_process, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.data import remote, shards, source, store, whole
+from shardwise.data.order import Indices, Order, permute
+from shardwise.data.pack import Packs, Sample, Windows, open_windows
+from shardwise.data.prepare import prepare
+from shardwise.errors import DataError, Problem, ShardwiseError
+from shardwise.spec.recipe import Data, Recipe, Tokenizer
+
+
+def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
+    """The files of the source, as paths and URLs, in portions: one begins with the first file that begins after a
+    multiple of ``streaming_bytes``. Raises DATA001, DATA016 and CFG008."""
+    files: dict[str, int] = {}
+    for name in [data.path] if isinstance(data.path, str) else data.path:
+        here = not remote.is_remote(name)
+        files |= (
+            {str(s.path): s.stop for s in source.find(name, records)}
+            if here
+            else remote.listed(name, data.streaming_bytes)
+        )
+    names, at = sorted(files), 0
+    portions: dict[int, list[str]] = {}
+    for k in Order(len(names), seed).samples(0, len(names)):
+        portions.setdefault(at // data.streaming_bytes, []).append(names[k])
+        at += files[names[k]]
+    return list(portions.values())
+
+
+class Portions:
+    """The samples of a run in their order, each read out of the portion in which it is. The ``leader``, one of the
+    ranks, prepares ahead and deletes. Raises DATA013 where the run was begun with other settings, and what preparing
+    the first portion raises."""
+
+    def __init__(self, recipe: Recipe, data: Data, root: Path, leader: bool) -> None:
+        self.recipe, self.data, self.root, self.leader = recipe, data, root, leader
+        self._file = root / "stream.json"
+        kept = {"data": True, "method": True, "run": {"seed"}, "train": {"seq_len"}}
+        settings = recipe.model_dump(mode="json", include=kept, exclude={"data": {"cache", "num_proc"}})
+        with whole.lock(self._file):
+            if not (root / "portion-00000").is_dir():
+                laid = lay(recipe.data, recipe.run.seed, recipe.sample_tokens is not None)
+                whole.write_whole(self._file, json.dumps({"settings": settings, "portions": laid, "visits": []}))
+        self._told = json.loads(self._file.read_text(encoding="utf-8"))
+        if self._told["settings"] != settings:
+            what, fix = "the run streams other data, or prepared otherwise", "run.name=<another name>"
+            raise DataError(Problem("DATA013", what, str(self._file), fix))
+        self.count, self._visits = len(self._told["portions"]), self._told["visits"]
+        self._starts = [0, *np.cumsum([samples for samples, _ in self._visits]).tolist()]
+        self._opened: dict[int, Windows | Packs] = {}
+        self._ahead: BaseProcess | None = None
+        self._open(0)
+        self.first = store.load(self._path(0) / "data", verify=False)
+
+    def samples(self, first: int, count: int) -> Indices:
+        """Samples are numbered in the order of the run."""
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def __getitem__(self, k: int) -> Sample:
+        visit = self._find(k)
+        windows = self._open(visit)
+        at = permute(np.array([k - self._starts[visit]]), len(windows), self.recipe.run.seed, visit)
+        return windows[int(at[0])]
+
+    def turn(self, cursor: int, size: int) -> bool:
+        """Whether the ``size`` samples of the step at ``cursor`` can be read without waiting. Every rank calls this
+        before it reads the step; then all are done with the step before the last, so what is used up is let go, and the
+        leader sees to the next portion."""
+        visit, end = self._find(max(cursor - size, 0)), cursor + size
+        self._opened = {number: windows for number, windows in self._opened.items() if number >= visit}
+        if self.leader:
+            self._look_ahead(visit, max(visit + 2, int(np.searchsorted(self._starts, end - 1, "right"))))
+        while self._starts[-1] < end:
+            if not self._path(len(self._visits)).is_dir():
+                return False
+            self._open(len(self._visits))
+        return all(self._path(number).is_dir() for number in range(self._find(cursor), self._find(end - 1) + 1))
+
+    def _number(self, visit: int) -> int:
+        return visit if visit < self.count else int(Order(self.count, self.recipe.run.seed).samples(visit, 1)[0])
+
+    def _path(self, visit: int) -> Path:
+        return self.root / f"portion-{self._number(visit):05}"
+
+    def _find(self, k: int) -> int:
+        """The visit in which sample k is; those before it that nobody has counted are prepared for that."""
+        while self._starts[-1] <= k:
+            self._open(len(self._visits))
+        return int(np.searchsorted(self._starts, k, "right")) - 1
+
+    def _open(self, visit: int) -> Windows | Packs:
+        """Waits for whoever prepares it; prepares it if nobody does. Raises DATA013 when it is not what it was."""
+        if visit not in self._opened:
+            prepared = store.load(whole.once(self._path(visit), self._maker(visit)) / "data")
+            windows = open_windows(prepared.train, self.recipe.train.seq_len, self.recipe.data.mask_documents)
+            found = [len(windows), prepared.manifest.fingerprint]
+            if visit == len(self._visits):
+                self._visits.append(found)
+                self._starts.append(self._starts[-1] + len(windows))
+                if self.leader:
+                    whole.write_whole(self._file, json.dumps(self._told))
+            if self._visits[visit] != found:
+                what = f"portion {self._number(visit)} is not what it was: files changed since the run began"
+                raise DataError(Problem("DATA013", what, str(self.root), "bring them back, or start another run"))
+            self._opened[visit] = windows
+        return self._opened[visit]
+
+    def _maker(self, visit: int) -> partial[None]:
+        own = {"path": self._told["portions"][self._number(visit)], "streaming": False}
+        if self._number(visit):
+            tokenizer = Tokenizer(path=str(self._path(0) / "data" / "tokenizer"))
+            own |= {"tokenizer": tokenizer, "validation_path": None, "validation_share": 0.0}
+        return partial(_make, self.data.model_copy(update=own), self.recipe.sample_tokens)
+
+    def _look_ahead(self, visit: int, end: int) -> None:
+        """Delete what is of no visit in [visit, end), but the first portion, and have the next one prepared."""
+        dying = self.root / ".used"  # so that a kill leaves nothing that looks whole
+        for used in set(self.root.glob("portion-*")) - {self._path(number) for number in (0, *range(visit, end))}:
+            shutil.rmtree(dying, ignore_errors=True)
+            shutil.rmtree(used.rename(dying))
+        asked, name = self._ahead, str(visit + 1)
+        if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
+            work = self._path(visit + 1), self._maker(visit + 1)
+            self._ahead = get_context("spawn").Process(None, _make_ahead, name, work, daemon=True)
+            self._ahead.start()
+
+
+def _make(data: Data, sample_tokens: int | None, directory: Path) -> None:
+    """Prepare one portion in ``directory``; what is fetched or converted for it goes again."""
+    scratch = directory / "scratch"
+    prepare(data.model_copy(update={"cache": str(scratch)}), out=directory / "data", sample_tokens=sample_tokens)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_ahead(target: Path, make: partial[None]) -> None:
+    """In a process of its own. What goes wrong is told by the rank that needs the portion: it tries again."""
+    shards.die_with_parent()
+    current_process().daemon = False  # it ends with its rank, and has children
+    os.nice(10)
+    with suppress(ShardwiseError):
+        whole.once(target, make)
