@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.data import portions, remote
-from shardwise.data.order import Order
+from shardwise.data import portions, remote, store, whole
 from shardwise.data.pack import Windows
 from shardwise.data.portions import Portions, lay
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, stream
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Data, Recipe
+from shardwise.spec.recipe import Data, Recipe, Tokenizer
 from tests.data.conftest import prose
 
 Settings = Callable[..., Data]
 BATCH, BYTES = 4, 2000
+
+
+class Here:
+    """In place of a process: does at its start all that it would do."""
+
+    def __init__(self, group: None, target: object, name: str, args: tuple[Path, Callable[[Path], None]], daemon: bool):
+        self.name, self.args = name, args
+
+    def start(self) -> None:
+        with suppress(ShardwiseError):
+            whole.once(*self.args)
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def prepared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no test depends on how fast a process is."""
+    monkeypatch.setattr(portions, "get_context", lambda method: SimpleNamespace(Process=Here))
 
 
 @pytest.fixture
@@ -94,13 +116,177 @@ def test_the_order_does_not_depend_on_the_ranks(recipe: Recipe, tmp_path: Path, 
     assert len(visits(tmp_path / "one")) > 4
 
 
-def test_an_epoch_reads_every_sample_once_and_the_next_reads_the_portions_in_another_order(
+def test_an_epoch_reads_every_sample_once_and_the_next_visits_the_portions_in_another_order(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    """What is held out is held out in all epochs."""
-    source = Portions(recipe, recipe.data, tmp_path / "stream", leader=True)
-    assert source.first.validation is not None
+    """And the source, once exhausted, begins again."""
+    run = Run(recipe, tmp_path / "stream")
+    count, steps = run.leader.count, run.steps(1)
+    while len(visits(tmp_path / "stream")) <= 2 * count:
+        steps.append(run.step())
+    told = visits(tmp_path / "stream")
+    order = [[fingerprint for _, fingerprint in told[first : first + count]] for first in (0, count)]
+    assert sorted(map(str, order[0])) == sorted(map(str, order[1])) and order[0] != order[1]
+    samples = sum(int(str(number)) for number, _ in told[:count])
+    rows = [tuple(row.tolist()) for ids, _ in steps + run.steps(2) for row in ids]
+    epochs = rows[:samples], rows[samples : 2 * samples]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
-    def epoch(number: int) -> list[tuple[int, ...]]:
-        first = source._find_start(number * source.count)
-        return [tuple(source[k].ids.tolist()) for k in range(first, source._find_start((number + 1) * source.count))]
+
+def test_every_text_is_trained_on_or_held_out_of_the_first_portion(recipe: Recipe, tmp_path: Path) -> None:
+    run = Run(recipe, tmp_path / "stream")
+    held = run.leader.first.validation
+    names = json.loads((tmp_path / "stream" / "stream.json").read_text())["portions"]
+    assert held is not None and held.split.documents == 1
+    while len(visits(tmp_path / "stream")) < run.leader.count:
+        run.step()
+    assert isinstance(recipe.data.path, str)
+    plain = recipe.data.model_copy(update={"streaming": False, "validation_share": 0.0})
+    texts = prepare(plain.model_copy(update={"path": names[0]})).train
+    assert run.leader.first.train.tokens + held.tokens == texts.tokens
+    whole = [len(Windows(prepare(plain.model_copy(update={"path": portion})).train, 16)) for portion in names[1:]]
+    assert [number for number, _ in visits(tmp_path / "stream")][1:] == whole
+
+
+def test_a_run_that_was_stopped_in_the_third_portion_goes_on_with_the_same_samples(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """Also under another number of ranks, also when what was on the disk is gone; what was read is not prepared
+    again."""
+    whole = Run(recipe, tmp_path / "whole").steps(70)
+    run = Run(recipe, tmp_path / "stopped")
+    done = 0
+    while len(visits(tmp_path / "stopped")) < 3 or done < 3:
+        run.step()
+        done += 1
+    told = visits(tmp_path / "stopped")
+    begin = sum(int(str(number)) for number, _ in told[:2])
+    done = -(-begin // BATCH) + 2
+    again = Run(recipe, tmp_path / "stopped", 2, cursor=done * BATCH)
+    assert same(again.steps(70 - done), whole[done:])
+    for path in (tmp_path / "stopped").glob("portion-0000[1-9]"):
+        shutil.rmtree(path)
+    again = Run(recipe, tmp_path / "stopped", cursor=done * BATCH)
+    assert again.portions() == ["portion-00000"]
+    assert same([again.step()], whole[done : done + 1])
+    assert again.waited == 1 and "portion-00001" not in again.portions() and "portion-00002" in again.portions()
+
+
+def test_three_portions_at_most_are_on_the_disk(recipe: Recipe, tmp_path: Path) -> None:
+    """The first, the present one and the next."""
+    run = Run(recipe, tmp_path / "stream", 2)
+    seen = []
+    for _ in range(90):
+        run.step()
+        seen.append(run.portions())
+    assert max(map(len, seen)) == 3 and all("portion-00000" in names for names in seen)
+    assert len({name for names in seen for name in names}) == run.leader.count
+    assert run.waited == 0
+    assert {path.name for path in (tmp_path / "stream" / "portion-00000").iterdir() if path.is_dir()} == {"data"}
+
+
+def test_a_process_of_its_own_prepares_ahead(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    source = Portions(recipe, recipe.data, tmp_path / "stream", leader=True)
+    assert source.turn(0, BATCH) and source._ahead is not None
+    source._ahead.join(60)
+    assert source._ahead.exitcode == 0 and (tmp_path / "stream" / "portion-00001").is_dir()
+    assert len(visits(tmp_path / "stream")) == 1
+
+
+def test_a_portion_that_nobody_prepared_is_prepared_when_it_is_wanted_and_that_is_said(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    run = Run(recipe, tmp_path / "stream")
+    run.leader.leader = False
+    whole = Run(recipe, tmp_path / "whole").steps(30)
+    assert same(run.steps(30), whole) and run.waited > 0
+
+
+def test_what_is_wrong_with_a_later_portion_is_told_when_it_is_wanted(
+    recipe: Recipe, files: Path, tmp_path: Path
+) -> None:
+    last = Path(lay(recipe.data, 3, records=False)[-1][-1])
+    last.write_bytes(b"\xff\xfe")
+    run = Run(recipe, tmp_path / "stream")
+    with pytest.raises(DataError, match=f"{last.name}:1 byte 1: not UTF-8"):
+        run.steps(200)
+    assert len(visits(tmp_path / "stream")) == run.leader.count - 1
+
+
+def test_a_file_that_changed_since_it_was_read_is_told_apart(recipe: Recipe, tmp_path: Path) -> None:
+    root = tmp_path / "stream"
+    run = Run(recipe, root)
+    while len(visits(root)) < 2:
+        run.step()
+    shutil.rmtree(root / "portion-00001")
+    changed = Path(lay(recipe.data, 3, records=False)[1][0])
+    changed.write_text(prose(100, seed=99))
+    cursor = int(str(visits(root)[0][0]))
+    with pytest.raises(DataError, match="portion 1 is not what it was"):
+        Run(recipe, root, cursor=cursor).step()
+    other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seq_len": 8})})
+    with pytest.raises(DataError, match="the run streams other data"):
+        Run(other, root)
+
+
+def test_records_for_fine_tuning_are_streamed_too(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "talks").mkdir()
+    for number in range(8):
+        lines = [{"prompt": f"{number} and {n}?", "completion": f" is {number + n}"} for n in range(40)]
+        (tmp_path / "talks" / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = settings(tmp_path / "talks", streaming=True, streaming_bytes=3000)
+    facts = {"data": data, "train": {"seq_len": 64, "max_steps": 10}, "method": {"name": "sft"}}
+    recipe = Recipe.model_validate(facts)
+    one, several = Run(recipe, tmp_path / "one").steps(30), Run(recipe, tmp_path / "two", 2).steps(30)
+    assert same(one, several) and len(visits(tmp_path / "one")) > 3
+    assert all((labels == -100).any() and (labels != -100).any() for _, labels in one)
+
+
+def test_a_tokenizer_is_trained_on_the_first_portion(recipe: Recipe, tmp_path: Path) -> None:
+    data = recipe.data.model_copy(update={"tokenizer": Tokenizer(vocab_size=300)})
+    run = Run(recipe.model_copy(update={"data": data}), tmp_path / "stream")
+    run.steps(40)
+    opened = [store.load(path / "data").manifest for path in (tmp_path / "stream").glob("portion-*")]
+    assert len(opened) == 3 and len({manifest.tokenizer_hash for manifest in opened}) == 1
+
+
+def test_files_of_a_store_are_fetched_portion_by_portion(tmp_path: Path, settings: Settings) -> None:
+    bucket = fsspec.filesystem("memory")
+    for index in range(12):
+        bucket.pipe(f"/corpus/{index}.txt", prose(100, seed=index).encode())
+    try:
+        data = settings("memory://corpus/*.txt", streaming=True, streaming_bytes=BYTES)
+        recipe = Recipe.model_validate({"data": data, "train": {"seq_len": 16, "max_steps": 10}})
+        sizes = remote.listed("memory://corpus/*.txt", 1)
+        assert (
+            sorted(sizes) == sorted(f"memory:///corpus/{index}.txt" for index in range(12)) and min(sizes.values()) > 9
+        )
+        run = Run(recipe, tmp_path / "stream")
+        fetched = [path for path in tmp_path.rglob("*.txt") if path.is_file()]
+        run.steps(24)
+        assert len(visits(tmp_path / "stream")) > 2 and not fetched and not (tmp_path / "cache" / "fetched").exists()
+    finally:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+    with pytest.raises(ConfigError, match="is a dataset"):
+        remote.listed("hf://datasets/org/name", 1)
+
+
+def test_what_does_not_go_with_streaming_is_told(recipe: Recipe) -> None:
+    def said(*overrides: str) -> str:
+        with pytest.raises(ShardwiseError) as caught:
+            load_recipe(None, ["data.streaming=true", *overrides])
+        return str(caught.value)
+
+    assert said().startswith("error[CFG004]: `train.max_steps` is missing: with `data.streaming` nobody knows")
+    assert "`train.num_epochs` does not go with" in said("train.max_steps=5", "train.num_epochs=1")
+    assert "`data.mixture_weights` does not go" in said(
+        "max_steps=5", "data.path=[a, b]", "data.mixture_weights=[1, 2]"
+    )
+    assert "`method.name` does not go with" in said("train.max_steps=5", "method=dpo")
+    assert (
+        load_recipe(None, ["data.streaming=true", "max_steps=5", "streaming_bytes=3M"]).data.streaming_bytes == 3 << 20
+    )
+    with pytest.raises(ConfigError, match="prepares the text while it trains"):
+        prepare(recipe.data)

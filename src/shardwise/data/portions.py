@@ -36,12 +36,10 @@ def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
     multiple of ``streaming_bytes``. Raises DATA001, DATA016 and CFG008."""
     files: dict[str, int] = {}
     for name in [data.path] if isinstance(data.path, str) else data.path:
-        here = not remote.is_remote(name)
-        files |= (
-            {str(s.path): s.stop for s in source.find(name, records)}
-            if here
-            else remote.listed(name, data.streaming_bytes)
-        )
+        if remote.is_remote(name):
+            files |= remote.listed(name, data.streaming_bytes)
+        else:
+            files |= {str(found.path): found.stop for found in source.find(name, records)}
     names, at = sorted(files), 0
     portions: dict[int, list[str]] = {}
     for k in Order(len(names), seed).samples(0, len(names)):
@@ -137,10 +135,9 @@ class Portions:
 
     def _look_ahead(self, visit: int, end: int) -> None:
         """Delete what is of no visit in [visit, end), but the first portion, and have the next one prepared."""
-        dying = self.root / ".used"  # so that a kill leaves nothing that looks whole
         for used in set(self.root.glob("portion-*")) - {self._path(number) for number in (0, *range(visit, end))}:
-            shutil.rmtree(dying, ignore_errors=True)
-            shutil.rmtree(used.rename(dying))
+            # Under the name of one that is being made: half deleted, it is not taken for whole, and is made anew.
+            shutil.rmtree(used.rename(used.with_name(f".{used.name}.tmp")))
         asked, name = self._ahead, str(visit + 1)
         if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
             work = self._path(visit + 1), self._maker(visit + 1)
