@@ -226,7 +226,7 @@ def test_a_file_that_changed_since_it_was_read_is_told_apart(recipe: Recipe, tmp
     with pytest.raises(DataError, match="portion 1 is not what it was"):
         Run(recipe, root, cursor=cursor).step()
     other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seq_len": 8})})
-    with pytest.raises(DataError, match="the run streams other data"):
+    with pytest.raises(DataError, match="the run was started on other data"):
         Run(other, root)
 
 
