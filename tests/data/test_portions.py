@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.data import portions, remote, store, whole
+from shardwise.data.order import permute
 from shardwise.data.pack import Windows
 from shardwise.data.portions import Portions, lay
 from shardwise.data.prepare import prepare
@@ -144,8 +146,13 @@ def test_every_text_is_trained_on_or_held_out_of_the_first_portion(recipe: Recip
     plain = recipe.data.model_copy(update={"streaming": False, "validation_share": 0.0})
     texts = prepare(plain.model_copy(update={"path": names[0]})).train
     assert run.leader.first.train.tokens + held.tokens == texts.tokens
-    whole = [len(Windows(prepare(plain.model_copy(update={"path": portion})).train, 16)) for portion in names[1:]]
-    assert [number for number, _ in visits(tmp_path / "stream")][1:] == whole
+    later = [Windows(prepare(plain.model_copy(update={"path": portion})).train, 16) for portion in names[1:]]
+    told = [int(str(number)) for number, _ in visits(tmp_path / "stream")]
+    assert told[1:] == [len(windows) for windows in later]
+    order = permute(np.arange(told[1]), told[1], seed=3, epoch=1).tolist()
+    again = Portions(recipe, recipe.data, tmp_path / "stream", leader=False)
+    for k, at in enumerate(order):
+        assert (again[told[0] + k].ids == later[0][at].ids).all()
 
 
 def test_a_run_that_was_stopped_in_the_third_portion_goes_on_with_the_same_samples(
@@ -263,9 +270,9 @@ def test_files_of_a_store_are_fetched_portion_by_portion(tmp_path: Path, setting
             sorted(sizes) == sorted(f"memory:///corpus/{index}.txt" for index in range(12)) and min(sizes.values()) > 9
         )
         run = Run(recipe, tmp_path / "stream")
-        fetched = [path for path in tmp_path.rglob("*.txt") if path.is_file()]
-        run.steps(24)
-        assert len(visits(tmp_path / "stream")) > 2 and not fetched and not (tmp_path / "cache" / "fetched").exists()
+        run.steps(32)
+        assert len(visits(tmp_path / "stream")) > 2
+        assert not list(tmp_path.rglob("*.txt")) and not (tmp_path / "cache" / "fetched").exists()
     finally:
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
