@@ -192,6 +192,18 @@ def test_three_portions_at_most_are_on_the_disk(recipe: Recipe, tmp_path: Path) 
     assert {path.name for path in (tmp_path / "stream" / "portion-00000").iterdir() if path.is_dir()} == {"data"}
 
 
+def test_what_a_slower_rank_still_reads_is_not_deleted(recipe: Recipe, tmp_path: Path) -> None:
+    """It may be a step behind the rank that deletes."""
+    leader, slow = (Portions(recipe, recipe.data, tmp_path / "stream", leader=first) for first in (True, False))
+    for cursor in range(0, 60 * BATCH, BATCH):
+        assert leader.turn(cursor, BATCH)
+        before = max(cursor - BATCH, 0)
+        assert slow.turn(before, BATCH)
+        for k in range(BATCH):
+            assert (slow[before + k].ids == leader[before + k].ids).all()
+    assert len(visits(tmp_path / "stream")) > 3
+
+
 def test_a_process_of_its_own_prepares_ahead(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     source = Portions(recipe, recipe.data, tmp_path / "stream", leader=True)
