@@ -16,7 +16,7 @@ _TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".jso
 SHORT: dict[str, str] = _TABLES["short"]
 """A section written as one value means this key of it: ``recompute: full``."""
 SIZES: dict[str, str] = _TABLES["sizes"]
-"""Keys that take ``8k`` and ``1M``, and what they count: tokens or steps."""
+"""Keys that take ``8k`` and ``1M``, and what they count: tokens, steps or bytes."""
 _BY_ALIAS: dict[str, str] = {alias: key for key, names in _TABLES["aliases"].items() for alias in names.split()}
 """What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
 _VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
