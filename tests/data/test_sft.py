@@ -366,3 +366,10 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
         mixed([0, 0, 0])
     with pytest.raises(DataError, match=r"DATA012.*2 weights for 3 paths"):
         mixed([1, 1])
+
+
+def test_conversations_train_no_tokenizer(tmp_path: Path) -> None:
+    """What is missing is named, not a key of the records that has nothing to do with it."""
+    data = Data(path=str(lines(tmp_path / "given.jsonl", [talk(0)])), cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"error\[TOK004\]: records without a text train no tokenizer"):
+        prepare(data, sample_tokens=32)

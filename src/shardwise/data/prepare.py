@@ -223,7 +223,14 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     with lock(target):
         if not target.is_dir():
             with becoming(target) as directory:
-                tokens.train(_texts(data, sources, said), size, directory)
+                try:
+                    tokens.train(_texts(data, sources, said), size, directory)
+                except DataError as error:
+                    if of.settings["sample_tokens"] is None or error.problems[0].code != "DATA005":
+                        raise
+                    what = "records without a text train no tokenizer, and the recipe names none"
+                    fix = "data.tokenizer.path=<the model's>"
+                    raise DataError(Problem("TOK004", what, "data.tokenizer", fix), *error.problems) from error
     return tokens.open_directory(target)
 
 
