@@ -226,7 +226,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
                 try:
                     tokens.train(_texts(data, sources, said), size, directory)
                 except DataError as error:
-                    if of.settings["sample_tokens"] is None or error.problems[0].code != "DATA005":
+                    if of.settings.get("sample_tokens") is None or error.problems[0].code != "DATA005":
                         raise
                     what = "records without a text train no tokenizer, and the recipe names none"
                     fix = "data.tokenizer.path=<the model's>"
