@@ -3,6 +3,7 @@ refused by name."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from shardwise.errors import ConfigError, PolicyError
+from shardwise import techniques
+from shardwise.errors import ConfigError, DataError, PolicyError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import parameter_shapes
 from shardwise.models.load import read_spec
 from shardwise.models.roles import role
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.plan import Batch, Plan, Precision
+from shardwise.techniques import precision
 from tests.models.foreign import CONFIGS, GATED, SIZES, config_of, ours_of, spec_of, theirs_of
 from tests.models.llama import relative, tokens
 
@@ -114,7 +119,7 @@ def test_old_names_are_read(tmp_path: Path) -> None:
         ("mixtral", {"num_local_experts": 2}, "lists of modules or stacked matrices, such as experts"),
         ("mamba", {}, "stacked matrices"),
         ("phi", {}, "output layer"),
-        ("falcon", {}, "cannot be run without data"),
+        ("falcon", {}, "falcon of transformers 5(.|\n)*cannot be taken over"),
         ("bert", {}, "output layer"),
         ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "a view"),
         ("apertus", {}, "holds more than linear layers and norms"),
@@ -127,6 +132,45 @@ def test_what_cannot_be_taken_over_is_refused(kind: str, sizes: dict[str, object
     given = {key: value for key, value in GATED.items() if key in CONFIG_MAPPING[kind]().to_dict()}
     with pytest.raises(ConfigError, match=f"MOD001(.|\n)*{said}(.|\n)*docs/own-loop.md"):
         read_spec(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
+
+
+def test_configs_that_are_wrong_are_refused_as_such() -> None:
+    for change, said in (
+        ({"hidden_size": "abc"}, "hidden_size"),
+        ({"num_attention_heads": 7}, "cannot be taken over"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "quantised as they run"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_spec(config_of("gpt_neox") | change, "other")
+
+
+def test_positions_that_are_learnt_end() -> None:
+    spec, cluster = spec_of("gpt2"), parse_cluster("1xH100")
+    assert not techniques.check(spec, Plan(batch=Batch(seq_len=64)), cluster)
+    assert [p.code for p in techniques.check(spec, Plan(batch=Batch(seq_len=65)), cluster)] == ["PLAN008"]
+    assert not techniques.check(spec_of("gpt_neox"), Plan(batch=Batch(seq_len=65)), cluster), "rotated ones do not"
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_told(tmp_path: Path) -> None:
+    theirs_of("cohere2").save_pretrained(tmp_path)
+    named = load_file(tmp_path / "model.safetensors")
+    for head, told in ((named["model.embed_tokens.weight"].clone(), False), (torch.randn(90, 64), True)):
+        save_file(named | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DataError, match="head and embedding differ") if told else nullcontext():
+            hf.check_weights(str(tmp_path), None, spec_of("cohere2"))
+
+
+def test_the_padding_row_is_trained_by_no_layout() -> None:
+    """transformers' embeddings send no gradient there, in whatever type they are looked up."""
+    found = []
+    for compute in ("fp32", "bf16"):
+        model = ours_of("olmo", theirs_of("olmo"))
+        precision.apply([model], Plan(precision=Precision(compute)), None)
+        ids, positions = tokens(90, length=LENGTH)
+        ids[:, 3] = model.embed.padding_idx
+        model.normed(ids, positions, MaskSpec()).float().square().sum().backward()
+        found.append(float(model.embed.weight.grad[model.embed.padding_idx].abs().max()))
+    assert model.embed.padding_idx == 0 and found == [0.0, 0.0]
 
 
 def test_what_transformers_does_not_know_is_refused() -> None:

@@ -229,8 +229,8 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
                     if of.settings.get("sample_tokens") is None or error.problems[0].code != "DATA005":
                         raise
                     what = "records without a text train no tokenizer, and the recipe names none"
-                    fix = "data.tokenizer.path=<the model's>"
-                    raise DataError(Problem("TOK004", what, "data.tokenizer", fix), *error.problems) from error
+                    named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
+                    raise DataError(named, *error.problems) from error
     return tokens.open_directory(target)
 
 

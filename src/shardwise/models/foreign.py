@@ -77,19 +77,20 @@ def model_of(spec: ModelSpec) -> Model:
 def read(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec of a model that transformers can build from ``config``. Raises ConfigError MOD001 where it cannot, or
     the model does what is not served here."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         _refuse(name, f"model_type {kind!r} is no causal language model of transformers")
-    settled = CONFIG_MAPPING[kind].from_dict(config)
+    if config.get("quantization_config"):
+        _refuse(name, "its layers are quantised as they run (quantization_config)")
     try:
-        return examine(settled.to_dict(), name)
+        return examine(CONFIG_MAPPING[kind].from_dict(config).to_dict(), name)
     except ConfigError:
         raise
     except Exception as error:  # code of some hundred models, of which any may fail in its own way
-        _refuse(name, f"transformers' {kind} cannot be run without data ({type(error).__name__}: {error})")
+        _refuse(name, f"{kind} of transformers {__version__} cannot be taken over ({error!r})")
 
 
 def _refuse(name: str, what: str) -> NoReturn:
@@ -287,9 +288,11 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
     linear = {key for key, module in seen.layers[0].named_modules() if isinstance(module, nn.Linear)}
     matrices = {key.removesuffix(".weight") for key, value in first.items() if value.ndim == 2}
     named = _names_in_files(whole, dict(places), list(found), seen)
-    inner, ignored = dict(places)["layers"].rpartition(".")[0], tuple(whole._keys_to_ignore_on_load_unexpected or ())
+    inner = dict(places)["layers"].rpartition(".")[0]
+    ignored = sorted(whole._keys_to_ignore_on_load_unexpected or ())  # a set in some
     parameters = tuple((name, named[name], shape) for name, shape in found.items())
-    return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, matrices <= linear, ignored)
+    text = json.dumps(config, sort_keys=True)
+    return Foreign(text, inner, tuple(places), parameters, matrices <= linear, tuple(ignored))
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> bool:
@@ -307,9 +310,7 @@ def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: 
     found = {}
     for name in names:
         part, _, rest = name.partition(".")
-        found[name] = saved.get(id(state[f"{places[part]}.{rest}".format(0)]), "")
-        if not found[name]:
-            seen.refuse(f"its files store {name} in another form")
-        if part == "layers":
-            found[name] = found[name].replace(".0.", ".{}.", 1)
+        theirs = saved.get(id(state[f"{places[part]}.{rest}".format(0)]))
+        theirs = theirs or seen.refuse(f"its files store {name} in another form")
+        found[name] = theirs.replace(".0.", ".{}.", 1) if part == "layers" else theirs
     return found

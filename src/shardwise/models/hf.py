@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -43,12 +42,6 @@ def to_hf_name(name: str, family: str = "llama") -> str:
     """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; what a family's files stack has
     one name. Parameters keep their last word (weight, bias). Raises KeyError."""
     return _translate(name, FAMILIES[family].names)
-
-
-def from_hf_name(name: str, family: str = "llama") -> str:
-    """The inverse of :func:`to_hf_name`. Raises KeyError, also for what is stacked in the files."""
-    theirs = Counter(FAMILIES[family].names.values())
-    return _translate(name, {hf: ours for ours, hf in FAMILIES[family].names.items() if theirs[hf] == 1})
 
 
 def name_in_model(name: str, spec: ModelSpec) -> str:
@@ -214,7 +207,12 @@ def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
     """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers alone are read."""
     directory = weights_directory(source, revision)
-    match(find_weights(directory), spec, str(directory))
+    found = find_weights(directory)
+    embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
+    whole = tuple(slice(0, size) for size in embed.shape)
+    if spec.tie_word_embeddings and head is not None and not torch.equal(head.read(whole), embed.read(whole)):
+        what = "head and embedding differ in the files, and the config says that they are one"
+        raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
 
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

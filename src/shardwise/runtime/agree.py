@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def agree(recipe: Recipe, plan: Plan) -> None:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "shardwise": shardwise.__version__,
+            "transformers": metadata.version("transformers"),
         },
         "recipe": dotted(recipe.model_dump(mode="json")),
         "plan": dotted(asdict(plan)),

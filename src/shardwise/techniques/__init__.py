@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
@@ -21,7 +21,13 @@ ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
-    return [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
+    problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
+    longest, edges = spec.max_position_embeddings, ("layers.", "embed.", "head.")
+    learnt = [name for name, shape in parameter_shapes(spec).items() if len(shape) == 2 and not name.startswith(edges)]
+    if learnt and plan.batch.seq_len > longest:
+        what = f"{spec.name} has learnt positions for {longest} tokens ({learnt[0]})"
+        problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
+    return problems
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

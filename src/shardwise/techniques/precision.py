@@ -152,7 +152,7 @@ def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -
 
     if isinstance(module, nn.Embedding):
         # Looking up first and casting the rows gives the same numbers as casting the table, for less.
-        module.forward = lambda ids: functional.embedding(ids, module.weight).to(outside)  # type: ignore[method-assign, assignment]
+        module.forward = lambda ids: functional.embedding(ids, module.weight, module.padding_idx).to(outside)  # type: ignore[method-assign, assignment]
         return
     assert isinstance(module, nn.Linear)
 
