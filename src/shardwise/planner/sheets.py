@@ -6,12 +6,12 @@ A sheet's key says what it was made from: the dimensions of the model, the varia
 from __future__ import annotations
 
 import gzip
-import importlib.metadata
 import json
 import os
 import tempfile
 from dataclasses import astuple, replace
 from functools import cache
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
 TRACED = (
     "models/attention.py",
     "models/decoder.py",
-    "models/foreign.py",
     "models/layers.py",
     "models/rotary.py",
     "planner/record.py",
@@ -79,7 +78,7 @@ def key(spec: ModelSpec, which: str) -> str:
             nope_layers=(),
         )
     )
-    theirs = "" if spec.foreign is None else importlib.metadata.version("transformers")
+    theirs = [] if spec.foreign is None else [code_digest("models/foreign.py"), metadata.version("transformers")]
     sorts = [
         list(dict.fromkeys(_sort(kind, spec) for kind in kinds)),
         sorted({kind.local for kind in kinds if kind.rotated}),
@@ -93,11 +92,11 @@ def _sort(kind: LayerKind, spec: ModelSpec) -> bool:
 
 
 @cache
-def code_digest() -> str:
+def code_digest(*more: str) -> str:
     """A digest of the code whose behaviour a sheet records."""
     root = files("shardwise")
     digest = xxhash.xxh3_128()
-    for path in TRACED:
+    for path in (*TRACED, *more):
         digest.update(root.joinpath(path).read_bytes())
     return digest.hexdigest()
 
