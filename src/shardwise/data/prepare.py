@@ -54,8 +54,8 @@ def prepare(
     anew; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
     ``trust_s``: see :func:`remote.bring`. Raises DATA001 to DATA009, DATA012, DATA014 to DATA016 and CHAT001 to CHAT003
     for what is read, DATA013 and TOK002 for what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat
-    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; nothing is left
-    over after an error."""
+    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; nothing is left over after an
+    error."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):

@@ -112,7 +112,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **gi
     """transformers' interface: q [b,h,s,e], k and v [b,hk,s,e] -> [b,s,h,e]. ``dense`` is None: what may be seen is
     told by ``shardwise``, which the model hands down as it is, and ``sliding_window``."""
     mask: MaskSpec = given["shardwise"]
-    tensors = (mask.documents, given.get("s_aux"), mask.positions)
+    tensors = (mask.documents, None, mask.positions)
     window, length = given.get("sliding_window"), mask.longest or q.shape[2]
     rules = (True, window if window is not None and window < length else None, mask.longest)
     out, _ = attention(q, k, v, *tensors, *rules, given.get("softcap"), given.get("scaling"))
@@ -141,7 +141,7 @@ class _Seen:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **given: Any
     ) -> tuple[Tensor, None]:
-        known = {"sliding_window", "softcap", "scaling", "s_aux", "shardwise", "position_ids", "cache_position"}
+        known = {"sliding_window", "softcap", "scaling", "shardwise", "position_ids", "cache_position"}
         if odd := [key for key, value in given.items() if key not in known and isinstance(value, Tensor)]:
             self.refuse(f"its attention takes {', '.join(odd)}")
         window = given.get("sliding_window")

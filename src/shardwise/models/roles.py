@@ -40,6 +40,10 @@ def is_linear(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(".weight") and role(name) not in ("norm", "lora_a", "lora_b")
 
 
+MULTIPLIED = ("layers.", "embed.", "head.")
+"""Where the weights of matrix products are: what else a model has is looked up."""
+
+
 def is_adapter(name: str) -> bool:
     """Whether this parameter was added to the model by LoRA."""
     return ".lora_" in name

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
+from shardwise.models.roles import MULTIPLIED
 from shardwise.runtime.checkpoint import Event
 from shardwise.runtime.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.state import TrainState
@@ -26,9 +27,6 @@ from shardwise.runtime.track import Outcome, Tracks
 from shardwise.spec.plan import Plan
 from shardwise.techniques import lora
 from shardwise.techniques.freeze import frozen
-
-MULTIPLIED = ("layers.", "embed.", "head.")
-"""Where the weights of matrix products are: what else a model has is looked up."""
 
 
 def flops_per_token(spec: ModelSpec, plan: Plan) -> float:

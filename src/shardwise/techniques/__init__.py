@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import MULTIPLIED
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
@@ -22,8 +23,8 @@ ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    longest, edges = spec.max_position_embeddings, ("layers.", "embed.", "head.")
-    learnt = [name for name, shape in parameter_shapes(spec).items() if len(shape) == 2 and not name.startswith(edges)]
+    longest, shapes = spec.max_position_embeddings, parameter_shapes(spec)
+    learnt = [name for name, shape in shapes.items() if len(shape) == 2 and not name.startswith(MULTIPLIED)]
     if learnt and plan.batch.seq_len > longest:
         what = f"{spec.name} has learnt positions for {longest} tokens ({learnt[0]})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
