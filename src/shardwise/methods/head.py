@@ -54,19 +54,13 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
 def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     """What its backward makes and frees: gradients are scaled in place, then the weight's gets the weight's type."""
     vocabulary, hidden = _dims(sheet)
-    compute, wide, _, chunks = _sizes(plan)
-    made = wide if chunks > 1 else compute
-    weight = BYTES[plan.precision.weights if plan.shard.strategy == "ddp" else plan.precision.compute]
-    if not wants(sheet)[1] or (made == weight and _same_type(plan, chunks)):
+    *_, chunks = _sizes(plan)
+    compute = plan.precision.compute
+    made = compute if chunks == 1 else "fp64" if compute == "fp64" else "fp32"
+    weight = plan.precision.weights if plan.shard.strategy == "ddp" else compute
+    if not wants(sheet)[1] or made == weight:
         return [("", 0, ("loss",))]
-    return [("typed", vocabulary * hidden * weight, ("grad_weight", "loss"))]
-
-
-def saved_bytes(sheet: Sheet, plan: Plan) -> int:
-    """What lives from its forward to its backward, the loss itself included."""
-    vocabulary, hidden = _dims(sheet)
-    compute, wide, tokens, chunks = _sizes(plan)
-    return tokens * hidden * compute + vocabulary * hidden * (wide if chunks > 1 else compute) + wide
+    return [("typed", vocabulary * hidden * BYTES[weight], ("grad_weight", "loss"))]
 
 
 def products(sheet: Sheet, plan: Plan) -> int:
@@ -82,12 +76,6 @@ def wants(sheet: Sheet) -> tuple[bool, bool]:
 def _output(sheet: Sheet) -> Tensor:
     """The weight of the output layer."""
     return sheet.stem.weights[0] if sheet.tied else sheet.tail.weights[-1]
-
-
-def _same_type(plan: Plan, chunks: int) -> bool:
-    weight = plan.precision.weights if plan.shard.strategy == "ddp" else plan.precision.compute
-    made = plan.precision.compute if chunks == 1 else "fp64" if plan.precision.compute == "fp64" else "fp32"
-    return weight == made
 
 
 def _dims(sheet: Sheet) -> tuple[int, int]:

@@ -40,9 +40,8 @@ def _pick(logs: Tensor, labels: Tensor) -> Tensor:
 def _logit_gradient(logs: Tensor, labels: Tensor) -> Tensor:
     """Probabilities less one at the label, zero rows where ignored; in place."""
     supervised = (labels != IGNORED).unsqueeze(-1).to(logs.dtype)
-    return (
-        logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -torch.ones_like(supervised)).mul_(supervised)
-    )
+    less = -torch.ones_like(supervised)
+    return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), less).mul_(supervised)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

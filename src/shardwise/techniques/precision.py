@@ -33,23 +33,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     precision = plan.precision
     problems = []
     if precision.compute == "fp16" and precision.weights == "fp16":
-        problems.append(
-            Problem(
-                "PLAN012",
-                "fp16 weights lose most updates: their steps are below fp16's resolution",
-                "precision.weights",
-                "fp32 (or bf16)",
-            )
-        )
+        what = "fp16 weights lose most updates: their steps are below fp16's resolution"
+        problems.append(Problem("PLAN012", what, "precision.weights", "fp32 (or bf16)"))
     if precision.weights == "bf16" and precision.compute == "fp32":
-        problems.append(
-            Problem(
-                "PLAN012",
-                "compute fp32 from weights kept in bf16 costs twice the time for none of the accuracy",
-                "precision.compute",
-                "bf16, or weights fp32",
-            )
-        )
+        what = "compute fp32 from weights kept in bf16 costs twice the time for none of the accuracy"
+        problems.append(Problem("PLAN012", what, "precision.compute", "bf16, or weights fp32"))
     if precision.reduce == "bf16" and precision.compute == "fp64":
         problems.append(Problem("PLAN012", "gradients of fp64 would be reduced in bf16", "precision.reduce", "fp64"))
     if precision.modules and plan.shard.strategy != "ddp" and plan.remat.mode == "selective":

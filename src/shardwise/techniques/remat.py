@@ -41,14 +41,8 @@ def treated(plan: Plan, block: int) -> bool:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.remat.mode != "none" and plan.remat.every > spec.num_hidden_layers:
-        return [
-            Problem(
-                "PLAN013",
-                f"every {plan.remat.every} blocks, but the model has {spec.num_hidden_layers}",
-                "recompute.every",
-                f"1 to {spec.num_hidden_layers}",
-            )
-        ]
+        what = f"every {plan.remat.every} blocks, but the model has {spec.num_hidden_layers}"
+        return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]
     return []
 
 

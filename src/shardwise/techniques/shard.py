@@ -46,36 +46,20 @@ def units(part: nn.Module) -> list[nn.Module]:
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     layout, problems = plan.layout, []
     if plan.shard.strategy == "ddp" and layout.dp_shard > 1:
-        problems.append(
-            Problem(
-                "PLAN014",
-                f"ddp shards nothing, but dp_shard is {layout.dp_shard}",
-                "parallel.dp_shard",
-                f"dp_replicate {layout.dp} and dp_shard 1, or strategy zero1, zero2 or zero3",
-            )
-        )
+        what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
+        fix = f"dp_replicate {layout.dp} and dp_shard 1, or strategy zero1, zero2 or zero3"
+        problems.append(Problem("PLAN014", what, "parallel.dp_shard", fix))
     if plan.shard.strategy != "ddp" and layout.dp_shard == 1 and layout.dp > 1:
-        problems.append(
-            Problem(
-                "PLAN014",
-                f"{plan.shard.strategy} shards over dp_shard ranks, but dp_shard is 1",
-                "parallel.dp_shard",
-                f"dp_shard {layout.dp}, or strategy ddp",
-            )
-        )
+        what = f"{plan.shard.strategy} shards over dp_shard ranks, but dp_shard is 1"
+        problems.append(Problem("PLAN014", what, "parallel.dp_shard", f"dp_shard {layout.dp}, or strategy ddp"))
     k = plan.shard.reshard_after_forward
     if not isinstance(k, bool) and (
         plan.shard.strategy != "zero3" or k < 2 or layout.dp_shard % k or k == layout.dp_shard
     ):
         divisors = [str(d) for d in range(2, layout.dp_shard) if layout.dp_shard % d == 0]
-        problems.append(
-            Problem(
-                "PLAN015",
-                f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.dp_shard} ranks",
-                "parallel.reshard_after_forward",
-                f"strategy zero3 with {', '.join(divisors) or 'true or false'}",
-            )
-        )
+        what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.dp_shard} ranks"
+        fix = f"strategy zero3 with {', '.join(divisors) or 'true or false'}"
+        problems.append(Problem("PLAN015", what, "parallel.reshard_after_forward", fix))
     return problems
 
 
@@ -274,8 +258,3 @@ def finish(parts: Sequence[nn.Module]) -> None:
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].finish()
-
-
-def replication(plan: Plan) -> int:
-    """How many ranks hold the same element of a weight, gradient or moment."""
-    return plan.layout.dp if plan.shard.strategy == "ddp" else plan.layout.dp_replicate
