@@ -55,9 +55,7 @@ class MicroBatch:
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Lay windows of one length under each other."""
     lengths = [length for sample in samples for length in sample.segments]
-    documents = None
-    if samples[0].masked:
-        documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if samples[0].masked else None
     answers, references = _pairs(samples)
     return MicroBatch(
         ids=torch.stack([torch.from_numpy(sample.ids) for sample in samples]),

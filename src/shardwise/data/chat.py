@@ -153,9 +153,8 @@ class Encoder:
         supervised = np.zeros(len(ids), dtype=np.uint8)
         text_bytes = 0
         for start, stop in sample.spans:
-            supervised[
-                _first_token(encoding, start, len(sample.text)) : _first_token(encoding, stop, len(sample.text))
-            ] = 1
+            first, after = (_first_token(encoding, at, len(sample.text)) for at in (start, stop))
+            supervised[first:after] = 1
             text_bytes += len(_RESERVED.sub("", sample.text[start:stop]).encode())
         return Encoded(self._true_ids[ids], supervised, text_bytes)
 

@@ -16,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import xxhash
-
-from shardwise.data.source import Source
+from shardwise.data.source import Source, digest
 from shardwise.data.whole import once
 from shardwise.errors import DataError, Problem, UnavailableError
 
@@ -32,8 +30,7 @@ def to_jsonl(source: Source, cache: Path) -> Source:
     if source.kind != "other":
         return source
     stat = source.path.stat()
-    facts = json.dumps([str(source.path), stat.st_size, stat.st_mtime_ns])
-    target = cache / "converted" / xxhash.xxh3_128_hexdigest(facts.encode())
+    target = cache / "converted" / digest([str(source.path), stat.st_size, stat.st_mtime_ns])
 
     def make(directory: Path) -> None:
         with (directory / "records.jsonl").open("xb") as out:

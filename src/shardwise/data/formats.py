@@ -198,15 +198,14 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
         if not str(messages[k].get("content") or "").strip()
         and not any(messages[k].get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
     ]
-    fix = "data.on_bad_sample=skip, or leave the line out"
     if empty:
-        raise Fault("CHAT002", f"turn {empty[0] + 1} is an empty answer of the assistant", fix)
+        raise Fault("CHAT002", f"turn {empty[0] + 1} is an empty answer of the assistant", _SKIP)
     chosen = {k for k in answers if messages[k].get("train", True) and messages[k].get("weight", 1)}
     if train_on == "last":
         chosen &= set(answers[-1:])
     if not chosen and train_on != "all":
         why = "no turn of the assistant" if not answers else "no turn that is to be learnt"
-        raise Fault("CHAT002", f"trains on 0 tokens: it has {why}", fix)
+        raise Fault("CHAT002", f"trains on 0 tokens: it has {why}", _SKIP)
     tools = record.get("tools")
     tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
     if tools and not isinstance(tools, list):
@@ -217,11 +216,7 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
 
 
 def _sharegpt(record: Record, train_on: str) -> Conversation:
-    turns = _list(record, "conversations")
-    messages: list[dict[str, Any]] = []
-    system = record.get("system")
-    if isinstance(system, str) and system:
-        messages.append({"role": "system", "content": system})
+    turns, messages = _list(record, "conversations"), _system(record)
     for i, turn in enumerate(turns):
         if isinstance(turn, dict) and "from" not in turn and "role" in turn:
             messages.append(_message(turn, f"conversations[{i}]"))
@@ -235,14 +230,16 @@ def _sharegpt(record: Record, train_on: str) -> Conversation:
 
 
 def _alpaca(record: Record, train_on: str) -> Conversation:
-    asked = _text(record, "instruction")
-    more = record.get("input")
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": f"{asked}\n\n{more}" if isinstance(more, str) and more else asked}
-    ]
-    if isinstance(system := record.get("system"), str) and system:
-        messages.insert(0, {"role": "system", "content": system})
-    return _conversation([*messages, {"role": "assistant", "content": _text(record, "output")}], record, train_on)
+    asked, more = _text(record, "instruction"), record.get("input")
+    asked = f"{asked}\n\n{more}" if isinstance(more, str) and more else asked
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(record, "output")}]
+    return _conversation([*_system(record), *turns], record, train_on)
+
+
+def _system(record: Record) -> list[dict[str, Any]]:
+    """The message of a record whose system prompt is a field of its own."""
+    system = record.get("system")
+    return [{"role": "system", "content": system}] if isinstance(system, str) and system else []
 
 
 def _prompt_completion(record: Record, train_on: str) -> Sample:

@@ -11,7 +11,6 @@ holder dies: a kill leaves nothing half-made, and two processes that prepare the
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from shardwise.data import remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.convert import to_jsonl
@@ -29,7 +26,7 @@ from shardwise.data.read import pieces, units
 from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
-from shardwise.data.whole import becoming, lock, write_whole
+from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 
@@ -67,7 +64,7 @@ def prepare(
         data = remote.bring(data, cache, trust_s)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
-    note = cache / "seen" / _digest([_stats(sources, data.tokenizer.path), settings])
+    note = cache / "seen" / source.digest([_stats(sources, data.tokenizer.path), settings])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
     of = _Ingredients(data, sources, _files(sources), settings)
@@ -127,17 +124,8 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
     template = None
     with suppress(*() if data.chat_template else (DataError,)):
         template = find_template(data.chat_template, tokenizer)
-    return Rules(
-        data.format,
-        template,
-        data.train_on,
-        data.train_on_eot,
-        sample_tokens,
-        data.too_long,
-        data.on_bad_sample == "skip",
-        data.packing,
-        data.text_key,
-    )
+    kept = data.too_long, data.on_bad_sample == "skip", data.packing
+    return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept, data.text_key)
 
 
 def _stats(sources: Sources, tokenizer: str | None) -> list[list[Any]]:
@@ -154,9 +142,8 @@ def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
     for path in (s.original for s in (*sources.train, *sources.validation)):
         if path not in facts:
             stat = path.stat()
-            size, changed = stat.st_size, stat.st_mtime_ns
-            digest = store.checksum(path)
-            facts[path] = {"path": str(path), "size_bytes": size, "mtime_ns": changed, "xxh3": digest}
+            told = {"path": str(path), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+            facts[path] = {**told, "xxh3": store.checksum(path)}
     return facts
 
 
@@ -199,11 +186,7 @@ class _Ingredients:
     def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
         both = [self.identity(self.sources.train), self.identity(self.sources.validation)]
         facts = [store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash]
-        return _digest(facts if self.rules is None else [*facts, SAMPLES_VERSION, asdict(self.rules)])
-
-
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+        return source.digest(facts if self.rules is None else [*facts, SAMPLES_VERSION, asdict(self.rules)])
 
 
 def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenizer:
@@ -215,23 +198,19 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
         what = f"{ids.name} holds token ids, and the recipe does not say of which tokenizer"
         raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=<the one that made them>"))
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-    target = (
-        cache
-        / "tokenizers"
-        / _digest([tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)])
-    )
-    with lock(target):
-        if not target.is_dir():
-            with becoming(target) as directory:
-                try:
-                    tokens.train(_texts(data, sources, said), size, directory)
-                except DataError as error:
-                    if of.settings.get("sample_tokens") is None or error.problems[0].code != "DATA005":
-                        raise
-                    what = "records without a text train no tokenizer, and the recipe names none"
-                    named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
-                    raise DataError(named, *error.problems) from error
-    return tokens.open_directory(target)
+
+    def train(directory: Path) -> None:
+        try:
+            tokens.train(_texts(data, sources, said), size, directory)
+        except DataError as error:
+            if of.settings.get("sample_tokens") is None or error.problems[0].code != "DATA005":
+                raise
+            what = "records without a text train no tokenizer, and the recipe names none"
+            named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
+            raise DataError(named, *error.problems) from error
+
+    facts = [tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)]
+    return tokens.open_directory(once(cache / "tokenizers" / source.digest(facts), train))
 
 
 def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
@@ -297,12 +276,9 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
     manifest = store.load(target).manifest
     _check_tokenizer(target, manifest, tokenizer)
     if manifest.fingerprint != fingerprint:
-        changed = _first_change(manifest.files)
-        what = (
-            f"{changed} changed since it was prepared"
-            if changed
-            else f"{target} was prepared from other files or settings"
-        )
+        what = f"{target} was prepared from other files or settings"
+        if changed := _first_change(manifest.files):
+            what = f"{changed} changed since it was prepared"
         fix = f"shardwise data prepare --force --out {target}, or another --out"
         raise DataError(Problem("DATA013", what, str(target), fix))
     return True
@@ -322,17 +298,15 @@ def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | N
         nouns = ("samples", "pairs of answers")
         kinds = ["text" if size is None else f"{nouns[pairs]} in windows of {size:,}" for size, pairs in (made, asked)]
         other = None in (made[0], sample_tokens) or made[1] != asked[1]
+        what = f"prepared as {kinds[0]}, the recipe asks for {kinds[1]}"
         fix = "the method it was prepared for, or other data" if other else f"train.seq_len={made[0]}"
-        raise DataError(
-            Problem("DATA013", f"prepared as {kinds[0]}, the recipe asks for {kinds[1]}", str(directory), fix)
-        )
+        raise DataError(Problem("DATA013", what, str(directory), fix))
     if data.tokenizer.path is not None:
         _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache, data.tokenizer.revision))
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
-        raise DataError(
-            Problem("TOK002", what, "data.tokenizer.vocab_size", "leave it out: the data brings its tokenizer")
-        )
+        fix = "leave it out: the data brings its tokenizer"
+        raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
     if changed := _first_change(prepared.manifest.files):
         fix = f"shardwise data prepare --force --out {directory}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
@@ -354,6 +328,5 @@ def _writing(cache: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or cache
         what = f"cannot write {path}: {(error.strerror or str(error)).lower()}"
-        raise OutputError(
-            Problem("OUT002", what, "data.cache", "data.cache=<a directory with room that you may write>")
-        ) from error
+        fix = "data.cache=<a directory with room that you may write>"
+        raise OutputError(Problem("OUT002", what, "data.cache", fix)) from error

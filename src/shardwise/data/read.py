@@ -161,9 +161,8 @@ def records(part: Part, share: float) -> Iterator[tuple[int, dict[str, Any], boo
     if part.source.kind != "jsonl":
         fix = "name .jsonl, .json, .csv, .parquet or .arrow files (jsonl also as .gz and .zst)"
         kind = "token ids" if part.source.kind == "ids" else "text"
-        raise DataError(
-            Problem("DATA005", f"{part.name} is {kind}; methods sft and dpo read records", str(part.path), fix)
-        )
+        what = f"{part.name} is {kind}; methods sft and dpo read records"
+        raise DataError(Problem("DATA005", what, str(part.path), fix))
     for offset, line, held_out in _documents(part, share):
         yield offset, _object(part, offset, line, int, '{"messages": [...]}'), held_out
 

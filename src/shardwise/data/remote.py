@@ -18,8 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-import xxhash
-
+from shardwise.data.source import digest
 from shardwise.data.whole import once, write_whole
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem, UnavailableError
 from shardwise.spec.recipe import Data
@@ -58,7 +57,7 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
     def local(name: str) -> str:
         if not is_remote(name):
             return name
-        note = cache / "fetched" / f"{_digest(name)}.json"
+        note = cache / "fetched" / f"{digest(name)}.json"
         if note.is_file() and time.time() - note.stat().st_mtime < trust_s:
             return str(json.loads(note.read_text(encoding="utf-8")))
         found = str((_fetch_dataset if _is_dataset(name) else _fetch_files)(name, cache / "fetched"))
@@ -87,10 +86,6 @@ def _is_dataset(name: str) -> bool:
     """A dataset to be loaded, not files in its repository."""
     path = name.removeprefix(HUB).partition(":")[0]
     return name.startswith(HUB) and not has_magic(path) and PurePosixPath(path).suffix not in _FILES
-
-
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
@@ -122,7 +117,7 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
 def _fetch_files(url: str, cache: Path) -> Path:
     """One file, or a directory of links to the files, which are fetched each by itself."""
     files, listed = _listing(url)
-    places = {name: cache / _digest([url.partition("://")[0], *where]) for name, where in listed.items()}
+    places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
     def copy(name: str, directory: Path) -> None:
         size, last = 0, PurePosixPath(name).name
@@ -143,7 +138,7 @@ def _fetch_files(url: str, cache: Path) -> Path:
         once(target, partial(copy, name))
     if list(places) == [PurePosixPath(urlsplit(url).path).name]:
         return places[name] / name
-    return once(cache / _digest({name: str(target) for name, target in places.items()}), link)
+    return once(cache / digest({name: str(target) for name, target in places.items()}), link)
 
 
 def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
@@ -184,7 +179,7 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
             table = builder.as_dataset(split=split)
         table.to_parquet(directory / shown)
 
-    return once(cache / _digest([str(builder.cache_dir), split, told]), make) / shown
+    return once(cache / digest([str(builder.cache_dir), split, told]), make) / shown
 
 
 @contextmanager

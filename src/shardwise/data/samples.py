@@ -54,7 +54,8 @@ def _encoder(tokenizer: Path) -> Encoder:
 
 
 @cache
-def _tokenizer(directory: Path) -> tokens.Tokenizer:
+def tokenizer_of(directory: Path) -> tokens.Tokenizer:
+    """The tokenizer of a directory, opened once in the life of a process."""
     return tokens.open_directory(directory)
 
 
@@ -113,7 +114,7 @@ def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_
 
 
 def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Laid]:
-    own = _tokenizer(tokenizer)
+    own = tokenizer_of(tokenizer)
     if isinstance(found, Conversation):
         for sample in _chat(tokenizer, rules).render(found):
             yield (sample,), ()

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import cache
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
@@ -18,10 +17,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardwise.data import binary, bins, tokens
+from shardwise.data import binary, bins
 from shardwise.data.chat import Encoded
 from shardwise.data.read import Part, pieces
-from shardwise.data.samples import Rules, encode
+from shardwise.data.samples import Rules, encode, tokenizer_of
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, MissingInputError, Problem
 
@@ -58,7 +57,7 @@ class Run:
 def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
     """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer."""
     gathered = {name: _Gathered() for name in job.splits}
-    tokenizer = _tokenizer(job.tokenizer_directory)
+    tokenizer = tokenizer_of(job.tokenizer_directory)
     try:
         for part in unit:
             if job.rules is not None:
@@ -133,11 +132,6 @@ class _Gathered:
         masks = np.concatenate([np.empty(0, dtype=np.uint8), *self.masks])
         ids = np.concatenate([*self.parts, np.array(self.ids, dtype=np.int64)])
         return Run(ids, documents, self.text_bytes, self.empty, masks, tuple(self.hashes), self.counts)
-
-
-@cache
-def _tokenizer(directory: Path) -> tokens.Tokenizer:
-    return tokens.open_directory(directory)
 
 
 def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[dict[str, Run]]:

@@ -9,6 +9,7 @@ directories are passed over.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import sysconfig
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
@@ -129,6 +130,11 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
             if source.kind == "jsonl" or unit_hash(f"keep:{source.name}") < keep:
                 mixed.append(replace(source, copy=copy, keep=keep))
     return tuple(mixed)
+
+
+def digest(value: Any) -> str:
+    """xxh3-128, in hex, of what JSON can hold; the order of keys is nothing to it."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def unit_hash(name: str) -> float:

@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem
 
 FORMAT = 1
@@ -90,11 +91,11 @@ class Manifest:
 
 def checksum(path: Path) -> str:
     """xxh3-128 of a file, in hex."""
-    digest = xxhash.xxh3_128()
+    summed = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+            summed.update(block)
+    return summed.hexdigest()
 
 
 def sum_file(directory: Path, name: str) -> FileSum:
@@ -105,12 +106,8 @@ def sum_file(directory: Path, name: str) -> FileSum:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` with its own checksum."""
     body = asdict(manifest)
-    body["checksum"] = _own_checksum(body)
+    body["checksum"] = digest(body)
     (directory / MANIFEST).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _own_checksum(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -122,7 +119,7 @@ def _read_manifest(path: Path) -> Manifest:
         stored = body.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise damaged("it is not the JSON that was written") from error
-    if stored != _own_checksum(body):
+    if stored != digest(body):
         raise damaged("its checksum does not match")
     if body["format"] != FORMAT:
         raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.spec.hub import fetch
 
@@ -101,9 +102,8 @@ def open_directory(directory: Path) -> Tokenizer:
     bare, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
     meaning = {key: value for key, value in content.items() if key not in _NO_MEANING}
-    digest = xxhash.xxh3_128_hexdigest(json.dumps([meaning, eot], sort_keys=True).encode())
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    return Tokenizer(directory, digest, vocab_size, eot_id, tuple(full[:at]), backend)
+    return Tokenizer(directory, digest([meaning, eot]), vocab_size, eot_id, tuple(full[:at]), backend)
 
 
 def _end_of_text(directory: Path) -> str | None:
@@ -148,11 +148,8 @@ def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLIT), "isolated"), byte_level])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens([AddedToken(EOT, special=True, normalized=False)])
     backend.save(str(directory / FILES[0]))
