@@ -148,21 +148,14 @@ def _gemma3(config: Config, name: str) -> Fields:
     if local.get("rope_type", "default") != "default":
         what = f"rope scaling {local['rope_type']!r} in sliding layers is not supported"
         raise ConfigError(Problem("MOD001", what, f"config of {name}", "rope_type: default"))
-    theta = number(local if "rope_theta" in local else config, _theta_key(local), 10_000.0, name)
+    where, key = (local, "rope_theta") if "rope_theta" in local else (config, "rope_local_base_freq")
+    theta = number(where, key, 10_000.0, name)
     fields = _gemma2({**config, "layer_types": types}, name) | {"qk_norm": "head"}
     return fields | {"local_rope_theta": theta if SLIDING in types else None}
 
 
 def _count(config: Config) -> int:
     return int(config["num_hidden_layers"])
-
-
-def _theta_key(local: Config) -> str:
-    return "rope_theta" if "rope_theta" in local else "rope_local_base_freq"
-
-
-def _write_gemma3(fields: Fields) -> Config:
-    return _write_gemma2(fields)
 
 
 def _phi3(config: Config, name: str) -> Fields:
@@ -275,7 +268,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         EDGES | BOTH | BLOCK | QK_NORM,
         _gemma3,
-        _write_gemma3,
+        _write_gemma2,
         _GEMMA | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6},
         ("attention_bias",),
         "gemma3",
@@ -316,11 +309,7 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
     ),
     "granite": Family(
-        "GraniteForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        _granite,
-        _write_granite,
-        biases=("attention_bias", "mlp_bias"),
+        "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")
     ),
 }
 """By ``model_type``."""

@@ -29,19 +29,16 @@ _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
 """What a model of text and images puts before the names of its text part."""
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str:
-    module, _, last = name.rpartition(".")
-    number = re.search(r"(?<=\.)\d+(?=\.)", module)
-    pattern = module if number is None else module[: number.start()] + "{}" + module[number.end() :]
-    if pattern not in table or last not in ("weight", "bias"):
-        raise KeyError(f"no counterpart for parameter {name!r}")
-    return f"{table[pattern].format(number.group() if number else '')}.{last}"
-
-
 def to_hf_name(name: str, family: str = "llama") -> str:
     """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; what a family's files stack has
     one name. Parameters keep their last word (weight, bias). Raises KeyError."""
-    return _translate(name, FAMILIES[family].names)
+    module, _, last = name.rpartition(".")
+    number = re.search(r"(?<=\.)\d+(?=\.)", module)
+    pattern = module if number is None else module[: number.start()] + "{}" + module[number.end() :]
+    table = FAMILIES[family].names
+    if pattern not in table or last not in ("weight", "bias"):
+        raise KeyError(f"no counterpart for parameter {name!r}")
+    return f"{table[pattern].format(number.group() if number else '')}.{last}"
 
 
 def name_in_model(name: str, spec: ModelSpec) -> str:
@@ -252,12 +249,8 @@ def write_weights(
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for file, names in zip(files, shards, strict=True):
-        tensorfile.write(
-            directory / file,
-            {name: shapes[name] for name in names},
-            dtype,
-            (_stacked([fetch(part) for part in parts[name]]) for name in names),
-        )
+        values = (_stacked([fetch(part) for part in parts[name]]) for name in names)
+        tensorfile.write(directory / file, {name: shapes[name] for name in names}, dtype, values)
     if count > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize

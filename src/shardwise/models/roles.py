@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
-ROLES = {
-    "*.bias": "bias",
-    "embed.weight": "embed",
-    "head.weight": "head",
-    "*norm.weight": "norm",
-    "*.attention.q.weight": "q",
-    "*.attention.k.weight": "k",
-    "*.attention.v.weight": "v",
-    "*.attention.o.weight": "o",
-    "*.mlp.gate.weight": "gate",
-    "*.mlp.up.weight": "up",
-    "*.mlp.down.weight": "down",
-    "*.lora_a.weight": "lora_a",
-    "*.lora_b.weight": "lora_b",
-    "*.lora_m": "lora_m",
-}
-
 
 def role(name: str) -> str:
-    """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``; in a
-    foreign model, what transformers calls the layer."""
-    for pattern, value in ROLES.items():
-        if fnmatchcase(name, pattern):
-            return value
+    """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``: what its
+    layer is called (embed, head, q, k, v, o, gate, up, down, lora_a, lora_b; in a foreign model, as transformers calls
+    it), ``norm`` for that of any norm, and ``bias`` and ``lora_m`` for all parameters of that name."""
     layer, _, word = name.rpartition(".")
     module = layer.rpartition(".")[2]
+    if word in ("bias", "lora_m"):
+        return word
     if word != "weight":
         raise KeyError(f"no role for parameter {name!r}")
     return "norm" if "norm" in module or module.startswith("ln_") else module.removesuffix("_proj")

@@ -24,16 +24,8 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     result = replay(schedule(costed, plan))
     reserve = CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0
     memory = {name: result.peak.get(name, 0) for name in MEMORY_CATEGORIES} | {"reserve": reserve}
-    return replace(
-        plan,
-        estimate=Estimate(
-            memory=memory,
-            peak_bytes=result.peak_bytes + reserve,
-            capacity_bytes=cluster.device.memory_bytes,
-            traffic=traffic(costed, plan.layout),
-            flops_per_step=flops(costed, plan),
-        ),
-    )
+    peak, sent = result.peak_bytes + reserve, traffic(costed, plan.layout)
+    return replace(plan, estimate=Estimate(memory, peak, cluster.device.memory_bytes, sent, flops(costed, plan)))
 
 
 def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:

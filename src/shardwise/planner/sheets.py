@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
+from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import cache
 from importlib import metadata
@@ -18,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from shardwise.data.whole import write_whole
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
@@ -116,13 +116,8 @@ def _cached(path: Path) -> Any:
 
 
 def _keep(path: Path, packed: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-            json.dump(packed, stream, separators=(",", ":"))
-        os.replace(stream.name, path)
-    except OSError:
-        return  # without a cache the next run traces again
+    with suppress(OSError):  # without a cache the next run traces again
+        write_whole(path, json.dumps(packed, separators=(",", ":")))
 
 
 def pack(sheet: Sheet, spec: ModelSpec) -> list[Any]:

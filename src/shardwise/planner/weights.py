@@ -16,7 +16,7 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.replicas import buckets
-from shardwise.techniques.shard import Group, groups
+from shardwise.techniques.shard import Group, gradient_bytes, groups
 
 ROOT = -1
 
@@ -37,11 +37,6 @@ class Weights(Protocol):
     def head_gradient(self, key: Hashable) -> None: ...
 
 
-def full_name(name: Hashable, weight: str) -> str:
-    """The canonical name of a weight of a block (by number) or of the root."""
-    return f"layers.{name}.{weight}" if isinstance(name, int) else weight
-
-
 class Replicated:
     """Every rank holds all weights. Where they are computed with in another type, a unit's copies that backward reads
     live from its forward to its backward. The last micro-batch flattens gradients bucket by bucket."""
@@ -50,11 +45,8 @@ class Replicated:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
         self.embedding = sheet.stem.weights[0]
         self.bytes = BYTES[plan.precision.weights]
-        sizes = [
-            (name, prod(map(int, weight.shape)) * self.bytes) for name, weight in named_weights(sheet) if weight.trained
-        ]
-        self.size = dict(sizes)
-        self.buckets = buckets(sizes, plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
+        self.size = gradient_bytes(sheet, plan)
+        self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
         self.first = self.last = True
         self.missing: list[int] = []
@@ -86,7 +78,7 @@ class Replicated:
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
         if self.tied and weight is self.embedding:
             self.tape.free(("gradient", "head"))
-        self._arrived(full_name(name, weight.name), key)
+        self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name, key)
 
     def head_gradient(self, key: Hashable) -> None:
         if self.tied:
@@ -115,14 +107,6 @@ class Replicated:
         wire = BYTES[self.plan.precision.reduce]
         if self.plan.precision.reduce != self.plan.precision.weights:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
-
-
-def named_weights(sheet: Sheet) -> list[tuple[str, Tensor]]:
-    """Every weight under its canonical name, in the order of the model."""
-    named = [(weight.name, weight) for weight in sheet.stem.weights]
-    for index, kind in enumerate(sheet.order):
-        named += [(full_name(index, weight.name), weight) for weight in sheet.blocks[kind].weights]
-    return named + [(weight.name, weight) for weight in sheet.tail.weights]
 
 
 class Sharded:

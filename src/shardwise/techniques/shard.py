@@ -126,15 +126,18 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=blocks, stem=stem)
 
 
+def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
+    """Bytes of the gradient of each trained weight by canonical name, in the order of the model."""
+    blocks = [(f"layers.{index}.", sheet.blocks[kind]) for index, kind in enumerate(sheet.order)]
+    units = [("", sheet.stem), *blocks, ("", sheet.tail)]
+    own = BYTES[plan.precision.weights]
+    return {prefix + w.name: w.numel(1, 1) * own for prefix, unit in units for w in unit.weights if w.trained}
+
+
 def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
-    own, wire = BYTES[plan.precision.weights], BYTES[plan.precision.reduce]
-    stem, *blocks, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
-    sizes = list(stem)
-    for index, kind in enumerate(sheet.order):
-        sizes += [(f"layers.{index}.{name}", size) for name, size in blocks[kind]]
-    sizes += tail
-    size = dict(sizes)
-    totals = [sum(size[name] for name in names) // own * wire for names in buckets(sizes, plan.shard.bucket_bytes)]
+    size, own, wire = gradient_bytes(sheet, plan), BYTES[plan.precision.weights], BYTES[plan.precision.reduce]
+    filled = buckets(list(size.items()), plan.shard.bucket_bytes)
+    totals = [sum(size[name] for name in names) // own * wire for names in filled]
     return tuple(Collective("all_reduce", "dp_replicate", "gradients", total) for total in totals)
 
 
