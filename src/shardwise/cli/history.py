@@ -75,16 +75,11 @@ def read_history(directory: Path) -> History:
         what = f"{directory} is not a run: it holds no recipe.yaml"
         fix = "name run directories, such as runs/quickstart-1"
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
-    written = dotted(read(directory / "recipe.yaml").data or {})
+    recipe = dotted(Recipe().model_dump()) | dotted(read(directory / "recipe.yaml").data or {})
     metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])})
     events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])})
-    return History(
-        directory,
-        dotted(Recipe().model_dump()) | written,
-        {record["step"]: record for record in metrics},
-        tuple(events),
-        _measured(directory / "report.md"),
-    )
+    rows = {record["step"]: record for record in metrics}
+    return History(directory, recipe, rows, tuple(events), _measured(directory / "report.md"))
 
 
 def _records(path: Path, accept: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:

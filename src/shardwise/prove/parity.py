@@ -118,16 +118,8 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = S
 def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
     """What ``plan`` trains, with everything about its layout left out."""
     rows = plan.batch.global_batch_size(plan.layout.dp)
-    return Job(
-        spec,
-        rows,
-        plan.batch.seq_len,
-        plan.precision.compute,
-        plan.precision.weights,
-        steps,
-        frozen=plan.frozen,
-        lora=plan.lora,
-    )
+    length, numbers = plan.batch.seq_len, plan.precision
+    return Job(spec, rows, length, numbers.compute, numbers.weights, steps, frozen=plan.frozen, lora=plan.lora)
 
 
 def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
@@ -300,10 +292,8 @@ def plain(job: Job) -> Trace:
             first = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         assert OPTIM.max_grad_norm is not None
         norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), OPTIM.max_grad_norm)))
-        warm, fallen = (
-            (number + 1) / OPTIM.warmup_steps,
-            (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps),
-        )
+        warm = (number + 1) / OPTIM.warmup_steps
+        fallen = (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
         optimizer.step()

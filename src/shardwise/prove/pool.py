@@ -182,12 +182,9 @@ class RankPool:
         return answer
 
     def _silent(self, rank: int, timeout_s: float) -> str:
-        stacks = self._seats[rank].stacks.read_text()
-        return (
-            f"no answer after {timeout_s:g} s; it stood in\n{stacks}"
-            if stacks
-            else "still waiting when others had failed: gloo"
-        )
+        if stacks := self._seats[rank].stacks.read_text():
+            return f"no answer after {timeout_s:g} s; it stood in\n{stacks}"
+        return "still waiting when others had failed: gloo"
 
 
 def serve(rank: int, pipe: Any, port: int, stacks: str) -> None:
@@ -204,8 +201,7 @@ def serve(rank: int, pipe: Any, port: int, stacks: str) -> None:
             job = pickle.loads(jobs.get())
             faulthandler.dump_traceback_later(job.timeout_s, file=report)
             try:
-                answer = (None, perform(rank, job, store))
-                reply = pickle.dumps(answer)
+                reply = pickle.dumps((None, perform(rank, job, store)))
             except BaseException:  # whatever the work raised, a SystemExit too, is the answer to the process that asked
                 reply = pickle.dumps((traceback.format_exc(), None))
             faulthandler.cancel_dump_traceback_later()

@@ -27,7 +27,7 @@ from shardwise.models.foreign import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.measure import CONTROL_BYTES, KINDS, axis_names, group_name, payload_bytes
+from shardwise.runtime.measure import CONTROL_BYTES, axis_names, collective, group_name, payload_bytes
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.layout import Layout
@@ -91,8 +91,8 @@ class Tracker(TorchDispatchMode):
     def _sent(self, kind: str, args: Any) -> None:
         """Books a collective, unless its group is this rank alone. Along one axis the group of the whole world is the
         axis's own: a control message is told by its size. FSDP2 makes groups to gather from part of an axis."""
-        group = group_name([value for value in args if isinstance(value, torch.ScriptObject)])
-        size, ranks = payload_bytes(args), group_size(group)
+        group, size = group_name(args), payload_bytes(args)
+        ranks = group_size(group)
         if ranks > 1:
             part = "world" if ranks == dist.get_world_size() else f"dp_shard/{ranks}"
             control = size <= CONTROL_BYTES and ranks == dist.get_world_size()
@@ -104,8 +104,8 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # it will come back as operations on local shards
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1  # any number will do: it decides nothing that is counted
-        if func.namespace == "c10d" and func._schema.name.partition("::")[2] in KINDS:
-            self._sent(KINDS[func._schema.name.partition("::")[2]], args)
+        if kind := collective(func):
+            self._sent(kind, args)
         out = func(*args, **(kwargs or {}))
         for tensor in plain_tensors(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:

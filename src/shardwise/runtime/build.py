@@ -27,11 +27,8 @@ def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, 
     """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
     parts = build_parts(spec, plan, mesh, device)
     fill(parts, spec, recipe, plan)
-    return TrainState(
-        parts,
-        optim.build(parts, recipe.optim, plan, recipe.run.seed),
-        scale=LossScale.dynamic() if plan.precision.loss_scaling else LossScale(),
-    )
+    scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
+    return TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
 
 
 def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:

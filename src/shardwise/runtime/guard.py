@@ -157,7 +157,6 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end."""
     request = StopRequest()
-    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

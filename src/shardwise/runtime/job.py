@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.stream import Share, check_size, evaluated, steps_per_epochs
+from shardwise.data.whole import write_whole
 from shardwise.errors import DataError, OutputError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
@@ -191,6 +191,4 @@ def write_run(job: Job) -> None:
         "tokenizer": job.prepared.manifest.tokenizer_hash,
         "matmul": job.plan.precision.matmul,
     }
-    draft = job.directory / ".run.json.draft"
-    draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, job.directory / "run.json")
+    write_whole(job.directory / "run.json", json.dumps(record, indent=1) + "\n")

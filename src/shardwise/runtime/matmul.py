@@ -49,7 +49,7 @@ def probe() -> Probe:
             for setting in seconds:
                 torch.set_float32_matmul_precision(setting)
                 errors[setting] = float((left @ right - truth).abs().max())
-                seconds[setting] = min(seconds[setting], _time(left, right))
+                seconds[setting] = min(seconds[setting], product_s(left, right))
     finally:
         torch.set_float32_matmul_precision(before)
     return Probe(errors["highest"], errors["medium"], seconds["highest"] / seconds["medium"])
@@ -68,7 +68,8 @@ def settle(planned: Matmul, automatic: bool, remembered: Matmul | None = None) -
     return choice, why
 
 
-def _time(left: torch.Tensor, right: torch.Tensor) -> float:
+def product_s(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Seconds that one product takes."""
     start = time.perf_counter()
     left @ right
     return time.perf_counter() - start

@@ -63,21 +63,21 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.partition("::")[2]
-            if name in KINDS:
-                groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-                self.calls.append(Call(group_name(groups), KINDS[name], payload_bytes(args)))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := collective(func):
+            self.calls.append(Call(group_name(args), kind, payload_bytes(args)))
         return func(*args, **(kwargs or {}))
 
 
-def group_name(groups: list[Any]) -> str:
-    """The name of the process group among boxed arguments; empty if there is none."""
-    for value in groups:
-        if "ProcessGroup" in value._type().qualified_name():
+def collective(func: Any) -> str | None:
+    """The kind of collective that an operation of torch is; None for one that is none."""
+    return KINDS.get(func._schema.name.partition("::")[2]) if func.namespace == "c10d" else None
+
+
+def group_name(args: tuple[Any, ...]) -> str:
+    """The name of the process group among an operation's arguments; empty if there is none."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
             return str(dist.ProcessGroup.unbox(value).group_name)
     return ""
 

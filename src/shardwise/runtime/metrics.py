@@ -20,6 +20,7 @@ from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.roles import MULTIPLIED
 from shardwise.runtime.checkpoint import Event
+from shardwise.runtime.matmul import product_s
 from shardwise.runtime.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
@@ -51,12 +52,7 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
 def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
     """What one CPU process reaches in a matrix product of ``dtype`` under its present settings, the best of 3."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        left @ right
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+    return 2.0 * size**3 / min(product_s(left, right) for _ in range(4))
 
 
 TRIM_S = 30.0
@@ -201,9 +197,8 @@ class Log:
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
             if save.kind not in ("committed", "removed"):
-                self.say(
-                    f"warning[CKPT018]: the checkpoint of step {save.step} is not there ({save.kind}): {save.what}"
-                )
+                what = f"the checkpoint of step {save.step} is not there ({save.kind}): {save.what}"
+                self.say(f"warning[CKPT018]: {what}")
 
     def event(self, kind: str, **facts: Any) -> None:
         """Write one line to events.jsonl."""

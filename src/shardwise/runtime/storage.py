@@ -322,11 +322,8 @@ def _bytes_of(raw: Tensor) -> memoryview:
 
 
 def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> TensorRecord:
-    slices = []
-    for chunk in entry.chunks:
-        found = stored.get(MetadataIndex(name, chunk.offsets))
-        if found is not None:
-            slices.append(Slice(tuple(chunk.offsets), tuple(chunk.sizes), found.file, found.begin))
+    found = ((chunk, stored.get(MetadataIndex(name, chunk.offsets))) for chunk in entry.chunks)
+    slices = (Slice(tuple(c.offsets), tuple(c.sizes), s.file, s.begin) for c, s in found if s is not None)
     return TensorRecord(tuple(entry.size), NAMES[entry.properties.dtype], tuple(slices))
 
 

@@ -33,7 +33,6 @@ class Process:
     world_size: int
     local_world_size: int
     threads: int
-    restarts: int
     host: str
     fault: str
 
@@ -47,7 +46,6 @@ def process() -> Process:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=local_world_size,
         threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores() // local_world_size),
-        restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         host=socket.gethostname(),
         fault=os.environ.get("SHARDWISE_FAULT", ""),
     )

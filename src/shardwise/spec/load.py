@@ -67,11 +67,6 @@ def recipe_schema() -> Schema:
     return Recipe.model_json_schema()
 
 
-@cache
-def _plan_adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
-
-
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a file with ``key=value`` overrides. Raises ConfigError, MissingInputError or PolicyError."""
     return read_recipe(path, overrides).recipe
@@ -235,7 +230,7 @@ def load_plan(path: str | Path) -> Plan:
     document = read(Path(path))
     mapping = _mapping(document, "plan")
     problems = list(document.problems)
-    adapter = _plan_adapter()
+    adapter = TypeAdapter(Plan)
     root = adapter.json_schema()
     keys = keys_of(root)
     for path_, dotted, value in _leaves(mapping, (), keys):
