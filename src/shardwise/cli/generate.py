@@ -16,6 +16,8 @@ from shardwise.models.load import load_spec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -86,16 +88,11 @@ def _read(directory: Path) -> Model:
     import torch
 
     from shardwise.models.foreign import model_of
-    from shardwise.models.hf import read_weights
-    from shardwise.runtime.build import allocate
+    from shardwise.runtime.build import allocate, fill
 
     spec = load_spec(str(directory))
     with torch.device("meta"):
         model = model_of(spec)
     allocate([model], spec, torch.device("cpu"))
-    parameters = dict(model.named_parameters())
-    wanted = {name: tuple(slice(0, size) for size in parameter.shape) for name, parameter in parameters.items()}
-    with torch.no_grad():
-        for name, value in read_weights(directory, wanted, spec):
-            parameters[name].copy_(value)
+    fill([model], spec, Recipe.model_validate({"model": {"path": str(directory)}}), Plan())
     return model

@@ -267,10 +267,9 @@ class Chat:
         wanted = [talk.trained[k] for k in turns]
         if not all(wanted):
             if len(marks) != len(turns):
-                what = (
-                    f"the chat template marks {len(marks)} parts as the assistant's, and there are {len(turns)} turns"
-                )
-                raise Fault("CHAT003", what, "data.train_on=assistant, or a template that marks each turn once")
+                marked = f"marks {len(marks)} parts as the assistant's, and there are {len(turns)} turns"
+                fix = "data.train_on=assistant, or a template that marks each turn once"
+                raise Fault("CHAT003", f"the chat template {marked}", fix)
             marks = [mark for mark, want in zip(marks, wanted, strict=True) if want]
         if not self.end_of_turn:
             marks = [(start, self._end(text[:stop], start)) for start, stop in marks]

@@ -258,9 +258,8 @@ def _segments(record: Record, train_on: str) -> list[Segment]:
     for i, segment in enumerate(_list(record, "segments")):
         if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
             raise Fault("DATA005", f"`segments[{i}]` has no `text`", 'a segment is {"text": "...", "label": true}')
-        found.append(
-            Segment(segment["text"], train_on == "all" or bool(segment.get("label")), bool(segment.get("special")))
-        )
+        learnt, special = train_on == "all" or bool(segment.get("label")), bool(segment.get("special"))
+        found.append(Segment(segment["text"], learnt, special))
     if not any(segment.supervised and segment.text for segment in found):
         raise Fault("CHAT002", "trains on 0 tokens: no segment has `label: true`", "data.on_bad_sample=skip")
     return found

@@ -67,9 +67,7 @@ def check_size(windows: Windows | Packs, global_batch_size: int, repeat: bool = 
     tokens, needed = windows.store.tokens, global_batch_size * windows.seq_len
     if tokens > needed or (repeat and len(windows)):
         return
-    what = (
-        f"{tokens:,} tokens, one global batch needs {global_batch_size} x {windows.seq_len} = {needed:,} (and one more)"
-    )
+    what = f"{tokens:,} tokens, one global batch needs {global_batch_size} x {windows.seq_len} = {needed:,}"
     least = max(tokens - 1, 0)
     choices = []
     if least >= windows.seq_len:
@@ -78,7 +76,8 @@ def check_size(windows: Windows | Packs, global_batch_size: int, repeat: bool = 
         choices.append(f"train.seq_len={least // global_batch_size}")
     if len(windows):
         choices.append("data.repeat=true, to read samples more than once in a step")
-    raise DataError(Problem("DATA003", what, "data.path", ", or ".join([*choices, "more data"])))
+    choices.append("more data")
+    raise DataError(Problem("DATA003", f"{what} (and one more)", "data.path", ", or ".join(choices)))
 
 
 def _check_packs(windows: Packs, global_batch_size: int, repeat: bool) -> None:

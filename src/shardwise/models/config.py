@@ -210,15 +210,14 @@ def problems(spec: ModelSpec) -> list[Problem]:
 def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
     config = _text_part(config)
-    model_type = family_of(config, name)
+    model_type, where = family_of(config, name), f"config of {name}"
     if model_type is None:
-        kind, where = config.get("model_type"), f"config of {name}"
+        kind = config.get("model_type")
         fix = f"a model of one of these: {', '.join(FAMILIES)}"
         raise ConfigError(Problem("MOD001", f"model_type {kind!r} is not of one of the families", where, fix))
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    where = f"config of {name}"
     wrong = [
         Problem("CFG004", f"`{key}` must be a whole number, got {config.get(key)!r}", where, f"{key}: a whole number")
         for key in (*required, "num_key_value_heads", "head_dim")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import prod
-from typing import Protocol
 
 from shardwise.models.roles import role
 from shardwise.planner.tape import Tape
@@ -21,11 +20,18 @@ from shardwise.techniques.shard import Group, gradient_bytes, groups
 ROOT = -1
 
 
-class Weights(Protocol):
+class Weights:
     """What planner/schedule.py tells: when a group's forward and backward begin and end, each weight gradient, and
-    the end of a micro-batch."""
+    the end of a micro-batch. Where nothing is said here, nothing happens then."""
 
-    def begin(self, *, first: bool, last: bool) -> None: ...
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        self.tape, self.plan, self.tied = tape, plan, sheet.tied
+        self.embedding = sheet.stem.weights[0]
+        self.first = self.last = True
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+
     def before_forward(self, group: int) -> None: ...
     def after_forward(self, group: int) -> None: ...
     def before_backward(self, group: int) -> None: ...
@@ -37,30 +43,22 @@ class Weights(Protocol):
     def head_gradient(self, key: Hashable) -> None: ...
 
 
-class Replicated:
+class Replicated(Weights):
     """Every rank holds all weights. Where they are computed with in another type, a unit's copies that backward reads
     live from its forward to its backward. The last micro-batch flattens gradients bucket by bucket."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
-        self.tape, self.plan, self.tied = tape, plan, sheet.tied
-        self.embedding = sheet.stem.weights[0]
+        super().__init__(tape, sheet, plan)
         self.bytes = BYTES[plan.precision.weights]
         self.size = gradient_bytes(sheet, plan)
         self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
-        self.first = self.last = True
         self.missing: list[int] = []
         self.sent = 0
 
     def begin(self, *, first: bool, last: bool) -> None:
-        self.first, self.last = first, last
+        super().begin(first=first, last=last)
         self.missing, self.sent = [len(names) for names in self.buckets], 0
-
-    def before_forward(self, group: int) -> None: ...
-    def after_forward(self, group: int) -> None: ...
-    def before_backward(self, group: int) -> None: ...
-    def after_backward(self, group: int) -> None: ...
-    def end(self) -> None: ...
 
     def cast(self, unit: Unit, name: Hashable) -> None:
         if name != "stem":
@@ -109,22 +107,17 @@ class Replicated:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
 
 
-class Sharded:
+class Sharded(Weights):
     """Every rank holds a slice, as FSDP2 does it."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
-        self.tape, self.plan, self.tied = tape, plan, sheet.tied
+        super().__init__(tape, sheet, plan)
         self.groups: dict[int, Group] = groups(sheet, plan)
         self.strategy = plan.shard.strategy
-        self.embedding = sheet.stem.weights[0]
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         self.order = [*range(len(sheet.order)), ROOT]
         self.gathered: set[int] = set()
         self.idle = {i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward}
-        self.first = self.last = True
-
-    def begin(self, *, first: bool, last: bool) -> None:
-        self.first, self.last = first, last
 
     def _gather(self, group: int) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
@@ -172,9 +165,6 @@ class Sharded:
         ahead = self.order[self.order.index(group) - 1] if group != 0 else None
         if ahead is not None and ahead not in self.gathered | self.idle:
             self._gather(ahead)
-
-    def cast(self, unit: Unit, name: Hashable) -> None: ...
-    def uncast(self, unit: Unit, name: Hashable) -> None: ...
 
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
         group = name if isinstance(name, int) else ROOT
