@@ -1,48 +1,35 @@
 """Shardwise: say what to train and on which machines; it splits the work, shows that it fits, trains, and reports.
 
-Only what needs no torch is imported here, so that planning starts at once; what a loop of one's own is made of
-(shardwise/runtime/own.py) is imported when it is first asked for.
+Each name is imported when it is first asked for: planning waits for no torch, ``shardwise --help`` for nothing.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem, ShardwiseError
-from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
-from shardwise.spec.load import dump_plan, dump_recipe, load_plan, load_recipe
-from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from shardwise.runtime.own import Checkpoints, backward, clip_grad_norm, optimizer, parallelize, plan, world
+    from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+    from shardwise.spec.load import dump_plan, dump_recipe, load_plan, load_recipe
+    from shardwise.spec.plan import Plan
+    from shardwise.spec.recipe import Recipe
 
 __version__ = "0.1.0"
-_OWN_LOOP = ("Checkpoints", "backward", "clip_grad_norm", "optimizer", "parallelize", "plan", "world")
-__all__ = [
-    "Checkpoints",
-    "Cluster",
-    "Plan",
-    "Problem",
-    "Recipe",
-    "ShardwiseError",
-    "__version__",
-    "backward",
-    "clip_grad_norm",
-    "dump_plan",
-    "dump_recipe",
-    "load_plan",
-    "load_recipe",
-    "local_cluster",
-    "optimizer",
-    "parallelize",
-    "parse_cluster",
-    "plan",
-    "world",
-]
+__all__ = ["Problem", "ShardwiseError", "__version__"]
+__all__ += ["Checkpoints", "backward", "clip_grad_norm", "optimizer", "parallelize", "plan", "world"]
+__all__ += ["Cluster", "Plan", "Recipe", "local_cluster", "parse_cluster"]
+__all__ += ["dump_plan", "dump_recipe", "load_plan", "load_recipe"]
+_PLACES = {
+    "spec.cluster": ("Cluster", "local_cluster", "parse_cluster"),
+    "spec.load": ("dump_plan", "dump_recipe", "load_plan", "load_recipe"),
+    "spec.plan": ("Plan",),
+    "spec.recipe": ("Recipe",),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OWN_LOOP:
+    if name not in __all__:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    from shardwise.runtime import own
-
-    return vars(own)[name]
+    place = next((place for place, names in _PLACES.items() if name in names), "runtime.own")
+    return vars(import_module(f"shardwise.{place}"))[name]

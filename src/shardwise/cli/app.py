@@ -8,13 +8,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from shardwise import __version__
-from shardwise.cli import compare, data, export, generate, plan, schema, train
-from shardwise.cli.options import add_command
 from shardwise.cli.show import defect, print_error
 from shardwise.errors import Problem, ShardwiseError, UsageError
 from shardwise.launch.worker import speak_in_turn
@@ -22,8 +23,44 @@ from shardwise.launch.worker import speak_in_turn
 Refused = typer.BadParameter.__mro__[2]
 """ClickException, from click or from the copy of it inside newer typers."""
 
+COMMANDS = {
+    "train": "Train a model.",
+    "plan": "Show how a training run would be split, what it needs, and whether it fits.",
+    "generate": "Continue a text with a run's model, or with any model directory.",
+    "export": "Write a checkpoint of a run as a Hugging Face model directory.",
+    "compare": "Compare two runs, finished or not.",
+    "schema": "Print the JSON schema of a recipe.",
+    "data": "Prepare text for training.",
+}
+
+
+class Commands(TyperGroup):
+    """Each is imported when it is named: ``--help`` and a mistyped name wait for none of them."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = dict.fromkeys(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"shardwise.cli.{cmd_name}")
+        if cmd_name == "data":
+            return typer.main.get_command(module.app)
+        from shardwise.cli.options import add_command
+
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in ("train", "plan"))
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
 app = typer.Typer(
     name="shardwise",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,15 +80,6 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
-
-
-add_command(app, train.Options, train.run, "train")
-add_command(app, plan.Options, plan.run, "plan")
-add_command(app, generate.Options, generate.run, "generate", loose=False)
-add_command(app, export.Options, export.run, "export", loose=False)
-add_command(app, compare.Options, compare.run, "compare", loose=False)
-add_command(app, schema.Options, schema.run, "schema", loose=False)
-app.add_typer(data.app, name="data")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
