@@ -8,6 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,22 +17,25 @@ from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
-from shardwise.models.peft import read_adapter, to_peft_name, write_adapter
+from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.roles import is_adapter
+from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
+from tests.models import families
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
+STACKED = families.spec_of("phi3")
 IDS = torch.arange(40).remainder(96).view(2, 20)
 POSITIONS = torch.arange(20).expand(2, 20)
 
 
-def adapted(settings: Lora, seed: int = 0) -> Decoder:
+def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Decoder:
     """A model with random weights, B of its adapters too."""
-    torch.manual_seed(seed)
-    model = Decoder(SPEC)
+    torch.manual_seed(0)
+    model = Decoder(spec)
     lora.apply([model], Plan(lora=settings), None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -42,9 +46,17 @@ def adapted(settings: Lora, seed: int = 0) -> Decoder:
 
 def write(directory: Path, model: Decoder, settings: Lora) -> None:
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    hf.write_weights(directory / "base", SPEC, named.__getitem__)
+    hf.write_weights(directory / "base", model.spec, named.__getitem__)
     shapes = {name: tuple(value.shape) for name, value in named.items() if is_adapter(name)}
-    write_adapter(directory / "adapter", settings, SPEC, str(directory / "base"), shapes, named.__getitem__)
+    write_adapter(directory / "adapter", settings, model.spec, str(directory / "base"), shapes, named.__getitem__)
+
+
+def read(directory: Path, model: Decoder, settings: Lora) -> None:
+    """Give ``model`` the adapter in ``directory``."""
+    parameters = dict(model.named_parameters())
+    parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in parameters.items()}
+    for name, value in read_adapter(directory, parts, settings, model.spec):
+        parameters[name].detach().copy_(value)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -52,19 +64,21 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(IDS).logits
 
 
+@pytest.mark.parametrize("spec", [SPEC, STACKED], ids=["llama", "phi3"])
 @pytest.mark.parametrize(
     "settings",
     [
         Lora(4, 8.0),
-        Lora(4, 8.0, ("q", "v")),
-        Lora(8, 4.0, ("gate", "down", "o"), rslora=True),
+        Lora(4, 8.0, ("q", "k", "v")),
+        Lora(8, 4.0, ("gate", "up", "down", "o"), rslora=True),
         Lora(4, 8.0, dropout=0.5, dora=True),
     ],
-    ids=["all-linear", "q and v", "rslora", "dora"],
+    ids=["all-linear", "attention", "rslora", "dora"],
 )
-def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora) -> None:
-    """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base."""
-    model = adapted(settings)
+def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora, spec: ModelSpec) -> None:
+    """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base. Phi's files
+    stack layers: there the adapters of several are one of PEFT's, of as many times the rank."""
+    model = adapted(settings, spec)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain = logits(base)
@@ -73,25 +87,61 @@ def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora) -> None:
         ours = model(IDS, POSITIONS, MaskSpec())
     assert (theirs - ours).norm() < 1e-5 * ours.norm()
     assert (plain - ours).norm() > 1e-2 * ours.norm()
+    again = adapted(settings, spec)
+    for name, parameter in again.named_parameters():
+        if is_adapter(name):
+            parameter.detach().zero_()
+    read(tmp_path / "adapter", again, settings)
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_what_peft_writes_is_read(tmp_path: Path, dora: bool) -> None:
-    settings = Lora(4, 8.0, ("q", "up"), dora=dora)
-    model = adapted(settings)
+@pytest.mark.parametrize("spec", [SPEC, STACKED], ids=["llama", "phi3"])
+def test_what_peft_writes_is_read(tmp_path: Path, dora: bool, spec: ModelSpec) -> None:
+    """PEFT's adapter of a stacked layer has one A: each of the layers in it gets a copy."""
+    stacked = spec is STACKED
+    settings = Lora(4, 8.0, ("q", "k", "v") if stacked else ("q", "up"), dora=dora)
+    model = adapted(settings, spec)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    layers = ["q_proj", "up_proj"]
+    layers = ["qkv_proj"] if stacked else ["q_proj", "up_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False, use_dora=dora)
     theirs = peft.get_peft_model(base, config)
     theirs.save_pretrained(tmp_path / "theirs")
-    parameters = dict(model.named_parameters())
-    parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in parameters.items()}
+    read(tmp_path / "theirs", model, settings)
     with torch.no_grad():
-        for name, value in read_adapter(tmp_path / "theirs", parts, settings, SPEC):
-            parameters[name].copy_(value)
         ours = model(IDS, POSITIONS, MaskSpec())
     assert (logits(theirs) - ours).norm() < 1e-5 * ours.norm()
+
+
+def test_an_adapter_of_stacked_layers_that_was_trained_on_as_one(tmp_path: Path) -> None:
+    """It has no counterpart of the recipe's rank: what stands outside the blocks would be lost."""
+    settings = Lora(4, 8.0, ("q", "k", "v"))
+    model = adapted(settings, STACKED)
+    write(tmp_path, model, settings)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name][0, -1] = 1e-3
+    save_file(tensors, file)
+    with pytest.raises(DataError, match=r"qkv_proj.lora_B.weight is not block-diagonal"):
+        read(tmp_path / "adapter", model, settings)
+
+
+def test_an_adapter_of_another_size(tmp_path: Path) -> None:
+    settings = Lora(4, 8.0, ("q", "v"))
+    write(tmp_path, adapted(settings, replace(SPEC, hidden_size=24)), settings)
+    with pytest.raises(DataError, match=r"lora_A.weight has shape \[4, 24\], the model takes \[4, 32\]"):
+        read(tmp_path / "adapter", adapted(settings), settings)
+
+
+def test_a_part_of_a_stack_has_no_adapter() -> None:
+    plan = Plan(lora=Lora(4, 8.0, ("q", "down", "gate")))
+    said = [str(problem) for problem in lora.check(STACKED, plan, local_cluster())]
+    assert len(said) == 2 and "add k, v" in said[0] and "add up" in said[1]
+    assert lora.check(SPEC, plan, local_cluster()) == []
+    as_peft_says = Plan(lora=Lora(4, 8.0, ("qkv", "o", "down")))
+    assert [problem.fix for problem in lora.check(STACKED, as_peft_says, local_cluster())] == ["q, k, v"]
 
 
 def test_a_slice_of_an_adapter(tmp_path: Path) -> None:
@@ -103,11 +153,12 @@ def test_a_slice_of_an_adapter(tmp_path: Path) -> None:
     assert torch.equal(found[name], model.get_parameter(name)[3:9])
 
 
-def test_names() -> None:
-    assert to_peft_name("layers.3.attention.q.lora_a.weight", SPEC) == (
-        "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
-    )
-    assert to_peft_name("layers.0.mlp.down.lora_b.weight", SPEC).endswith("layers.0.mlp.down_proj.lora_B.weight")
+def test_names(tmp_path: Path) -> None:
+    settings = Lora(4, 8.0, ("q", "down"))
+    write(tmp_path, adapted(settings), settings)
+    found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert len(found) == 8 and "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight" in found
+    assert "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight" in found
 
 
 def test_an_adapter_that_is_not_the_recipes(tmp_path: Path) -> None:

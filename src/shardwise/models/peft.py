@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf import name_in_model
 from shardwise.models.roles import is_adapter
 from shardwise.models.tensorfile import Entry
@@ -22,11 +22,23 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
-def to_peft_name(name: str, spec: ModelSpec) -> str:
-    """``layers.3.attention.q.lora_a.weight`` -> ``base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight``."""
-    layer, _, word = name.removesuffix(".weight").rpartition(".")
-    theirs = name_in_model(f"{layer}.weight", spec).removesuffix(".weight")
-    return f"base_model.model.{theirs}.{_WORDS[word]}"
+def _modules(names: Iterable[str], spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
+    """``layers.3.attention.q.lora_a.weight`` is in ``base_model.model.model.layers.3.self_attn.q_proj``, under lora_a;
+    where the files of a family stack layers, with those of the layers beside it, in their order."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        layer, _, word = name.removesuffix(".weight").rpartition(".")
+        theirs = name_in_model(f"{layer}.weight", spec).removesuffix(".weight")
+        found.setdefault(f"base_model.model.{theirs}", {}).setdefault(word, []).append(name)
+    return found
+
+
+def _patterns(lora: Lora, modules: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, dict[str, float]]:
+    """The adapter of k stacked layers as one of k times the rank: every A, and B as a block-diagonal matrix."""
+    stacked = {name.rpartition(".")[2]: len(words["lora_a"]) for name, words in modules.items()}
+    ranks = {name: lora.rank * count for name, count in stacked.items() if count > 1}
+    alphas = {name: lora.alpha * (stacked[name] ** 0.5 if lora.rslora else stacked[name]) for name in ranks}
+    return {"rank_pattern": dict(ranks), "alpha_pattern": alphas}
 
 
 def write_adapter(
@@ -41,18 +53,32 @@ def write_adapter(
     adapters' parameters by canonical name; ``fetch`` gives their whole values, once each and in that order. ``model``:
     what they belong to."""
     directory.mkdir(parents=True, exist_ok=True)
-    named = {to_peft_name(name, spec): shape for name, shape in shapes.items()}
-    tensorfile.write(directory / WEIGHTS, named, torch.float32, (fetch(name) for name in shapes))
+    modules = _modules(shapes, spec)
+    wide = {
+        f"{module}.{_WORDS[word]}": _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
+        for module, words in modules.items()
+        for word, names in words.items()
+    }
+
+    def values() -> Iterator[Tensor]:
+        for words in modules.values():
+            held = {name: fetch(name) for layer in zip(*words.values(), strict=True) for name in layer}
+            for word, names in words.items():
+                parts = [held[name] for name in names]
+                yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
+
+    tensorfile.write(directory / WEIGHTS, wide, torch.float32, values())
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        **_patterns(lora, modules),
         "lora_dropout": lora.dropout,
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({name.split(".")[-3] for name in named if name.endswith(".weight")}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -60,39 +86,75 @@ def write_adapter(
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, Entry]:
-    """The stored tensor of every adapter parameter in ``names``, from headers alone. Raises DataError (CKPT002,
-    CKPT003) with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
+def _joined(shapes: Sequence[tuple[int, ...]], *, rows: bool, columns: bool) -> tuple[int, ...]:
+    """The shape of all of ``shapes`` one under the other, side by side, both (block-diagonal) or in one place."""
+    height = sum(shape[0] for shape in shapes) if rows else shapes[0][0]
+    return (height, *(size * len(shapes) if columns else size for size in shapes[0][1:]))
+
+
+def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, tuple[Entry, int]]:
+    """The stored rows, and the first column, of every adapter parameter in ``names``. Of stacked layers the adapter is
+    as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises DataError (CKPT002, CKPT003)
+    with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
     where = str(directory)
     for file in (CONFIG, WEIGHTS):
         if not (directory / file).is_file():
             fix = "a directory as PEFT's save_pretrained writes it"
             raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
     config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
-    found = tensorfile.entries(directory / WEIGHTS)
-    problems = [*_unserved(config, where), *_settings_differ(config, lora, where)]
-    theirs = {to_peft_name(name, spec): name for name in names}
+    found, modules = tensorfile.entries(directory / WEIGHTS), _modules(names, spec)
+    patterns = _patterns(lora, modules)
+    blocks = bool(config.get("rank_pattern")) and all(config.get(key) == value for key, value in patterns.items())
+    problems = [*_unserved(config, where, () if blocks else patterns), *_settings_differ(config, lora, where)]
+    theirs = {
+        f"{module}.{_WORDS[word]}": (word, names) for module, words in modules.items() for word, names in words.items()
+    }
     if odd := sorted(found.keys() ^ theirs.keys()):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
         targets = config.get("target_modules")
         problems.append(Problem("CKPT003", what, where, f"lora.targets: {targets}"))
     if problems:
         raise DataError(*problems)
-    return {ours: found[name] for name, ours in theirs.items()}
+    weights, places = parameter_shapes(spec), dict[str, tuple[Entry, int]]()
+    for name, (word, members) in theirs.items():
+        layers = [weights[f"{member.removesuffix('.weight').rpartition('.')[0]}.weight"] for member in members]
+        forms = {
+            "lora_a": [(lora.rank, wide) for _, wide in layers],
+            "lora_b": [(tall, lora.rank) for tall, _ in layers],
+        }
+        shapes = forms.get(word, [layer[:1] for layer in layers])
+        rows, columns = blocks or word != "lora_a", blocks and word == "lora_b"
+        if found[name].shape != (wanted := _joined(shapes, rows=rows, columns=columns)):
+            what = f"{name} has shape {list(found[name].shape)}, the model takes {list(wanted)}"
+            raise DataError(Problem("CKPT002", what, where, "the adapter of this model"))
+        row = column = 0
+        for member, shape in zip(members, shapes, strict=True):
+            places[member] = (found[name].rows(row, row + shape[0]), column)
+            row, column = row + shape[0] * rows, column + lora.rank * columns
+        if columns and _mixed([places[member] for member in members], lora.rank):
+            what, fix = f"{name} is not block-diagonal: trained elsewhere as one layer", "merge it into its model first"
+            raise DataError(Problem("CKPT003", what, where, fix))
+    return places
+
+
+def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
+    """Whether rows hold anything beside their block of ``rank`` columns from the given one on."""
+    found = ((entry.read(), column) for entry, column in blocks)
+    return any(rows.count_nonzero() > rows[:, column : column + rank].count_nonzero() for rows, column in found)
 
 
 def read_adapter(
     directory: Path, parts: Mapping[str, Sequence[slice]], lora: Lora, spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice as stored) of every adapter parameter among ``parts``; raises as find_adapter."""
-    found = find_adapter(directory, filter(is_adapter, parts), lora, spec)
-    for name, entry in found.items():
-        yield name, entry.read(parts[name])
+    for name, (entry, column) in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
+        rows, *columns = parts[name]
+        yield name, entry.read((rows, *(slice(column + part.start, column + part.stop) for part in columns)))
 
 
-def _unserved(config: Mapping[str, Any], where: str) -> list[Problem]:
+def _unserved(config: Mapping[str, Any], where: str, patterns: Iterable[str]) -> list[Problem]:
     """What PEFT's LoRA can do and this one does not."""
-    odd = [key for key in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
+    odd = [key for key in (*patterns, "modules_to_save") if config.get(key)]
     if config.get("peft_type") != "LORA":
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":

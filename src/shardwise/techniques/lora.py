@@ -10,7 +10,6 @@ arXiv 2312.03732) divides by the square root of the rank. B begins at zero: step
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -75,25 +74,38 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None:
         return []
-    problems = []
+    problems, stacks = [], _stacks(spec)
     roles = list(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_linear(name)))
     for name in plan.lora.targets:
         if name not in roles:
             near = get_close_matches(name, roles, 1)
             fix = f"did you mean `{near[0]}`?" if near else f"all-linear, or some of {', '.join(roles)}"
+            fix = ", ".join(stacks[name]) if name in stacks else fix
             problems.append(Problem("PLAN018", f"no linear layer has the role `{name}`", "lora.targets", fix))
     if plan.precision.modules:
         what = "adapters and types by module do not go together"
         problems.append(Problem("PLAN018", what, "precision.modules", "leave out precision.modules"))
-    own = spec.foreign is None and max(Counter(FAMILIES[spec.family].names.values()).values()) == 1
-    if not (own or (spec.foreign is not None and spec.foreign.adaptable)):
-        what = f"{spec.family} stacks or turns layers in its files, for which PEFT's format has no adapter of ours"
+    if spec.foreign is not None and not spec.foreign.adaptable:
+        what = f"{spec.family} turns layers in its files, for which there is no adapter"
         problems.append(Problem("PLAN018", what, "lora.rank", "full fine-tuning, or a model of another family"))
+    for stack in stacks.values():
+        left = [name for name in stack if name not in plan.lora.targets]
+        if 0 < len(left) < len(stack):
+            what = f"{spec.family} stacks {', '.join(stack)} in one layer: an adapter is of all or of none"
+            problems.append(Problem("PLAN018", what, "lora.targets", f"add {', '.join(left)}"))
     least = min(spec.hidden_size, spec.intermediate_size, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:
         what = f"rank {plan.lora.rank} is more than the narrowest layer's {least}: an adapter would not be thin"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))
     return problems
+
+
+def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
+    """What the family's files have as one layer: its name there (``qkv``), and the roles of the layers in it."""
+    found: dict[str, list[str]] = {}
+    for ours, theirs in () if spec.foreign is not None else FAMILIES[spec.family].names.items():
+        found.setdefault(theirs.rpartition(".")[2].removesuffix("_proj"), []).append(ours.rpartition(".")[2])
+    return {name: roles for name, roles in found.items() if len(roles) > 1}
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
