@@ -116,7 +116,7 @@ def test_b51_text_smaller_than_a_batch(tmp_path: Path, settings: Callable[..., D
     store = prepare(settings(tmp_path / "small.txt", validation_share=0.0)).train
     windows = Windows(store, 16)
     with pytest.raises(DataError) as caught:
-        check_size(windows, 8)
+        check_size(windows, 8, Data())
     tokens = store.tokens
     assert caught.value.exit_code == 65
     assert str(caught.value) == (
@@ -125,9 +125,11 @@ def test_b51_text_smaller_than_a_batch(tmp_path: Path, settings: Callable[..., D
         f"fix:   train.global_batch_size={(tokens - 1) // 16}, or train.seq_len={(tokens - 1) // 8}, "
         "or data.repeat=true, to read samples more than once in a step, or more data"
     )
-    check_size(windows, 8, repeat=True)
-    check_size(windows, (tokens - 1) // 16)
-    check_size(Windows(store, (tokens - 1) // 8), 8)
+    with pytest.raises(DataError, match=r"or a larger data.streaming_bytes$"):
+        check_size(windows, 8, Data(streaming=True))
+    check_size(windows, 8, Data(repeat=True))
+    check_size(windows, (tokens - 1) // 16, Data())
+    check_size(Windows(store, (tokens - 1) // 8), 8, Data())
     repeated = next(stream(windows, Order(len(windows)), Share(0, 1, 8)))
     assert set(repeated.sample_ids) == set(range(len(windows)))
 

@@ -162,7 +162,7 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> No
         prepared, _ = open_data(recipe)
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
         windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
-        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data.repeat)
+        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)
         if recipe.model.path is not None and recipe.model.init != "random":
             check_weights(recipe.model.path, recipe.model.revision, spec)
         if recipe.lora.path is not None and plan.lora is not None:

@@ -123,7 +123,7 @@ def open_job(recipe: Recipe, plan: Plan) -> Job:
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
-    check_size(job.windows, batch, recipe.data.repeat)
+    check_size(job.windows, batch, recipe.data)
     return replace(job, max_steps=max_steps(recipe, job.windows, batch))
 
 
