@@ -57,7 +57,7 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dial", DIALS)
 def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
-    for accumulation in (1, 3):
+    for accumulation in (1, 2):
         batch = Batch(2, accumulation, 32, 64)
         check(plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat]), ranks=(7,))
 
@@ -68,7 +68,7 @@ def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> No
 )
 def test_first_middle_and_last_rank(dial: str, world: int) -> None:
     plan = plan_of(dial, world, batch=Batch(2, 2, 32, 64), precision=PRECISIONS["bf16"], remat=REMATS["full"])
-    check(plan, ranks=(0, world // 2, world - 1))
+    check(plan, ranks=tuple({0, world // 2, world - 1}))
 
 
 @pytest.mark.parametrize(("dial", "precision"), list(product(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS)))
@@ -120,11 +120,13 @@ def test_fp16_and_fp64(dial: str) -> None:
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
-    spec = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+    """In fp32 and bf16 by turns: every strategy and every recomputation meets both."""
+    spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
     batch = Batch(4, 2, 1024, 1024)
     plan = plan_of(dial, 8, batch=batch, shard=Shard(dial.removeprefix("hsdp-")), remat=REMATS[remat])  # type: ignore[arg-type]
-    for precision in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
-        found = drift(spec, replace(plan, precision=precision), 0, sheet(spec, variant(precision)))
-        assert found.measured.peak_bytes > 2**30
-        assert not found.differences()
-        assert abs(found.peak_error) < 0.03
+    turn = DIALS.index(dial) + ["none", "selective", "full"].index(remat)
+    precision = PRECISIONS["bf16" if turn % 2 else "fp32"]
+    found = drift(spec, replace(plan, precision=precision), 0, sheet(spec, variant(precision)))
+    assert found.measured.peak_bytes > 2**30
+    assert not found.differences()
+    assert abs(found.peak_error) < 0.03

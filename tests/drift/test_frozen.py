@@ -39,7 +39,7 @@ ODD: dict[str, tuple[ModelSpec, tuple[str, ...]]] = {
     "all but biases": (BIASED, ("*.weight",)),
 }
 DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero3")
-GRID = list(product(("fp32", "bf16"), ("none", "selective", "full"), (1, 3)))
+GRID = list(product(("fp32", "bf16"), ("none", "selective", "full"), (1, 2)))
 
 
 def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, m: int) -> Plan:
@@ -50,10 +50,10 @@ def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, 
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("what", FROZEN)
 def test_frozen(what: str, dial: str) -> None:
-    """Four rows of the grid for each, others for the next, so that every pair of settings comes up."""
+    """Two rows of the grid for each, others for the next, so that every pair of settings comes up."""
     spec, frozen = FROZEN[what]
     turn = list(FROZEN).index(what) + DIALS.index(dial)
-    for precision, remat, m in (GRID[(turn + step) % len(GRID)] for step in (0, 3, 8)):
+    for precision, remat, m in (GRID[(turn + step) % len(GRID)] for step in (0, 7)):
         check(frozen_plan(dial, frozen, precision, remat, m), spec, ranks=(7,))
 
 
@@ -91,7 +91,7 @@ def test_together_with_types_by_module(dial: str) -> None:
 @pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
 @pytest.mark.parametrize("dial", ["ddp", "zero3"])
 def test_peak(dial: str, what: str) -> None:
-    spec = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+    spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
     for remat in ("none", "full"):
         plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
         plan = replace(plan, shard=Shard(plan.shard.strategy))

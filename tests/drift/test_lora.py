@@ -29,7 +29,7 @@ ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True)),
     "nf4, biases": (replace(WIDE, attention_bias=True), Lora(4, 8.0, ("q", "down"), nf4=True)),
 }
-GRID = [("fp32", "none", 1), ("bf16", "none", 3), ("bf16", "selective", 1), ("bf16", "full", 3), ("fp32", "full", 1)]
+GRID = [("fp32", "none", 1), ("bf16", "none", 2), ("bf16", "selective", 1), ("bf16", "full", 2), ("fp32", "full", 1)]
 
 
 def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan:
@@ -40,12 +40,10 @@ def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_adapters(what: str, dial: str) -> None:
-    """Two rows of the grid for each, others for the next, so that every pair of settings comes up."""
+    """One row of the grid for each, another for the next, so that every kind and every strategy meets every row."""
     spec, lora = ADAPTERS[what]
-    turn = list(ADAPTERS).index(what) + DIALS.index(dial)
-    for step in (0, 2):
-        precision, remat, m = GRID[(turn + step) % len(GRID)]
-        check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(7,))
+    precision, remat, m = GRID[(list(ADAPTERS).index(what) + DIALS.index(dial)) % len(GRID)]
+    check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(7,))
 
 
 @pytest.mark.big
@@ -69,8 +67,8 @@ LARGE = {
 @pytest.mark.parametrize("kind", LARGE)
 def test_the_peak_of_a_large_model(kind: str, strategy: str, remat: str) -> None:
     """Above 1 GiB, where the peak too is among the differences when it is not within 3 %."""
-    spec = ModelSpec("large", 32_000, 2048, 5632, 6, 16, 8, 128)
-    rows = 8 if kind == "nf4" and remat == "full" else 2
+    spec = ModelSpec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
+    rows = 8 if remat == "full" else 2
     plan = plan_of(strategy, 8, batch=Batch(rows, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
     plan = replace(plan, lora=LARGE[kind], shard=Shard(strategy))  # type: ignore[arg-type]
     found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))

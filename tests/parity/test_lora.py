@@ -57,19 +57,19 @@ def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch
 @pytest.mark.parametrize("targets", [(), ("q", "v"), ("down",)], ids=["all-linear", "q and v", "down"])
 def test_every_strategy(ranks: RankPool, targets: tuple[str, ...]) -> None:
     settings = (
-        ("ddp", "none", 4),
+        ("ddp", "none", 2),
         ("ddp", "full", 1),
-        ("zero1", "selective", 4),
-        ("zero2", "none", 4),
+        ("zero1", "selective", 2),
+        ("zero2", "none", 2),
         ("zero3", "selective", 1),
-        ("zero3", "full", 4),
+        ("zero3", "full", 2),
     )
     holds(ranks, UNTIED, [lora_plan(s, 2, Lora(3, 6.0, targets), remat, m) for s, remat, m in settings])
 
 
 def test_frozen_weights_in_bf16_and_in_four_bits(ranks: RankPool) -> None:
     """Computed with in float64, so that the base's rounding is the same everywhere."""
-    settings = (("ddp", "none", 4), ("zero3", "full", 1), ("zero3", "selective", 4))
+    settings = (("ddp", "none", 2), ("zero3", "full", 1), ("zero3", "selective", 2))
     for spec, lora in (
         (UNTIED, Lora(3, 6.0, frozen="bf16")),
         (WIDE, Lora(3, 6.0, ("q", "down"), frozen="bf16", nf4=True)),
@@ -86,17 +86,17 @@ def test_magnitudes(ranks: RankPool) -> None:
         (WIDE, Lora(3, 6.0, ("k", "o", "up"), nf4=True, dora=True)),
     )
     for spec, lora in cases:
-        settings = (("ddp", "none", 4), ("zero3", "selective", 1), ("zero3", "full", 4))
+        settings = (("ddp", "none", 2), ("zero3", "selective", 1), ("zero3", "full", 2))
         holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
 
 
 def test_hybrid_in_four_bits(ranks: RankPool) -> None:
-    holds(ranks, WIDE, [lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 4)])
+    holds(ranks, WIDE, [lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 2)])
 
 
 def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:
     lora = Lora(2, 5.0, rslora=True)
-    holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 4), lora_plan("zero3", 4, lora, "none", 1)])
+    holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 2), lora_plan("zero3", 4, lora, "none", 1)])
 
 
 def test_magnitudes_begin_as_the_model_came(ranks: RankPool) -> None:

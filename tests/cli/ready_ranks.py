@@ -1,0 +1,136 @@
+"""The ranks of ``shardwise train`` for tests of what a run does: forked from a process that has imported everything,
+which saves most of the time that starting them takes. How they are really started is for tests/launch,
+tests/faults/test_stops.py and the tests here that are marked ``launched``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch import local
+from shardwise.launch.worker import LAUNCHER
+from tests.faults.ranks import DEADLINE_S, ROOT, environment, free_port
+
+IMPORTED = (
+    "safetensors.torch",
+    "tokenizers",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "shardwise.cli.train",
+    "shardwise.cli.work",
+    "shardwise.runtime.loop",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What torch's agent tells of a rank that failed."""
+
+    exitcode: int
+    pid: int
+    timestamp: int
+
+
+class ReadyRanks:
+    """Takes the place of ``shardwise.launch.local``'s launch."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+
+    def launch(
+        self, arguments: Sequence[str], nproc: int, run_directory: Path, port: int = 0, module: str = "shardwise"
+    ) -> local.Ended:
+        (run_directory / "exit.json").unlink(missing_ok=True)
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        ask = {"words": list(arguments), "world": nproc, "environment": kept, "directory": os.getcwd()}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        socket.send_fds(self._server, [json.dumps(ask).encode()], [1, 2])
+        ended: list[list[int]] = json.loads(self._server.recv(2**16))
+        failures = {rank: Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
+        return local._failed(failures, run_directory) if failures else local.Ended(0)
+
+
+@contextmanager
+def ready_ranks() -> Iterator[ReadyRanks]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cli.ready_ranks", str(theirs.fileno())]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[theirs.fileno()]), ours:
+        theirs.close()
+        yield ReadyRanks(ours)
+
+
+def serve(asks: socket.socket) -> None:
+    """Fork what is asked for; answer with exit code, pid and time of end of each rank."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    while True:
+        text, outputs, _, _ = socket.recv_fds(asks, 2**20, 2)
+        if not text:
+            return
+        ask, port = json.loads(text), free_port()
+        pids = [fork(rank, ask, port, outputs) for rank in range(ask["world"])]
+        for descriptor in outputs:
+            os.close(descriptor)
+        asks.send(json.dumps(gather(pids)).encode())
+
+
+def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        for number, descriptor in enumerate(outputs, start=1):
+            os.dup2(descriptor, number)
+        os.chdir(ask["directory"])
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ask["world"], "LOCAL_WORLD_SIZE": ask["world"]}
+        os.environ |= ask["environment"] | {name: str(value) for name, value in places.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getppid())}
+        from shardwise.cli.app import main
+
+        code = main(ask["words"])
+    except BaseException as error:
+        os.write(2, f"rank {rank}: {error!r}\n".encode())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def gather(pids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(exit code, pid, when) of each; when one fails the others are asked to stop, and killed at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    handles = {os.pidfd_open(pid): pid for pid in pids}
+    ended: dict[int, tuple[int, int, int]] = {}
+    while handles:
+        ready = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))[0]
+        for handle in ready:
+            pid = handles.pop(handle)
+            os.close(handle)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            ended[pid] = (code, pid, time.time_ns())
+        number = signal.SIGTERM if any(code for code, _, _ in ended.values()) else None
+        for pid in handles.values():
+            if not ready or number is not None:
+                os.kill(pid, number or signal.SIGKILL)
+    return [ended[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
