@@ -135,5 +135,15 @@ def test_without_a_terminal_lines_are_plain_and_few() -> None:
     assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [1, 320]
 
 
+def test_lines_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``run.log_steps``; metrics.jsonl has every step in any case."""
+    with Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0)) as log:
+        log.log_steps = 4
+        for step in range(1, 11):
+            log.step(state_at(step), stats(), torch.device("cpu"))
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["4/10", "8/10", "10/10"]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 11))
+
+
 def test_clock() -> None:
     assert [clock(0), clock(101), clock(3 * 3600 + 65)] == ["0:00", "1:41", "3:01:05"]

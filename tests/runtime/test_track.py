@@ -164,6 +164,16 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path: Path, capsys: 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
 
 
+def test_every_so_many_steps(tmp_path: Path) -> None:
+    kept: list[Kept] = []
+    feed = Feed("mlflow", lambda subject: kept.append(Kept(subject)) or kept[0], subject(tmp_path))  # type: ignore[func-returns-value]
+    with Log(tmp_path, 0, 0, 9, Speed(1.0, 0.0), Tracks([feed])) as log:
+        log.log_steps = 5
+        for step in range(1, 10):
+            log.step(state_at(step), stats(), torch.device("cpu"))
+    assert [step for step, _ in kept[0].rows] == [5, 9]
+
+
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(track, "CLOSING_S", 0.2)
     tracks = Tracks([Feed("wandb", lambda subject: Kept(subject, hangs=1), subject(tmp_path))])

@@ -15,7 +15,7 @@ from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import rundir
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
-from shardwise.runtime.outcome import NAME, Exit, read_exit, write_exit
+from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.track import check_installed
 from shardwise.spec.recipe import Recipe
 
@@ -43,7 +43,7 @@ def _check_directory(directory: Path, recipe: Recipe, resume: bool) -> None:
     check_installed(recipe)
     if rank() == 0:
         rundir.check_writable(directory)
-        (directory / NAME).unlink(missing_ok=True)
+        clear_exit(directory)
 
 
 def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:

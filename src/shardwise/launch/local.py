@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER
-from shardwise.runtime.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.spec.host import cores
 
 SAVE_AND_STOP_S = 600
@@ -45,7 +45,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    (run_directory / "exit.json").unlink(missing_ok=True)
+    clear_exit(run_directory)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -16,7 +16,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d{8,})")
 BYTES_A_PARAMETER = 12
 """fp32 weights and two fp32 moments; tokenizer, manifest and cursor are small."""
 

@@ -112,7 +112,8 @@ def keep_until(path: Path, step: int) -> None:
 
 class Log:
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
-    ``tracks`` get the same numbers, and are closed with the log."""
+    ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
+    and they are told of every so many steps only; metrics.jsonl has them all."""
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Log:
         self.speed = speed
         self.seconds: deque[float] = deque(maxlen=20)
         self.skipped = 0
+        self.log_steps: int | None = None
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -169,12 +171,14 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
+        due = None if self.log_steps is None else state.step % self.log_steps == 0 or state.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)
-            self._tracks.row(state.step, "train", record)
+            if due is not False:
+                self._tracks.row(state.step, "train", record)
             for line in self._tracks.complaints():
                 self.say(line)
-            self._screen.show(record, self.left_s(state.step))
+            self._screen.show(record, self.left_s(state.step), due)
         if time.perf_counter() - self._trimmed_s > TRIM_S:
             return_freed_memory()
             self._trimmed_s = time.perf_counter()
@@ -222,7 +226,7 @@ class Log:
 
 
 class Screen:
-    """The live line: redrawn in place on a terminal, else a plain line every few seconds."""
+    """The live line: redrawn in place on a terminal, else a plain line every few seconds, or for the steps ``due``."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -231,14 +235,16 @@ class Screen:
         self._drawn = False
         self._last_s = 0.0
 
-    def show(self, record: Mapping[str, Any], left_s: float | None) -> None:
+    def show(self, record: Mapping[str, Any], left_s: float | None, due: bool | None = None) -> None:
         text = progress_line(record, self.max_steps, left_s)
         now = time.monotonic()
+        if due is None:
+            due = now - self._last_s >= 5.0 or record["step"] in (1, self.max_steps)
         if self.live:
             width = os.get_terminal_size(self.stream.fileno()).columns
             self.stream.write("\r\x1b[2K" + text[: width - 1])
             self._drawn = True
-        elif now - self._last_s >= 5.0 or record["step"] in (1, self.max_steps) or record["skipped"]:
+        elif due or record["skipped"]:
             self.stream.write(text + "\n")
             self._last_s = now
         self.stream.flush()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.measure import Memory
+from shardwise.runtime.metrics import clock
 from shardwise.spec.plan import Estimate
 from shardwise.spec.units import columns, show_bytes, show_payload
 
@@ -55,8 +56,7 @@ class Report:
 
     def markdown(self) -> str:
         """The content of report.md."""
-        minutes, seconds = divmod(round(self.seconds), 60)
-        done = f"{self.steps} steps, {self.tokens:,} tokens in {minutes}:{seconds:02}."
+        done = f"{self.steps} steps, {self.tokens:,} tokens in {clock(self.seconds)}."
         lines = [f"# {self.directory.name}", "", done]
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")

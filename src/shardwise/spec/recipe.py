@@ -176,8 +176,9 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; ``profile_steps`` (``10:12``) are
-    traced by torch's profiler."""
+    """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; with ``log_steps`` only of every so
+    many steps, which are then those that are printed without a terminal. ``profile_steps`` (``10:12``) are traced by
+    torch's profiler."""
 
     name: str = "run"
     out: str = "runs"
@@ -186,7 +187,7 @@ class Run(Section):
     nproc: int | None = Field(default=None, ge=1)
     nodes: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=60.0, gt=0)
-    log_steps: int = Field(default=1, ge=1)
+    log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
     trackers: Tracker | list[Tracker] = []
     profile_steps: str | None = None
