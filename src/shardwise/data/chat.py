@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ALIAS, _GUARD, _RESERVED_END = 0x100000, 0x108000, 0x10FFFD
 _RESERVED = re.compile(f"[{chr(_ALIAS)}-{chr(_RESERVED_END)}]")
-_ENDING = re.compile(f"[{chr(_ALIAS)}-{chr(_GUARD - 1)}\\s]*\\Z")
+_CLOSING = re.compile(f"[{chr(_ALIAS)}-{chr(_GUARD - 1)}\\s]")
 _GROUP = re.compile(f"\\s*[{chr(_ALIAS)}-{chr(_GUARD - 1)}]+")
 Spans = list[tuple[int, int]]
 
@@ -242,7 +242,7 @@ class Chat:
                 return whole, len(head)
             # Mistral's early templates lose the system prompt once there is an answer: keep what was asked.
             closed = head.rstrip()
-            if prompt and prompt[-1] == closed[-1:] and _ENDING.fullmatch(prompt[-1]):
+            if prompt and prompt[-1] == closed[-1:] and _CLOSING.match(prompt[-1]):
                 return prompt + whole[len(closed) :], len(prompt)
         what = f"the chat template does not show where turn {k + 1} begins"
         fix = "put {% generation %} and {% endgeneration %} around the assistant's part, in data.chat_template"
@@ -251,14 +251,14 @@ class Chat:
     def _end(self, whole: str, start: int) -> int:
         """Where the turn that begins at ``start`` and closes ``whole`` ends: after the special tokens that follow its
         text at once. What comes later (a line end, an end of all) is not the turn's."""
-        tail = whole[start:]
-        ending = _ENDING.search(tail)
-        assert ending is not None  # it matches the empty text too
-        group = _GROUP.match(ending.group())
+        said = len(whole)
+        while said > start and _CLOSING.match(whole, said - 1):
+            said -= 1
+        group = _GROUP.match(whole, said)
         if group is None:
-            return start + len(tail.rstrip())
+            return start + len(whole[start:].rstrip())
         spaces = len(group.group()) - len(group.group().lstrip())
-        return start + ending.start() + (group.end() if self.end_of_turn else spaces)
+        return group.end() if self.end_of_turn else said + spaces
 
     def _marked(self, messages: list[dict[str, Any]], tools: list[Any] | None, talk: Conversation) -> Rendered:
         assert talk.trained is not None

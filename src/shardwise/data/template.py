@@ -10,7 +10,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -105,7 +105,7 @@ class Template:
         pieces: list[str] = []
         size = 0
         try:
-            with _limited(LIMIT_S):
+            with _limited():
                 for piece in self._compiled.generate(
                     messages=[_same_reasoning(message) for message in messages],
                     tools=tools,
@@ -145,22 +145,23 @@ def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """TimeoutError after that many seconds of this process's time, where signals can be had: in a main thread."""
+def _limited() -> Iterator[None]:
+    """TimeoutError after LIMIT_S of this process's time, where signals can be had: in a main thread. The handler stays:
+    setting it anew for each rendering would cost as much as rendering."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"it ran for more than {seconds:g} s")
-
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    if signal.getsignal(signal.SIGVTALRM) is not _overdue:
+        signal.signal(signal.SIGVTALRM, _overdue)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+def _overdue(number: int, frame: FrameType | None) -> NoReturn:
+    raise TimeoutError(f"it ran for more than {LIMIT_S:g} s")
 
 
 def find_template(named: str | None, tokenizer: Path) -> str:

@@ -72,9 +72,9 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     frozen = real["weights"] if plan.lora is None else plan.lora.frozen
     real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
 
-    def typed(tensor: Tensor) -> Tensor:
-        used_as = real.get(tensor.used_as, tensor.used_as)
-        return tensor.typed(real.get(tensor.dtype, tensor.dtype), used_as)
+    def typed(t: Tensor) -> Tensor:
+        dtype, used_as = real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as)
+        return Tensor(t.name, t.shape, dtype, t.category, t.shards, used_as, t.trained)
 
     def kept(weight: Tensor) -> Tensor:
         return typed(weight if is_adapter(weight.name) else weight.typed(frozen, weight.used_as))
