@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

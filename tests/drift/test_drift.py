@@ -57,7 +57,7 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dial", DIALS)
 def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
-    for accumulation in (1, 2):
+    for accumulation in (1, 2) if remat in ("none", "full") else (2,):
         batch = Batch(2, accumulation, 32, 64)
         check(plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat]), ranks=(7,))
 

@@ -39,7 +39,7 @@ def sheet(kind: str, which: str) -> Sheet:
 def test_plans(kind: str, plan: str) -> None:
     chosen = PLANS[plan]
     if chosen.lora is not None and kind == "gpt2":
-        pytest.skip("its layers are turned: refused, tests/techniques/test_lora.py")
+        pytest.skip("its layers are turned: refused, tests/models/test_peft.py")
     found = sheet(kind, variant(chosen.precision))
     assert not drift(spec_of(kind), chosen, 7, found).differences()
 

@@ -20,9 +20,9 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import local_cluster
-from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import lora
-from tests.models import families
+from tests.models import families, foreign
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -135,13 +135,27 @@ def test_an_adapter_of_another_size(tmp_path: Path) -> None:
         read(tmp_path / "adapter", adapted(settings), settings)
 
 
-def test_a_part_of_a_stack_has_no_adapter() -> None:
-    plan = Plan(lora=Lora(4, 8.0, ("q", "down", "gate")))
-    said = [str(problem) for problem in lora.check(STACKED, plan, local_cluster())]
-    assert len(said) == 2 and "add k, v" in said[0] and "add up" in said[1]
-    assert lora.check(SPEC, plan, local_cluster()) == []
-    as_peft_says = Plan(lora=Lora(4, 8.0, ("qkv", "o", "down")))
-    assert [problem.fix for problem in lora.check(STACKED, as_peft_says, local_cluster())] == ["q, k, v"]
+PATTERNS = Precision("bf16", modules=(("*norm", "fp32"),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "fixes"),
+    [
+        (STACKED, Plan(lora=Lora(4, 8.0, ("q", "down", "gate"))), ["add k, v", "add up"]),
+        (STACKED, Plan(lora=Lora(4, 8.0, ("qkv", "o", "down"))), ["q, k, v"]),
+        (SPEC, Plan(lora=Lora(4, 8.0, ("q", "down", "gate"))), []),
+        (SPEC, Plan(lora=Lora(4, 8.0, ("gats",))), ["did you mean `gate`?"]),
+        (SPEC, Plan(lora=Lora(4, 8.0, ("xyz",))), ["all-linear, or some of q, k, v, o, gate, up, down"]),
+        (SPEC, Plan(lora=Lora(17, 8.0)), ["16"]),
+        (SPEC, Plan(lora=Lora(4, 8.0), precision=PATTERNS), ["leave out precision.modules"]),
+        (foreign.spec_of("gpt2"), Plan(lora=Lora(4, 8.0)), ["full fine-tuning, or a model of another family"]),
+        (foreign.spec_of("glm4"), Plan(lora=Lora(4, 8.0, ("gate_up",))), []),
+    ],
+    ids=["part of a stack", "a stack's name", "no stack", "a typo", "unknown", "thick", "types", "turned", "foreign"],
+)
+def test_what_has_no_adapter_is_told_with_what_to_write(spec: ModelSpec, plan: Plan, fixes: list[str]) -> None:
+    problems = lora.check(spec, plan, local_cluster())
+    assert [problem.fix for problem in problems] == fixes and {problem.code for problem in problems} <= {"PLAN018"}
 
 
 def test_a_slice_of_an_adapter(tmp_path: Path) -> None:
