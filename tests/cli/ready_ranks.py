@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,13 @@ class ReadyRanks:
         ask = {"words": list(arguments), "world": nproc, "environment": kept, "directory": os.getcwd()}
         sys.stdout.flush()
         sys.stderr.flush()
-        socket.send_fds(self._server, [json.dumps(ask).encode()], [1, 2])
-        ended: list[list[int]] = json.loads(self._server.recv(2**16))
+        answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # of this launch alone
+        with answer:
+            with theirs:
+                socket.send_fds(self._server, [json.dumps(ask).encode()], [1, 2, theirs.fileno()])
+            text = answer.recv(2**16)
+        assert text, "the process that ranks are forked from has ended"
+        ended: list[list[int]] = json.loads(text)
         failures = {rank: Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
         return local._failed(failures, run_directory) if failures else local.Ended(0)
 
@@ -80,14 +85,15 @@ def serve(asks: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     while True:
-        text, outputs, _, _ = socket.recv_fds(asks, 2**20, 2)
+        text, descriptors, _, _ = socket.recv_fds(asks, 2**20, 3)
         if not text:
             return
-        ask, port = json.loads(text), free_port()
+        ask, port, outputs = json.loads(text), free_port(), descriptors[:2]
         pids = [fork(rank, ask, port, outputs) for rank in range(ask["world"])]
         for descriptor in outputs:
             os.close(descriptor)
-        asks.send(json.dumps(gather(pids)).encode())
+        with socket.socket(fileno=descriptors[2]) as answer, suppress(BrokenPipeError):
+            answer.send(json.dumps(gather(pids)).encode())
 
 
 def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> int:
@@ -100,6 +106,7 @@ def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> i
             os.dup2(descriptor, number)
         os.chdir(ask["directory"])
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ask["world"], "LOCAL_WORLD_SIZE": ask["world"]}
+        os.environ.clear()
         os.environ |= ask["environment"] | {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getppid())}
         from shardwise.cli.app import main
@@ -125,10 +132,9 @@ def gather(pids: Sequence[int]) -> list[tuple[int, int, int]]:
             os.close(handle)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             ended[pid] = (code, pid, time.time_ns())
-        number = signal.SIGTERM if any(code for code, _, _ in ended.values()) else None
-        for pid in handles.values():
-            if not ready or number is not None:
-                os.kill(pid, number or signal.SIGKILL)
+        failed = any(code for code, _, _ in ended.values())
+        for pid in handles.values() if failed or not ready else ():
+            os.kill(pid, signal.SIGTERM if ready else signal.SIGKILL)
     return [ended[pid] for pid in pids]
 
 

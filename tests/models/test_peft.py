@@ -128,6 +128,24 @@ def test_an_adapter_of_stacked_layers_that_was_trained_on_as_one(tmp_path: Path)
         read(tmp_path / "adapter", model, settings)
 
 
+def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) -> None:
+    """What differs is named, and nothing else; targets as a recipe has them."""
+    settings = Lora(4, 8.0, ("q", "k", "v", "down"))
+    write(tmp_path, adapted(settings, STACKED), settings)
+    for other, said in (
+        (replace(settings, rank=2), "lora.rank: 4"),
+        (replace(settings, alpha=2.0), "lora.alpha: 8.0"),
+        (replace(settings, targets=("q", "k", "v")), "lora.targets: [down, q, k, v]"),
+    ):
+        with pytest.raises(DataError) as caught:
+            read(tmp_path / "adapter", adapted(other, STACKED), other)
+        assert [problem.fix for problem in caught.value.problems] == [said]
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(config.read_text().replace('"qkv_proj": 12', '"qkv_proj": 8'))
+    with pytest.raises(DataError, match="rank_pattern, which is not served"):
+        read(tmp_path / "adapter", adapted(settings, STACKED), settings)
+
+
 def test_an_adapter_of_another_size(tmp_path: Path) -> None:
     settings = Lora(4, 8.0, ("q", "v"))
     write(tmp_path, adapted(settings, replace(SPEC, hidden_size=24)), settings)

@@ -146,18 +146,21 @@ def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """TimeoutError after LIMIT_S of this process's time, where signals can be had: in a main thread. The handler stays:
-    setting it anew for each rendering would cost as much as rendering."""
+    """TimeoutError after LIMIT_S of this process's time, where signals can be had: in a main thread. Where nobody had a
+    handler ours stays: setting it anew for each rendering would cost as much as rendering."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if signal.getsignal(signal.SIGVTALRM) is not _overdue:
+    before = signal.getsignal(signal.SIGVTALRM)
+    if before is not _overdue:
         signal.signal(signal.SIGVTALRM, _overdue)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if before not in (_overdue, signal.SIG_DFL):
+            signal.signal(signal.SIGVTALRM, before)
 
 
 def _overdue(number: int, frame: FrameType | None) -> NoReturn:

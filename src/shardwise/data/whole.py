@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 
 def once(target: Path, make: Callable[[Path], None]) -> Path:
@@ -65,6 +66,6 @@ def _sync(directory: Path, inside: bool = True) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{token_hex(6)}")  # a cache may be shared by machines
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf import name_in_model
-from shardwise.models.roles import is_adapter
+from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
 
@@ -102,20 +103,19 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
             fix = "a directory as PEFT's save_pretrained writes it"
             raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
     config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
-    found, modules = tensorfile.entries(directory / WEIGHTS), _modules(names, spec)
-    patterns = _patterns(lora, modules)
-    blocks = bool(config.get("rank_pattern")) and all(config.get(key) == value for key, value in patterns.items())
-    problems = [*_unserved(config, where, () if blocks else patterns), *_settings_differ(config, lora, where)]
+    found, modules, weights = tensorfile.entries(directory / WEIGHTS), _modules(names, spec), parameter_shapes(spec)
+    linears = _modules((name.replace(".weight", ".lora_a.weight") for name in weights if is_linear(name)), spec)
+    blocks = _in_blocks(config, lora, linears)
+    problems = [*_unserved(config, where, blocks=blocks), *_settings_differ(config, lora, where)]
     theirs = {
         f"{module}.{_WORDS[word]}": (word, names) for module, words in modules.items() for word, names in words.items()
     }
     if odd := sorted(found.keys() ^ theirs.keys()):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
-        targets = config.get("target_modules")
-        problems.append(Problem("CKPT003", what, where, f"lora.targets: {targets}"))
+        problems.append(Problem("CKPT003", what, where, f"lora.targets: {_targets(config, linears)}"))
     if problems:
         raise DataError(*problems)
-    weights, places = parameter_shapes(spec), dict[str, tuple[Entry, int]]()
+    places: dict[str, tuple[Entry, int]] = {}
     for name, (word, members) in theirs.items():
         layers = [weights[f"{member.removesuffix('.weight').rpartition('.')[0]}.weight"] for member in members]
         forms = {
@@ -137,6 +137,26 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     return places
 
 
+def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
+    """Whether the adapter says, in its own numbers, that those of stacked layers are as :func:`write_adapter` has
+    them."""
+    rank, alpha, given = config.get("r"), config.get("lora_alpha"), config.get("rank_pattern")
+    if not (given and isinstance(rank, int) and isinstance(alpha, int | float)):
+        return False
+    own = replace(lora, rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))
+    patterns = _patterns(own, linears).items()
+    return all(config.get(key) == {name: known.get(name) for name in given} for key, known in patterns)
+
+
+def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+    """What the adapter is of, as a recipe says it."""
+    layers = {module.rpartition(".")[2]: words["lora_a"] for module, words in linears.items()}
+    theirs = config.get("target_modules")
+    known = isinstance(theirs, list) and all(name in layers for name in theirs)
+    roles = [role(name.replace(".lora_a", "")) for target in theirs or () for name in layers[target]] if known else []
+    return f"[{', '.join(dict.fromkeys(roles))}]" if known else str(theirs)
+
+
 def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
     """Whether rows hold anything beside their block of ``rank`` columns from the given one on."""
     found = ((entry.read(), column) for entry, column in blocks)
@@ -152,9 +172,10 @@ def read_adapter(
         yield name, entry.read((rows, *(slice(column + part.start, column + part.stop) for part in columns)))
 
 
-def _unserved(config: Mapping[str, Any], where: str, patterns: Iterable[str]) -> list[Problem]:
+def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:
     """What PEFT's LoRA can do and this one does not."""
-    odd = [key for key in (*patterns, "modules_to_save") if config.get(key)]
+    odd = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key) and not blocks]
+    odd += ["modules_to_save"] if config.get("modules_to_save") else []
     if config.get("peft_type") != "LORA":
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
