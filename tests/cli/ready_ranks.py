@@ -4,8 +4,6 @@ tests/faults/test_stops.py and the tests here that are marked ``launched``."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
 import os
 import select
@@ -22,20 +20,7 @@ from typing import Any
 
 from shardwise.launch import local
 from shardwise.launch.worker import LAUNCHER
-from tests.faults.ranks import DEADLINE_S, ROOT, environment, free_port
-
-IMPORTED = (
-    "safetensors.torch",
-    "tokenizers",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "shardwise.cli.train",
-    "shardwise.cli.work",
-    "shardwise.runtime.loop",
-)
+from tests.faults.ranks import DEADLINE_S, ROOT, environment, free_port, prepare
 
 
 @dataclass(frozen=True)
@@ -83,13 +68,7 @@ def ready_ranks() -> Iterator[ReadyRanks]:
 
 def serve(asks: socket.socket) -> None:
     """Fork what is asked for; answer with exit code, pid and time of end of each rank."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    from shardwise.runtime import begin, sample
-
-    # seconds of every run; those marked ``launched`` do all of it
-    sample.SAMPLE = dataclasses.replace(sample.SAMPLE, max_new_tokens=2)
-    begin.measure_peak_flops = lambda dtype: 1e9
+    prepare("transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox")
     while True:
         text, descriptors, _, _ = socket.recv_fds(asks, 2**20, 3)
         if not text:

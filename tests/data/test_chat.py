@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,20 @@ def test_a_template_that_does_harm_is_stopped(text: str, message: str, monkeypat
     monkeypatch.setattr("shardwise.data.template.LIMIT_S", 0.2)
     with pytest.raises(PolicyError, match=message):
         Template(text, {}).render([HI], None)
+
+
+def test_a_callers_timer_is_as_it_was() -> None:
+    """Rendering sets a limit of processor time by a signal that the caller may have a handler for."""
+
+    def mine(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGVTALRM, mine)
+    try:
+        assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
+        assert signal.getsignal(signal.SIGVTALRM) is mine
+        assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def test_a_template_with_a_fault_is_named_by_its_line() -> None:

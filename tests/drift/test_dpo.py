@@ -25,6 +25,16 @@ def test_every_strategy(dial: str) -> None:
         check(replace(plan, lora=lora), ranks=(7,))
 
 
+@pytest.mark.big
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 weights"])
+@pytest.mark.parametrize("dial", DIALS)
+def test_every_strategy_and_type(dial: str, precision: str) -> None:
+    for accumulation, chunk, lora in ((1, 64, None), (3, 40, None), (1, 40, Lora(4, 8.0))):
+        batch = Batch(2, accumulation, 32, chunk)
+        plan = plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], loss="dpo")
+        check(replace(plan, lora=lora), ranks=(7,))
+
+
 def test_tied_and_recomputed() -> None:
     spec = replace(SPEC, tie_word_embeddings=True, final_soft_cap=4.0)
     for remat in ("selective", "full"):

@@ -58,8 +58,21 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
 @pytest.mark.parametrize("dial", DIALS)
 def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
     for accumulation in (1, 2) if remat in ("none", "full") else (2,):
-        batch = Batch(2, accumulation, 32, 64)
-        check(plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat]), ranks=(7,))
+        check(subset(dial, precision, remat, accumulation), ranks=(7,))
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dial", DIALS)
+def test_every_subset_with_and_without_accumulation(dial: str, precision: str, remat: str) -> None:
+    for accumulation in (1, 3):
+        check(subset(dial, precision, remat, accumulation), ranks=(7,))
+
+
+def subset(dial: str, precision: str, remat: str, accumulation: int) -> Plan:
+    batch = Batch(2, accumulation, 32, 64)
+    return plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat])
 
 
 @pytest.mark.parametrize(
@@ -121,12 +134,22 @@ def test_fp16_and_fp64(dial: str) -> None:
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
     """In fp32 and bf16 by turns: every strategy and every recomputation meets both."""
-    spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
-    batch = Batch(4, 2, 1024, 1024)
-    plan = plan_of(dial, 8, batch=batch, shard=Shard(dial.removeprefix("hsdp-")), remat=REMATS[remat])  # type: ignore[arg-type]
     turn = DIALS.index(dial) + ["none", "selective", "full"].index(remat)
-    precision = PRECISIONS["bf16" if turn % 2 else "fp32"]
-    found = drift(spec, replace(plan, precision=precision), 0, sheet(spec, variant(precision)))
+    check_peak(ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128), dial, remat, "bf16" if turn % 2 else "fp32")
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_peak_of_a_gigabyte_and_eight_blocks(dial: str, remat: str, precision: str) -> None:
+    check_peak(ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64), dial, remat, precision)
+
+
+def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
+    plan = plan_of(dial, 8, batch=Batch(4, 2, 1024, 1024), precision=PRECISIONS[precision], remat=REMATS[remat])
+    plan = replace(plan, shard=Shard(plan.shard.strategy))
+    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
     assert found.measured.peak_bytes > 2**30
     assert not found.differences()
     assert abs(found.peak_error) < 0.03

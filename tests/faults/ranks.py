@@ -33,7 +33,7 @@ IMPORTED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "shardwise.cli.app",
+    "shardwise.cli.train",
     "shardwise.cli.work",
     "shardwise.runtime.loop",
 )
@@ -105,16 +105,23 @@ def environment() -> dict[str, str]:
     }
 
 
-def serve() -> None:
-    """Fork what is asked for, a line of JSON at a time; answer with the pids, and with the codes at the end."""
-    for name in IMPORTED:
+def prepare(*more: str) -> None:
+    """Import what ranks import, and ``more``; and leave out seconds of every run that these tests have nothing to do
+    with: runs of the real command line, which do all of it, end alike."""
+    for name in (*IMPORTED, *more):
         importlib.import_module(name)
-    from shardwise.runtime import begin, measure, sample
-    from shardwise.spec import cluster
+    from shardwise.runtime import begin, sample
 
-    # seconds of every run that no fault has to do with: runs of the real command line, which do all of it, end alike
     sample.SAMPLE = dataclasses.replace(sample.SAMPLE, max_new_tokens=2)
     begin.measure_peak_flops = lambda dtype: 1e9
+
+
+def serve() -> None:
+    """Fork what is asked for, a line of JSON at a time; answer with the pids, and with the codes at the end."""
+    prepare()
+    from shardwise.runtime import measure
+    from shardwise.spec import cluster
+
     measure.Meter.MEMORY_STEP = 0
     cluster.cores = lambda: 4  # four ranks on two cores are slow, which is why they are refused, and nothing worse
     answers = os.dup(1)

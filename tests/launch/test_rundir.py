@@ -22,7 +22,8 @@ def refused(error: ShardwiseError) -> tuple[str, int, str, str]:
 
 def make_run(directory: Path, *overrides: str, step: int = 400) -> None:
     (directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    (directory / "checkpoints" / ".tmp-step-00000999-g1").mkdir()
+    for stray in (".tmp-step-00000999-g1", "step-5000", "step-00000999-copy", "step-last"):
+        (directory / "checkpoints" / stray).mkdir()
     (directory / "recipe.yaml").write_text(dump_recipe(load_recipe(None, overrides)))
 
 

@@ -1,15 +1,19 @@
-"""Parity in bf16 of every strategy, way of recomputing and accumulation on four ranks, not a covering subset."""
+"""Parity of what the other files prove for covering subsets: every strategy, way of recomputing and accumulation."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from tests.parity.cases import BF16, FP32, STRATEGIES, TIED, UNTIED, grid
+from shardwise.spec.plan import Lora, Remat
+from tests.parity import test_frozen, test_lora
+from tests.parity.cases import BF16, FP32, FP64, STRATEGIES, TIED, UNTIED, grid, plan
+from tests.parity.test_fp64 import holds, split
 
 
 @pytest.mark.big
@@ -29,3 +33,32 @@ def test_fp32(ranks: RankPool, strategy: str, spec: ModelSpec) -> None:
     plans = grid(strategy, 4, FP32)
     for measured, of in zip(parity.prove(ranks, spec, plans, steps=1), plans, strict=True):
         assert measured.loss.error <= 1e-6 and measured.gradient.error <= 1e-5, f"{measured}\nunder {of}"
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp64_of_tied_embeddings_biases_and_scaled_rotation(ranks: RankPool, strategy: str, world: int) -> None:
+    plans = [plan(strategy, world, FP64, Remat("full"), 4)]
+    holds(parity.prove(ranks, TIED, plans), plans)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fp64_of_every_split_and_every_chunk_of_the_loss(ranks: RankPool, world: int) -> None:
+    sharded = [] if world == 1 else [("zero3", 1)]
+    for strategy, bucket in (("ddp", 1), ("ddp", 2**25), *sharded):
+        settings = product((1, 2, 8), (5, 24, 10_000))
+        plans = [split(strategy, world, bucket, m, chunk) for m, chunk in settings]
+        holds(parity.prove(ranks, UNTIED, plans), plans)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp64_of_adapters_and_frozen_weights_with_accumulation(ranks: RankPool, strategy: str) -> None:
+    for remat in ("none", "selective", "full"):
+        for targets in ((), ("q", "v"), ("down",)):
+            adapted = test_lora.lora_plan(strategy, 2, Lora(3, 6.0, targets), remat, 4)
+            test_lora.holds(ranks, UNTIED, [adapted])
+        for frozen in test_frozen.FROZEN.values():
+            test_frozen.holds(ranks, UNTIED, [test_frozen.frozen_plan(strategy, 2, frozen, remat, 4)])

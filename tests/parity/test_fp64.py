@@ -64,14 +64,8 @@ def test_every_second_block_recomputed(ranks: RankPool) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_same_batch_split_in_any_way(ranks: RankPool, world: int) -> None:
     """Eight rows a rank as 1 x 8, 2 x 4 and 8 x 1, in one bucket or many, all against one loop over all rows."""
-    rows = 32 // world
     plans = [
-        Plan(
-            layout=Layout(dp_replicate=world) if strategy == "ddp" else Layout(dp_shard=world),
-            batch=Batch(rows // m, m, 12, loss_chunk_tokens=chunk),
-            shard=Shard(strategy, bucket_bytes=bucket),  # type: ignore[arg-type]
-            precision=FP64,
-        )
+        split(strategy, world, bucket, m, chunk)
         for strategy, bucket, m, chunk in (
             ("ddp", 1, 1, 10_000),
             ("ddp", 2**25, 2, 5),
@@ -83,3 +77,13 @@ def test_the_same_batch_split_in_any_way(ranks: RankPool, world: int) -> None:
         if world > 1 or strategy == "ddp"
     ]
     holds(parity.prove(ranks, UNTIED, plans), plans)
+
+
+def split(strategy: str, world: int, bucket: int, m: int, chunk: int) -> Plan:
+    """32 rows a step over all ranks, in ``m`` micro-batches."""
+    return Plan(
+        layout=Layout(dp_replicate=world) if strategy == "ddp" else Layout(dp_shard=world),
+        batch=Batch(32 // world // m, m, 12, loss_chunk_tokens=chunk),
+        shard=Shard(strategy, bucket_bytes=bucket),  # type: ignore[arg-type]
+        precision=FP64,
+    )

@@ -113,6 +113,7 @@ def test_the_report_as_text() -> None:
     assert f"the process takes {show_bytes(10**6)}" in text
     assert "    def f|(x)" in text and "    def f|zz" in text
     assert 'shardwise generate runs/r --prompt "..."' in text
+    assert "8 steps, 512 tokens in 26:01:15." in report(seconds=26 * 3600 + 75.0).markdown()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's heap only")

@@ -10,6 +10,9 @@ import tomllib
 from functools import cache
 from itertools import chain
 
+import pytest
+
+import shardwise
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
 SLOW_OR_OPTIONAL = {
@@ -217,3 +220,13 @@ def test_the_contract_of_independence_names_every_technique() -> None:
     assert isinstance(tool, dict)
     contract = next(c for c in tool["importlinter"]["contracts"] if c["name"].startswith("Techniques"))
     assert sorted(contract["modules"]) == techniques
+
+
+def test_every_public_name_is_there() -> None:
+    """Names come when they are first asked for, so that a stale one would be noticed by nobody."""
+    for name in shardwise.__all__:
+        value = getattr(shardwise, name)
+        assert getattr(value, "__name__", name) == name
+    assert set(shardwise.__all__) <= set(dir(shardwise))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = shardwise.trian

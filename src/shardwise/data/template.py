@@ -159,7 +159,7 @@ def _limited() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if before not in (_overdue, signal.SIG_DFL):
+        if before not in (None, _overdue, signal.SIG_DFL):  # None: one that only C knows of
             signal.signal(signal.SIGVTALRM, before)
 
 
