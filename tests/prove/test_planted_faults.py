@@ -65,6 +65,7 @@ def killed_and_resumed(root: Path, name: str) -> None:
     made = recipe(root, name)
     with pytest.raises(Killed):
         train_here(made, (kill,))
+    assert [path.name for path in (directory(made) / "checkpoints").iterdir()] == ["step-00000003"]
     train_here(made)
 
 
