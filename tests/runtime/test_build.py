@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardwise.models import hf
 from shardwise.models.decoder import Decoder
@@ -14,6 +15,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime.generate import Sampling, choose, generate
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision, Shard
+from tests.models import foreign
 from tests.parity.cases import TIED, UNTIED
 from tests.runtime import rank_work
 
@@ -54,6 +56,18 @@ def test_trained_weights_are_read_and_written_in_any_layout(
     ranks.run(rank_work.copy_model, str(tmp_path / "in"), str(tmp_path / "out"), plan, world=world)
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[:3])
+def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
+    ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
+) -> None:
+    foreign.theirs_of("gpt2").save_pretrained(tmp_path / "in")
+    paths = str(tmp_path / "in"), str(tmp_path / "out")
+    ranks.run(rank_work.copy_model, *paths, plan_of(layout, strategy), foreign.spec_of("gpt2"), world=world)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_weights_have_the_type_that_the_plan_says(ranks: RankPool) -> None:
