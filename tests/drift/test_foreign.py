@@ -35,7 +35,7 @@ def sheet(kind: str, which: str) -> Sheet:
     return trace(spec_of(kind), which)
 
 
-@pytest.mark.parametrize(("kind", "plan"), product(("gpt2", "gpt_neox", "cohere2"), PLANS))
+@pytest.mark.parametrize(("kind", "plan"), list(product(("gpt2", "gpt_neox", "cohere2"), PLANS)))
 def test_plans(kind: str, plan: str) -> None:
     chosen = PLANS[plan]
     found = sheet(kind, variant(chosen.precision))
