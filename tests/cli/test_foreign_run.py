@@ -24,6 +24,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_text(Path("text"))
     save("gpt_neox", Path("model"))
+    save("gpt2", Path("turned"))
     settings = "model.path=model data.path=text data.cache=cache train.seq_len=16 train.global_batch_size=4"
     more = "optim.learning_rate=0.01 evaluate.max_batches=2 run.timeout_s=60 precision.compute=fp32"
     return ["train", *settings.split(), *more.split(), "--nproc", "2", "--run", "a"]
@@ -48,12 +49,21 @@ def test_tune_go_on_export(words: list[str], capfd: pytest.CaptureFixture[str]) 
     assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
 
 
-def test_adapters(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "lora.rank=2", "lora.targets=[query_key_value,dense]", "--max-steps", "3"]) == 0
+@pytest.mark.parametrize(
+    ("model", "chosen", "count"),
+    [
+        ("model", ["lora.targets=[query_key_value,dense]"], 6),
+        ("turned", ["lora.targets=[c_proj,c_fc]", "lora.dora=true", "parallel.strategy=zero3"], 9),
+    ],
+)
+def test_adapters(
+    words: list[str], capfd: pytest.CaptureFixture[str], model: str, chosen: list[str], count: int
+) -> None:
+    assert main([*words, f"model.path={model}", "lora.rank=2", *chosen, "--max-steps", "3"]) == 0
     assert main(["export", "runs/a"]) == 0
-    assert "6 adapters merged" in capfd.readouterr().out
-    merged, plain = logits("runs/a/hf"), logits("model")
-    fresh = AutoModelForCausalLM.from_pretrained("model")
+    assert f"{count} adapters merged" in capfd.readouterr().out
+    merged, plain = logits("runs/a/hf"), logits(model)
+    fresh = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(IDS).logits
     assert (merged - theirs).norm() < 1e-5 * theirs.norm() and (merged - plain).norm() > 1e-3 * plain.norm()

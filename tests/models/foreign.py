@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.data import tokens
 from shardwise.models import hf
@@ -60,6 +61,11 @@ def theirs_of(kind: str, **sizes: int) -> PreTrainedModel:
     return model.eval()
 
 
+def turned(theirs: PreTrainedModel) -> set[str]:
+    """The names of the weights that transformers has as [in, out]."""
+    return {f"{name}.weight" for name, module in theirs.named_modules() if isinstance(module, Conv1D)}
+
+
 def ours_of(kind: str, theirs: PreTrainedModel) -> ForeignDecoder:
     """The same model, made as the runtime makes it."""
     spec = spec_of(kind)
@@ -67,6 +73,7 @@ def ours_of(kind: str, theirs: PreTrainedModel) -> ForeignDecoder:
         model = ForeignDecoder(spec)
     allocate([model], spec, torch.device("cpu"))
     values = theirs.state_dict()
+    values |= {name: values[name].T for name in turned(theirs)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[hf.name_in_model(name, spec)])

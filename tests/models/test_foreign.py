@@ -3,6 +3,7 @@ refused by name."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,15 +15,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, DataError, PolicyError
-from shardwise.models import hf
+from shardwise.models import foreign, hf
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import parameter_shapes
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import read_spec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import precision
-from tests.models.foreign import CONFIGS, GATED, SIZES, config_of, ours_of, spec_of, theirs_of
+from shardwise.techniques.slices import cut
+from tests.models.foreign import CONFIGS, GATED, SIZES, config_of, ours_of, spec_of, theirs_of, turned
 from tests.models.llama import relative, tokens
 
 LENGTH = 24
@@ -41,6 +43,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(reference.flatten(0, 1), labels).backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    wanted |= {name: wanted[name].T for name in turned(theirs)}
     largest = max(float(gradient.norm()) for gradient in wanted.values())
     for name, parameter in ours.named_parameters():
         reference = wanted.pop(hf.name_in_model(name, ours.spec))
@@ -78,7 +81,10 @@ def test_what_a_spec_says_is_what_the_model_is() -> None:
     }
     assert found["starcoder2"].sliding_window == 7 and not found["starcoder2"].layer_types
     assert found["cohere2"].logits_scaling == 4.0 and found["vaultgemma"].final_soft_cap == 3.0
-    assert [kind for kind, spec in found.items() if spec.foreign and not spec.foreign.adaptable] == ["gpt2"]
+    assert [kind for kind, spec in found.items() if hf.turned(spec)] == ["gpt2"]
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert hf.turned(found["gpt2"]) == {f"layers.{block}.{layer}.weight" for block in range(3) for layer in layers}
+    assert parameter_shapes(found["gpt2"])["layers.2.mlp.c_fc.weight"] == (256, 64)
     for spec in found.values():
         assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads) == (90, 64, 3, 4)
         for name, shape in parameter_shapes(spec).items():
@@ -90,8 +96,9 @@ def test_files_go_both_ways(tmp_path: Path, kind: str) -> None:
     theirs = theirs_of(kind)
     theirs.save_pretrained(tmp_path / "theirs")
     spec = spec_of(kind)
-    whole = {name: tuple(slice(0, size) for size in shape) for name, shape in parameter_shapes(spec).items()}
-    values = dict(hf.read_weights(tmp_path / "theirs", whole, spec))
+    values = dict(hf.read_weights(tmp_path / "theirs", whole(spec), spec))
+    model = ours_of(kind, theirs)
+    assert all(torch.equal(values[name], parameter) for name, parameter in model.named_parameters())
     hf.write_weights(tmp_path / "ours", spec, values.__getitem__)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert type(again) is type(theirs)
@@ -102,6 +109,37 @@ def test_files_go_both_ways(tmp_path: Path, kind: str) -> None:
         assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
+def whole(spec: ModelSpec) -> dict[str, tuple[slice, ...]]:
+    return {name: tuple(slice(0, size) for size in shape) for name, shape in parameter_shapes(spec).items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_reads_its_rows_of_what_is_turned(tmp_path: Path, ranks: int) -> None:
+    """A copy of those alone, which lies as the parameter does."""
+    theirs, spec = theirs_of("gpt2"), spec_of("gpt2")
+    theirs.save_pretrained(tmp_path)
+    shapes, named = parameter_shapes(spec), load_file(tmp_path / "model.safetensors")
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in hf.turned(spec)}
+    for rank in range(ranks):
+        rows = {name: slice(*cut((0, shapes[name][0]), ranks, rank)) for name in found}
+        parts = {name: (rows[name], slice(0, shapes[name][1])) for name in found}
+        for name, value in hf.read_weights(tmp_path, parts, spec):
+            assert value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * 4
+            found[name].append(value)
+    for name, values in found.items():
+        assert torch.equal(torch.cat(values), named[hf.name_in_files(name, spec)].T), name
+
+
+def test_a_turned_matrix_of_the_wrong_shape_is_told_as_it_is_in_the_file(tmp_path: Path) -> None:
+    theirs_of("gpt2").save_pretrained(tmp_path)
+    named = load_file(tmp_path / "model.safetensors")
+    for wrong in ((192, 64), (64, 128)):  # the first is how it lies in memory
+        save_file(named | {"transformer.h.1.attn.c_attn.weight": torch.zeros(wrong)}, tmp_path / "model.safetensors")
+        said = f"`layers.1.attn.c_attn.weight` file {list(wrong)}, model [64, 192]"
+        with pytest.raises(DataError, match=f"1 of [0-9]+ tensors differ: {re.escape(said)}"):
+            hf.check_weights(str(tmp_path), None, spec_of("gpt2"))
+
+
 def test_old_names_are_read(tmp_path: Path) -> None:
     """GPT-2's own files lack ``transformer.`` and have the mask as a tensor."""
     theirs_of("gpt2").save_pretrained(tmp_path)
@@ -109,8 +147,8 @@ def test_old_names_are_read(tmp_path: Path) -> None:
     old = {name.removeprefix("transformer."): value for name, value in named.items()}
     save_file(old | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "model.safetensors")
     spec = spec_of("gpt2")
-    (found,) = hf.read_weights(tmp_path, {"layers.1.mlp.c_fc.weight": (slice(3, 9), slice(0, 4))}, spec)
-    assert torch.equal(found[1], named["transformer.h.1.mlp.c_fc.weight"][3:9, :4])
+    (found,) = hf.read_weights(tmp_path, {"layers.1.mlp.c_fc.weight": (slice(3, 90), slice(0, 4))}, spec)
+    assert torch.equal(found[1], named["transformer.h.1.mlp.c_fc.weight"].T[3:90, :4])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +170,13 @@ def test_what_cannot_be_taken_over_is_refused(kind: str, sizes: dict[str, object
     given = {key: value for key, value in GATED.items() if key in CONFIG_MAPPING[kind]().to_dict()}
     with pytest.raises(ConfigError, match=f"MOD001(.|\n)*{said}(.|\n)*docs/own-loop.md"):
         read_spec(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
+
+
+def test_matrices_of_an_unknown_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could say how they are multiplied by."""
+    monkeypatch.setattr(foreign, "_turn", lambda whole: [])
+    with pytest.raises(ConfigError, match=r"more than linear layers and norms \(layers.\{\}.attn.c_attn.weight, "):
+        read_spec(config_of("gpt2"), "other")
 
 
 def test_configs_that_are_wrong_are_refused_as_such() -> None:

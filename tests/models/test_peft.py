@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from shardwise.errors import DataError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
-from shardwise.models.decoder import Decoder
+from shardwise.models.foreign import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import local_cluster
@@ -28,14 +29,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transform
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
 STACKED = families.spec_of("phi3")
+TURNED = foreign.spec_of("gpt2")
 IDS = torch.arange(40).remainder(96).view(2, 20)
 POSITIONS = torch.arange(20).expand(2, 20)
 
 
-def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Decoder:
+def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Model:
     """A model with random weights, B of its adapters too."""
     torch.manual_seed(0)
-    model = Decoder(spec)
+    model = model_of(spec)
     lora.apply([model], Plan(lora=settings), None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -44,14 +46,14 @@ def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Decoder:
     return model
 
 
-def write(directory: Path, model: Decoder, settings: Lora) -> None:
+def write(directory: Path, model: Model, settings: Lora) -> None:
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     hf.write_weights(directory / "base", model.spec, named.__getitem__)
     shapes = {name: tuple(value.shape) for name, value in named.items() if is_adapter(name)}
     write_adapter(directory / "adapter", settings, model.spec, str(directory / "base"), shapes, named.__getitem__)
 
 
-def read(directory: Path, model: Decoder, settings: Lora) -> None:
+def read(directory: Path, model: Model, settings: Lora) -> None:
     """Give ``model`` the adapter in ``directory``."""
     parameters = dict(model.named_parameters())
     parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in parameters.items()}
@@ -78,6 +80,28 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora, spec: ModelSpec) -> None:
     """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base. Phi's files
     stack layers: there the adapters of several are one of PEFT's, of as many times the rank."""
+    check_written(tmp_path, settings, spec)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Lora(4, 8.0),
+        Lora(8, 4.0, ("c", "c_fc"), rslora=True),
+        Lora(4, 8.0, ("c_attn", "c"), dropout=0.5, dora=True),
+    ],
+    ids=["all-linear", "rslora", "dora"],
+)
+def test_peft_reads_what_is_written_of_turned_layers(tmp_path: Path, settings: Lora) -> None:
+    """Each block has two layers called c_proj: both or none have adapters, here and there."""
+    check_written(tmp_path, settings, TURNED)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    names = {"c": "c_proj"}
+    targets = [names.get(role, role) for role in settings.targets]
+    assert config["fan_in_fan_out"] and (not targets or config["target_modules"] == sorted(targets))
+
+
+def check_written(tmp_path: Path, settings: Lora, spec: ModelSpec) -> None:
     model = adapted(settings, spec)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -96,16 +120,27 @@ def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora, spec: ModelS
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("spec", [SPEC, STACKED], ids=["llama", "phi3"])
-def test_what_peft_writes_is_read(tmp_path: Path, dora: bool, spec: ModelSpec) -> None:
+@pytest.mark.parametrize(
+    ("spec", "targets", "layers"),
+    [
+        (SPEC, ("q", "up"), ["q_proj", "up_proj"]),
+        (STACKED, ("q", "k", "v"), ["qkv_proj"]),
+        (TURNED, ("c_attn", "c_fc"), ["c_attn", "c_fc"]),
+        (TURNED, ("c",), ["c_proj"]),
+    ],
+    ids=["llama", "phi3", "gpt2", "gpt2's two of one name"],
+)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_writes_is_read(
+    tmp_path: Path, dora: bool, rslora: bool, spec: ModelSpec, targets: tuple[str, ...], layers: list[str]
+) -> None:
     """PEFT's adapter of a stacked layer has one A: each of the layers in it gets a copy."""
-    stacked = spec is STACKED
-    settings = Lora(4, 8.0, ("q", "k", "v") if stacked else ("q", "up"), dora=dora)
+    settings = Lora(4, 8.0, targets, rslora=rslora, dora=dora)
     model = adapted(settings, spec)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    layers = ["qkv_proj"] if stacked else ["q_proj", "up_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False, use_dora=dora)
+    given: dict[str, bool] = {"use_dora": dora, "use_rslora": rslora, "fan_in_fan_out": spec is TURNED}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False, **given)
     theirs = peft.get_peft_model(base, config)
     theirs.save_pretrained(tmp_path / "theirs")
     read(tmp_path / "theirs", model, settings)
@@ -166,10 +201,22 @@ PATTERNS = Precision("bf16", modules=(("*norm", "fp32"),))
         (SPEC, Plan(lora=Lora(4, 8.0, ("xyz",))), ["all-linear, or some of q, k, v, o, gate, up, down"]),
         (SPEC, Plan(lora=Lora(17, 8.0)), ["16"]),
         (SPEC, Plan(lora=Lora(4, 8.0), precision=PATTERNS), ["leave out precision.modules"]),
-        (foreign.spec_of("gpt2"), Plan(lora=Lora(4, 8.0)), ["full fine-tuning, or a model of another family"]),
+        (TURNED, Plan(lora=Lora(4, 8.0, ("c_attn", "c", "c_fc"))), []),
+        (TURNED, Plan(lora=Lora(4, 8.0, ("c_fx",))), ["did you mean `c_fc`?"]),
         (foreign.spec_of("glm4"), Plan(lora=Lora(4, 8.0, ("gate_up",))), []),
     ],
-    ids=["part of a stack", "a stack's name", "no stack", "a typo", "unknown", "thick", "types", "turned", "foreign"],
+    ids=[
+        "part of a stack",
+        "a stack's name",
+        "no stack",
+        "a typo",
+        "unknown",
+        "thick",
+        "types",
+        "turned",
+        "turned, a typo",
+        "foreign",
+    ],
 )
 def test_what_has_no_adapter_is_told_with_what_to_write(spec: ModelSpec, plan: Plan, fixes: list[str]) -> None:
     problems = lora.check(spec, plan, local_cluster())

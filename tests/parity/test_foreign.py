@@ -1,5 +1,5 @@
 """In float64 a model of transformers' own modules is trained as the plain loop trains it: one with learnt positions and
-turned weights, one with blocks in parallel and rotation, and adapters on the latter."""
+turned weights, one with blocks in parallel and rotation, and adapters on both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_full(ranks: RankPool, kind: str) -> None:
     holds(parity.prove(ranks, spec, plans), plans)
 
 
-def test_adapters(ranks: RankPool) -> None:
-    spec = replace(spec_of("gpt_neox"), initializer_range=0.3)
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_adapters(ranks: RankPool, kind: str) -> None:
+    spec = replace(spec_of(kind), initializer_range=0.3)
     of = replace(plan("zero3", 2, FP64, Remat("full"), 4), lora=Lora(2, 4.0))
     adapters_hold(ranks, spec, [of])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ShardwiseError
 from shardwise.methods import pretrain
+from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import agree, build, export, generate, measure, reduce, world
 from shardwise.runtime.state import TrainState
@@ -191,11 +192,11 @@ class NoTokenizer:
         pass
 
 
-def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan) -> None:
+def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan, spec: ModelSpec = UNTIED) -> None:
     """Read a model's directory into this layout and export it again."""
     recipe = Recipe.model_validate({"model": {"path": source}})
-    state = build.build(recipe, UNTIED, plan, world.mesh(plan.layout, "cpu"), CPU)
-    export.export(state.parameters(), UNTIED, NoTokenizer(), Path(target), torch.float32)  # type: ignore[arg-type]
+    state = build.build(recipe, spec, plan, world.mesh(plan.layout, "cpu"), CPU)
+    export.export(state.parameters(), spec, NoTokenizer(), Path(target), torch.float32)  # type: ignore[arg-type]
     dist.barrier()
 
 

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardwise.models import hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.init import fill
 from shardwise.prove.pool import RankPool
+from shardwise.runtime import build
 from shardwise.runtime.generate import Sampling, choose, generate
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan, Precision, Shard
+from shardwise.spec.plan import Lora, Plan, Precision, Shard
+from shardwise.spec.recipe import Recipe
+from shardwise.techniques import fourbit
+from shardwise.techniques.quantised import NF4_PARTS
+from tests.models import foreign
 from tests.parity.cases import TIED, UNTIED
 from tests.runtime import rank_work
 
@@ -54,6 +60,35 @@ def test_trained_weights_are_read_and_written_in_any_layout(
     ranks.run(rank_work.copy_model, str(tmp_path / "in"), str(tmp_path / "out"), plan, world=world)
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[:3])
+def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
+    ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
+) -> None:
+    foreign.theirs_of("gpt2").save_pretrained(tmp_path / "in")
+    paths = str(tmp_path / "in"), str(tmp_path / "out")
+    ranks.run(rank_work.copy_model, *paths, plan_of(layout, strategy), foreign.spec_of("gpt2"), world=world)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_turned_weights_in_four_bits_and_their_magnitudes(tmp_path: Path) -> None:
+    """Blocks of 64 are of an output's row, and so are the norms."""
+    theirs = foreign.theirs_of("gpt2")
+    theirs.save_pretrained(tmp_path)
+    recipe = Recipe.model_validate({"model": {"path": str(tmp_path)}})
+    plan = Plan(lora=Lora(4, 8.0, nf4=True, dora=True))
+    state = build.build(recipe, foreign.spec_of("gpt2"), plan, None, torch.device("cpu"))
+    found = state.parameters()
+    for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        kept = fourbit.quantise(theirs.get_parameter(f"transformer.h.1.{layer}.weight").detach().T.contiguous())
+        assert all(
+            torch.equal(found[f"layers.1.{layer}.{word}"], part) for word, part in zip(NF4_PARTS, kept, strict=True)
+        )
+        norms = torch.linalg.vector_norm(fourbit.dequantise(*kept, torch.float32), dim=1)
+        torch.testing.assert_close(found[f"layers.1.{layer}.lora_m"].detach(), norms)
 
 
 def test_weights_have_the_type_that_the_plan_says(ranks: RankPool) -> None:

@@ -1,9 +1,10 @@
 """Models that transformers has and the decoder has not: transformers' own modules, in the decoder's place.
 
 Attention goes through our operation, by the seam that transformers leaves for it, so that documents are kept apart, no
-dense mask exists, and planner and recomputation know it. :func:`examine` runs a model once on the meta device to learn
-where its parts are, and refuses by name what could not be taken over: another kind of mask, logits that pass through
-more than an output layer, blocks that differ or hold more than linear layers and norms.
+dense mask exists, and planner and recomputation know it. Layers that have their weight as [in, out] become linear ones,
+so that their files alone differ (models/hf.py). :func:`examine` runs a model once on the meta device to learn where its
+parts are, and refuses by name what could not be taken over: another kind of mask, logits that pass through more than an
+output layer, blocks that differ or hold more than linear layers and norms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder, Finish
 from shardwise.models.foreign_spec import Foreign
 from shardwise.models.layers import soft_cap
-from shardwise.models.roles import role
+from shardwise.models.roles import is_linear, role
 
 NAME = "shardwise"
 """Of our attention among transformers' own."""
@@ -38,7 +39,7 @@ class ForeignDecoder(nn.Module):
         super().__init__()
         assert spec.foreign is not None
         self.spec = spec
-        whole = _build(json.loads(spec.foreign.config), NAME)
+        whole, _ = _build(json.loads(spec.foreign.config), NAME)
         self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
         for name, path in spec.foreign.places:
             self.add_module(name, whole.get_submodule(path))
@@ -98,14 +99,26 @@ def _refuse(name: str, what: str) -> NoReturn:
     raise ConfigError(Problem("MOD001", f"not supported: {what}", f"config of {name}", fix))
 
 
-def _build(config: dict[str, Any], attend: str) -> Any:
-    """The model of transformers, in the default type, with dropout off: no layout could draw it alike."""
+def _build(config: dict[str, Any], attend: str) -> tuple[Any, list[str]]:
+    """The model of transformers, in the default type, with dropout off: no layout could draw it alike. And the names
+    there of the weights that it would have turned."""
     from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attend)
     drops = {key: 0.0 for key, value in config.items() if re.search("drop", key) and isinstance(value, float)}
     made = CONFIG_MAPPING[config["model_type"]].from_dict(config | drops)
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attend, dtype=torch.get_default_dtype())
+    whole = AutoModelForCausalLM.from_config(made, attn_implementation=attend, dtype=torch.get_default_dtype())
+    return whole, _turn(whole)
+
+
+def _turn(whole: Any) -> list[str]:
+    """Put a linear layer in the place of every Conv1D, which is one but for its weight: [in, out]. Their weights."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = {name: module for name, module in whole.named_modules() if isinstance(module, Conv1D)}
+    for name, module in found.items():
+        whole.set_submodule(name, nn.Linear(module.nx, module.nf))
+    return [f"{name}.weight" for name in found]
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **given: Any) -> tuple[Tensor, None]:
@@ -128,6 +141,7 @@ class _Seen:
         self.windows: list[int | None] = []
         self.heads: tuple[int, int, int] = (0, 0, 0)
         self.layers: list[nn.Module] = []
+        self.turned: list[str] = []
 
     def mask(self, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Any:
         """In the place of a mask the window, if the mask is that of a window, or causal and no more."""
@@ -177,7 +191,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     AttentionInterface.register(f"{NAME}-examined", seen.attend)
     AttentionMaskInterface.register(f"{NAME}-examined", seen.mask)
     with torch.device("meta"):
-        whole = _build(config, f"{NAME}-examined")
+        whole, seen.turned = _build(config, f"{NAME}-examined")
     text = whole.config.get_text_config()
     lists = [(path, list(module)) for path, module in whole.named_modules() if isinstance(module, nn.ModuleList)]
     lists = [(path, blocks) for path, blocks in lists if len(blocks) == text.num_hidden_layers]
@@ -282,17 +296,17 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
     if tied:
         del found["head.weight"]
     kept = set(whole.state_dict()) - {key for key, _ in whole.named_parameters(remove_duplicate=False)}
-    odd = [name for name, shape in found.items() if not _plain(name, shape)]
+    linear = {f"layers.{{}}.{key}" for key, module in seen.layers[0].named_modules() if isinstance(module, nn.Linear)}
+    odd = [name for name in found if is_linear(name) and name.removesuffix(".weight") not in linear]
+    odd += [name for name, shape in found.items() if not _plain(name, shape) and name not in odd]
     if kept or odd:
         seen.refuse(f"it holds more than linear layers and norms ({', '.join(odd or sorted(kept))[:60]})")
-    linear = {key for key, module in seen.layers[0].named_modules() if isinstance(module, nn.Linear)}
-    matrices = {key.removesuffix(".weight") for key, value in first.items() if value.ndim == 2}
     named = _names_in_files(whole, dict(places), list(found), seen)
     inner = dict(places)["layers"].rpartition(".")[0]
     ignored = sorted(whole._keys_to_ignore_on_load_unexpected or ())  # a set in some
     parameters = tuple((name, named[name], shape) for name, shape in found.items())
-    text = json.dumps(config, sort_keys=True)
-    return Foreign(text, inner, tuple(places), parameters, matrices <= linear, tuple(ignored))
+    turned = tuple(name for name in found if _path(name, dict(places)) in seen.turned)
+    return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, turned, tuple(ignored))
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> bool:
@@ -309,8 +323,13 @@ def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: 
     saved = {id(value): name for name, value in revert_weight_conversion(whole, dict(state)).items()}
     found = {}
     for name in names:
-        part, _, rest = name.partition(".")
-        theirs = saved.get(id(state[f"{places[part]}.{rest}".format(0)]))
+        theirs = saved.get(id(state[_path(name, places)]))
         theirs = theirs or seen.refuse(f"its files store {name} in another form")
-        found[name] = theirs.replace(".0.", ".{}.", 1) if part == "layers" else theirs
+        found[name] = theirs.replace(".0.", ".{}.", 1) if name.startswith("layers.") else theirs
     return found
+
+
+def _path(name: str, places: dict[str, str]) -> str:
+    """Where transformers' model has the parameter that is ours by ``name``; of the blocks the first."""
+    part, _, rest = name.partition(".")
+    return f"{places[part]}.{rest}".format(0)

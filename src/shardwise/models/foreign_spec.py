@@ -12,14 +12,14 @@ NOTICE = "in transformers' own modules (no types by module, no start from random
 class Foreign:
     """A model of transformers' own modules (models/foreign.py). ``config``: all of its config.json, as text. ``inner``:
     where in its model what runs all blocks is; ``places``: where each of our parts is, in the order in which they run.
-    ``parameters``: canonical name, name in files, shape; those of a block once, with {} for its number. ``adaptable``:
-    all matrices of a block are linear layers. ``ignored``: patterns of tensors in old files that are no parameters."""
+    ``parameters``: canonical name, name in files, shape; those of a block once, with {} for its number. ``turned``:
+    those that the files have as [in, out]. ``ignored``: patterns of tensors in old files that are no parameters."""
 
     config: str
     inner: str
     places: tuple[tuple[str, str], ...]
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
-    adaptable: bool
+    turned: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:

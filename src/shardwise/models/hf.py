@@ -57,6 +57,18 @@ def name_in_files(name: str, spec: ModelSpec) -> str:
     return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)
 
 
+def turned(spec: ModelSpec) -> set[str]:
+    """The canonical names of the matrices that the files have as [in, out]: those of GPT-2's linear layers."""
+    names = () if spec.foreign is None else spec.foreign.turned
+    return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
+
+
+def _shapes_in_files(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """What each parameter's shape is there."""
+    there = turned(spec)
+    return {name: shape[::-1] if name in there else shape for name, shape in parameter_shapes(spec).items()}
+
+
 def stacks(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Every tensor of the files by its Hugging Face name, with the canonical parameters that are stacked in it along
     dim 0, in order; most have one. Each parameter is in exactly one."""
@@ -144,7 +156,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:
     """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
-    shapes = parameter_shapes(spec)
+    shapes = _shapes_in_files(spec)
     theirs = stacks(spec)
     found = _text_part(found, spec) if spec.foreign is None else _named_as_now(found, spec.foreign, theirs)
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
@@ -213,10 +225,11 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
 
 
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, its slice as stored) for each of ``parts``, one at a time. All headers are checked first."""
-    entries = match(find_weights(source), spec, str(source))
+    """(canonical name, its slice in the stored type) for each of ``parts``, one at a time. All headers are checked
+    first."""
+    entries, there = match(find_weights(source), spec, str(source)), turned(spec)
     for name, part in parts.items():
-        yield name, entries[name].read(part)
+        yield name, entries[name].read(part, turned=name in there)
 
 
 def write_weights(
@@ -232,7 +245,7 @@ def write_weights(
     ``parameter_shapes(spec)``, and no more than one tensor of the files is held.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    parts, single = stacks(spec), parameter_shapes(spec)
+    parts, single, there = stacks(spec), _shapes_in_files(spec), turned(spec)
     assert [name for names in parts.values() for name in names] == list(single)  # stacked ones follow each other
     shapes = {
         theirs: (sum(single[name][0] for name in names), *single[names[0]][1:]) for theirs, names in parts.items()
@@ -249,7 +262,7 @@ def write_weights(
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for file, names in zip(files, shards, strict=True):
-        values = (_stacked([fetch(part) for part in parts[name]]) for name in names)
+        values = (_stacked([fetch(part).T if part in there else fetch(part) for part in parts[name]]) for name in names)
         tensorfile.write(directory / file, {name: shapes[name] for name in names}, dtype, values)
     if count > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.hf import name_in_model
+from shardwise.models.hf import name_in_model, turned
 from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
@@ -81,7 +81,7 @@ def write_adapter(
         "use_rslora": lora.rslora,
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": bool(turned(spec)),  # of the model's own layers: A and B are [r, in] and [out, r] in any case
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -54,8 +54,9 @@ class Entry:
         first = self.start + start * row_bytes
         return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
 
-    def read(self, part: Sequence[slice] | None = None) -> Tensor:
-        """A copy of the slice ``part``. The file is mapped: no more than the slice is allocated."""
+    def read(self, part: Sequence[slice] | None = None, *, turned: bool = False) -> Tensor:
+        """A copy of the slice ``part``, of the tensor or ``turned`` of its transpose. The file is mapped: no more than
+        the slice is allocated."""
         if not prod(self.shape):
             whole = torch.empty(self.shape, dtype=self.dtype)
         else:
@@ -66,6 +67,7 @@ class Entry:
             if offset % self.dtype.itemsize:
                 source, offset = bytearray(mapped[self.start : self.stop]), 0
             whole = torch.frombuffer(source, dtype=self.dtype, count=prod(self.shape), offset=offset).view(self.shape)
+        whole = whole.T if turned else whole
         return whole[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
 
 

@@ -85,9 +85,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.precision.modules:
         what = "adapters and types by module do not go together"
         problems.append(Problem("PLAN018", what, "precision.modules", "leave out precision.modules"))
-    if spec.foreign is not None and not spec.foreign.adaptable:
-        what = f"{spec.family} turns layers in its files, for which there is no adapter"
-        problems.append(Problem("PLAN018", what, "lora.rank", "full fine-tuning, or a model of another family"))
     for stack in stacks.values():
         left = [name for name in stack if name not in plan.lora.targets]
         if 0 < len(left) < len(stack):
