@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT
 MAKEFLAGS += --no-print-directory
@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
