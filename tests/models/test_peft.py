@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -179,6 +180,51 @@ def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) ->
     config.write_text(config.read_text().replace('"qkv_proj": 12', '"qkv_proj": 8'))
     with pytest.raises(DataError, match="rank_pattern, which is not served"):
         read(tmp_path / "adapter", adapted(settings, STACKED), settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "bias lora_only"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # PEFT takes the bias of a B for a shard
+def test_what_peft_can_do_beside_is_named(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    """Some of it would load and be wrong: PiSSA and OLoRA take what the adapter begins with out of the model."""
+    settings = Lora(4, 8.0, ("q",))
+    model = adapted(settings)
+    write(tmp_path, model, settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **given}
+    )
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(DataError, match=f"the adapter uses {said}, which is not served"):
+        read(tmp_path / "theirs", model, settings)
+
+
+@pytest.mark.parametrize("first", [True, False, "gaussian", "orthogonal"])
+def test_how_an_adapter_began_is_no_hindrance(tmp_path: Path, first: bool | str) -> None:
+    settings = Lora(4, 8.0, ("q",))
+    model = adapted(settings)
+    write(tmp_path, model, settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=first)  # type: ignore[arg-type]
+    theirs = peft.get_peft_model(base, config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    read(tmp_path / "theirs", model, settings)
+    with torch.no_grad():
+        ours = model(IDS, POSITIONS, MaskSpec())
+    assert (logits(theirs) - ours).norm() < 1e-5 * ours.norm()
 
 
 def test_an_adapter_of_another_size(tmp_path: Path) -> None:

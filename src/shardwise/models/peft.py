@@ -20,6 +20,11 @@ from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BESIDE = ("modules_to_save", "layers_to_transform", "lora_bias", "trainable_token_indices", "target_parameters")
+_BESIDE += ("alora_invocation_tokens", "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config")
+_FIRST = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Ways to begin that leave the model as it is. PiSSA, OLoRA, CorDA, LoftQ and others take the adapter's first value out
+of the model's weights, so that it belongs to another model than the one that its config names."""
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
@@ -106,11 +111,12 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     found, modules, weights = tensorfile.entries(directory / WEIGHTS), _modules(names, spec), parameter_shapes(spec)
     linears = _modules((name.replace(".weight", ".lora_a.weight") for name in weights if is_linear(name)), spec)
     blocks = _in_blocks(config, lora, linears)
-    problems = [*_unserved(config, where, blocks=blocks), *_settings_differ(config, lora, where)]
+    unserved = _unserved(config, where, blocks=blocks)
+    problems = [*unserved, *_settings_differ(config, lora, where)]
     theirs = {
         f"{module}.{_WORDS[word]}": (word, names) for module, words in modules.items() for word, names in words.items()
     }
-    if odd := sorted(found.keys() ^ theirs.keys()):
+    if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
         problems.append(Problem("CKPT003", what, where, f"lora.targets: {_targets(config, linears)}"))
     if problems:
@@ -173,14 +179,16 @@ def read_adapter(
 
 
 def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:
-    """What PEFT's LoRA can do and this one does not."""
+    """What PEFT's LoRA can do and this one does not: some has tensors of its own, some would load and be wrong."""
     odd = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key) and not blocks]
-    odd += ["modules_to_save"] if config.get("modules_to_save") else []
+    odd += [key for key in _BESIDE if config.get(key)]
     if config.get("peft_type") != "LORA":
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
         odd.append(f"bias {config['bias']}")
-    fix = "an adapter with one rank for all layers"
+    if config.get("init_lora_weights") not in _FIRST:
+        odd.append(f"init_lora_weights {config['init_lora_weights']}")
+    fix = "an adapter with one rank for all layers, or this one merged into its model by PEFT"
     return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fix) for key in odd]
 
 
