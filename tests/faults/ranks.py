@@ -106,8 +106,8 @@ def environment() -> dict[str, str]:
 
 
 def prepare(*more: str) -> None:
-    """Import what ranks import, and ``more``; and leave out seconds of every run that these tests have nothing to do
-    with: runs of the real command line, which do all of it, end alike."""
+    """Import what ranks import, and ``more``. Samples are short and the machine's peak is not measured: what these
+    tests look at does not depend on them, and the runs of the real command line do all of it."""
     for name in (*IMPORTED, *more):
         importlib.import_module(name)
     from shardwise.runtime import begin, sample

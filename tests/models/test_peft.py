@@ -187,7 +187,6 @@ def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) ->
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
         ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
-        ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias lora_only"),
         ({"lora_bias": True}, "lora_bias"),
@@ -210,6 +209,74 @@ def test_what_peft_can_do_beside_is_named(tmp_path: Path, given: dict[str, Any],
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
     with pytest.raises(DataError, match=f"the adapter uses {said}, which is not served"):
         read(tmp_path / "theirs", model, settings)
+
+
+def test_what_a_config_says_of_itself_is_believed(tmp_path: Path) -> None:
+    """Words of PEFT's that take more than a model to make an adapter of: here they are written into a plain one's."""
+    settings = Lora(4, 8.0, ("q",))
+    model = adapted(settings)
+    write(tmp_path, model, settings)
+    file = tmp_path / "adapter/adapter_config.json"
+    plain = json.loads(file.read_text())
+    for key, value in (
+        *(("init_lora_weights", first) for first in ("pissa_niter_4", "corda", "loftq", "lora_ga")),
+        *((key, {"a": 1}) for key in ("layer_replication", "target_parameters", "use_bdlora", "arrow_config")),
+    ):
+        file.write_text(json.dumps(plain | {key: value}))
+        with pytest.raises(DataError, match=f"the adapter uses {key}") as caught:
+            read(tmp_path / "adapter", model, settings)
+        (problem,) = caught.value.problems
+        assert ("save_pretrained" in problem.fix) == (key == "init_lora_weights")
+    for value in (None, "Gaussian", "eva", "mica"):
+        file.write_text(json.dumps(plain | {"init_lora_weights": value}))
+        read(tmp_path / "adapter", model, settings)
+
+
+@pytest.mark.parametrize(
+    ("spec", "role", "given"),
+    [
+        (SPEC, "q", {"target_modules": ["q_proj"], "layers_to_transform": [0]}),
+        (SPEC, "q", {"target_modules": ["q_proj"], "layers_to_transform": 0}),
+        (TURNED, "c", {"target_modules": ["attn.c_proj"], "fan_in_fan_out": True}),
+    ],
+    ids=["some blocks", "the first block", "one of two layers of a name"],
+)
+def test_an_adapter_that_no_recipe_can_name(tmp_path: Path, spec: ModelSpec, role: str, given: dict[str, Any]) -> None:
+    """Not told to write targets that would be refused next."""
+    settings = Lora(4, 8.0, (role,))
+    model = adapted(settings, spec)
+    write(tmp_path, model, settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **given)).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(DataError, match="the adapter and the recipe's targets differ") as caught:
+        read(tmp_path / "theirs", model, settings)
+    assert [problem.fix.partition(",")[0] for problem in caught.value.problems] == [
+        "an adapter of every layer of a name"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")  # of other adapters beside it
+def test_a_converted_pissa_adapter_is_a_plain_one(tmp_path: Path) -> None:
+    """What the refusal says to do: of twice the rank, on the model as it was."""
+    settings = Lora(8, 16.0, ("q",))
+    model = adapted(settings)
+    write(tmp_path, model, settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
+    theirs = peft.get_peft_model(base, config)
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "first")
+    theirs.peft_config["default"].init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            value += 0.05 * torch.randn_like(value) if "lora_" in name else 0.0
+    right = logits(theirs)
+    converted = tmp_path / "theirs"
+    theirs.save_pretrained(converted, path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    read(converted, model, settings)
+    with torch.no_grad():
+        ours = model(IDS, POSITIONS, MaskSpec())
+    assert (right - ours).norm() < 1e-4 * ours.norm()  # the model with the first value taken out and put back, in fp32
 
 
 @pytest.mark.parametrize("first", [True, False, "gaussian", "orthogonal"])

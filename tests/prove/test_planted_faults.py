@@ -63,7 +63,7 @@ def killed_and_resumed(root: Path, name: str) -> None:
         if state.step == 5:
             raise Killed
 
-    made = recipe(root, name)
+    made = recipe(root, name, checkpoint={"asynchronous": False})
     with pytest.raises(Killed):
         train_here(made, (kill,))
     assert newest_step(directory(made)) == 3

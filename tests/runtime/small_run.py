@@ -48,7 +48,7 @@ def recipe(root: Path, name: str = "run", **changes: Any) -> Recipe:
         "model": {"config": MODEL},
         "train": {"seq_len": SEQ_LEN, "max_steps": 8},
         "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
-        "checkpoint": {"save_steps": 3, "asynchronous": False},  # there when a run is broken off soon after
+        "checkpoint": {"save_steps": 3},
         "evaluate": {"max_batches": 2},
     }
     for section, keys in changes.items():

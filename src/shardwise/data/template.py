@@ -147,7 +147,7 @@ def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _limited() -> Iterator[None]:
     """TimeoutError after LIMIT_S of this process's time, where signals can be had: in a main thread. Where nobody had a
-    handler ours stays: setting it anew for each rendering would cost as much as rendering."""
+    handler (or only C knows of one) ours stays: setting it for each rendering would cost as much as rendering."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -242,7 +242,7 @@ def write_weights(
     """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in the order of
-    ``parameter_shapes(spec)``, and no more than one tensor of the files is held.
+    ``parameter_shapes(spec)``, and no more than one tensor of the files and a copy of it are held.
     """
     directory.mkdir(parents=True, exist_ok=True)
     parts, single, there = stacks(spec), _shapes_in_files(spec), turned(spec)

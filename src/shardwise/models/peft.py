@@ -20,9 +20,9 @@ from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BESIDE = ("modules_to_save", "layers_to_transform", "lora_bias", "trainable_token_indices", "target_parameters")
-_BESIDE += ("alora_invocation_tokens", "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config")
-_FIRST = (None, True, False, "gaussian", "eva", "orthogonal")
+_BESIDE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
+_BESIDE += ("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
+_FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Ways to begin that leave the model as it is. PiSSA, OLoRA, CorDA, LoftQ and others take the adapter's first value out
 of the model's weights, so that it belongs to another model than the one that its config names."""
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
@@ -118,7 +118,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     }
     if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
-        problems.append(Problem("CKPT003", what, where, f"lora.targets: {_targets(config, linears)}"))
+        problems.append(Problem("CKPT003", what, where, _targets(config, linears)))
     if problems:
         raise DataError(*problems)
     places: dict[str, tuple[Entry, int]] = {}
@@ -155,12 +155,13 @@ def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapp
 
 
 def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """What the adapter is of, as a recipe says it."""
+    """What the adapter is of, as a recipe says it, if a recipe can."""
     layers = {module.rpartition(".")[2]: words["lora_a"] for module, words in linears.items()}
     theirs = config.get("target_modules")
-    known = isinstance(theirs, list) and all(name in layers for name in theirs)
-    roles = [role(name.replace(".lora_a", "")) for target in theirs or () for name in layers[target]] if known else []
-    return f"[{', '.join(dict.fromkeys(roles))}]" if known else str(theirs)
+    if not isinstance(theirs, list) or config.get("layers_to_transform") is not None or set(theirs) - set(layers):
+        return "an adapter of every layer of a name, in every block, or the model that PEFT merges this one into"
+    roles = [role(name.replace(".lora_a", "")) for target in theirs for name in layers[target]]
+    return f"lora.targets: [{', '.join(dict.fromkeys(roles))}]"
 
 
 def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
@@ -186,10 +187,12 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
         odd.append(f"bias {config['bias']}")
-    if config.get("init_lora_weights") not in _FIRST:
-        odd.append(f"init_lora_weights {config['init_lora_weights']}")
-    fix = "an adapter with one rank for all layers, or this one merged into its model by PEFT"
-    return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fix) for key in odd]
+    fixes = dict.fromkeys(odd, "an adapter of plain LoRA, with one rank for all layers")
+    first = config.get("init_lora_weights")
+    if (first.lower() if isinstance(first, str) else first) not in _FIRST:
+        convert = "the same saved anew: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        fixes[f"init_lora_weights {first}"] = convert
+    return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fixes[key]) for key in fixes]
 
 
 def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> list[Problem]:

@@ -56,7 +56,7 @@ class Entry:
 
     def read(self, part: Sequence[slice] | None = None, *, turned: bool = False) -> Tensor:
         """A copy of the slice ``part``, of the tensor or ``turned`` of its transpose. The file is mapped: no more than
-        the slice is allocated."""
+        the slice is allocated, but for a tensor that lies unaligned in it."""
         if not prod(self.shape):
             whole = torch.empty(self.shape, dtype=self.dtype)
         else:
