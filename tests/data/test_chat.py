@@ -360,6 +360,15 @@ def test_a_callers_timer_is_as_it_was() -> None:
         signal.signal(signal.SIGVTALRM, before)
 
 
+def test_a_handler_that_only_c_knows_of_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python cannot put it back: ``signal.signal`` refuses None."""
+    before = signal.getsignal(signal.SIGVTALRM)
+    with monkeypatch.context() as patched:
+        patched.setattr("shardwise.data.template.signal.getsignal", lambda number: None)
+        assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
+    signal.signal(signal.SIGVTALRM, before)
+
+
 def test_a_template_with_a_fault_is_named_by_its_line() -> None:
     with pytest.raises(DataError, match=r"error\[CHAT001\]: chat template line 3: .*endfor"):
         Template("{% if messages %}\n\n{% endfor %}", {})
