@@ -120,6 +120,15 @@ def check_written(tmp_path: Path, settings: Lora, spec: ModelSpec) -> None:
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), model.parameters(), strict=True))
 
 
+def is_read(theirs: Any, tmp_path: Path, model: Model, settings: Lora) -> None:
+    """PEFT saves it, we read it, and both compute the same."""
+    theirs.save_pretrained(tmp_path / "theirs")
+    read(tmp_path / "theirs", model, settings)
+    with torch.no_grad():
+        ours = model(IDS, POSITIONS, MaskSpec())
+    assert (logits(theirs) - ours).norm() < 1e-5 * ours.norm()
+
+
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(
     ("spec", "targets", "layers"),
@@ -142,12 +151,7 @@ def test_what_peft_writes_is_read(
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     given: dict[str, bool] = {"use_dora": dora, "use_rslora": rslora, "fan_in_fan_out": spec is TURNED}
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False, **given)
-    theirs = peft.get_peft_model(base, config)
-    theirs.save_pretrained(tmp_path / "theirs")
-    read(tmp_path / "theirs", model, settings)
-    with torch.no_grad():
-        ours = model(IDS, POSITIONS, MaskSpec())
-    assert (logits(theirs) - ours).norm() < 1e-5 * ours.norm()
+    is_read(peft.get_peft_model(base, config), tmp_path, model, settings)
 
 
 def test_an_adapter_of_stacked_layers_that_was_trained_on_as_one(tmp_path: Path) -> None:
@@ -226,7 +230,7 @@ def test_what_a_config_says_of_itself_is_believed(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"the adapter uses {key}") as caught:
             read(tmp_path / "adapter", model, settings)
         (problem,) = caught.value.problems
-        assert ("save_pretrained" in problem.fix) == (key == "init_lora_weights")
+        assert ("save_pretrained" in problem.fix) == (value in ("pissa_niter_4", "corda", "lora_ga"))
     for value in (None, "Gaussian", "eva", "mica"):
         file.write_text(json.dumps(plain | {"init_lora_weights": value}))
         read(tmp_path / "adapter", model, settings)
@@ -286,12 +290,7 @@ def test_how_an_adapter_began_is_no_hindrance(tmp_path: Path, first: bool | str)
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=first)  # type: ignore[arg-type]
-    theirs = peft.get_peft_model(base, config)
-    theirs.save_pretrained(tmp_path / "theirs")
-    read(tmp_path / "theirs", model, settings)
-    with torch.no_grad():
-        ours = model(IDS, POSITIONS, MaskSpec())
-    assert (logits(theirs) - ours).norm() < 1e-5 * ours.norm()
+    is_read(peft.get_peft_model(base, config), tmp_path, model, settings)
 
 
 def test_an_adapter_of_another_size(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ _BESIDE += ("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config
 _FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Ways to begin that leave the model as it is. PiSSA, OLoRA, CorDA, LoftQ and others take the adapter's first value out
 of the model's weights, so that it belongs to another model than the one that its config names."""
+_CONVERTED = ("pissa", "olora", "corda", "lora_ga")
+"""Of those, what PEFT can save as a plain adapter."""
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
@@ -187,11 +189,12 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
         odd.append(f"bias {config['bias']}")
-    fixes = dict.fromkeys(odd, "an adapter of plain LoRA, with one rank for all layers")
+    plain = "an adapter of plain LoRA, with one rank for all layers"
+    fixes = dict.fromkeys(odd, plain)
     first = config.get("init_lora_weights")
     if (first.lower() if isinstance(first, str) else first) not in _FIRST:
         convert = "the same saved anew: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        fixes[f"init_lora_weights {first}"] = convert
+        fixes[f"init_lora_weights {first}"] = convert if str(first).startswith(_CONVERTED) else plain
     return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fixes[key]) for key in fixes]
 
 
