@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, DataError, PolicyError
-from shardwise.models import foreign, hf
+from shardwise.models import foreign, hf, init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import read_spec
+from shardwise.models.resolve import resolve
 from shardwise.models.roles import role
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import precision
 from shardwise.techniques.slices import cut
@@ -107,6 +110,35 @@ def test_files_go_both_ways(tmp_path: Path, kind: str) -> None:
     ids, _ = tokens(90, length=LENGTH)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_start_from_random_weights_is_that_of_transformers(kind: str) -> None:
+    """The same values where they are constant; elsewhere mean and deviation within five standard errors of two
+    samples."""
+    torch.manual_seed(0)
+    spec = spec_of(kind)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**CONFIGS[kind])).state_dict()
+    scales = set()
+    for name, shape in parameter_shapes(spec).items():
+        ours = init.fill(name, shape, [slice(0, size) for size in shape], 0, spec)
+        value = theirs[hf.name_in_model(name, spec)]
+        if not value.std() > 0:
+            assert torch.equal(ours, value.expand(shape)), name
+            continue
+        error = float(value.std()) * 5 * (2 / value.numel()) ** 0.5
+        assert abs(ours.mean() - value.mean()) < error and abs(ours.std() - value.std()) < error, name
+        scales.add(spec.foreign.drawn(name)[1] if spec.foreign else 0)
+    assert len(scales) == (2 if kind == "gpt2" else 1)  # GPT-2 begins what is added to its residual smaller
+
+
+def test_a_start_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+
+    monkeypatch.setattr(modeling_gpt2.init, "normal_", lambda tensor, **_: nn.init.uniform_(tensor))
+    recipe = load_recipe(overrides=["model.config.model_type=gpt2", "data.path=text"])
+    with pytest.raises(ConfigError, match="gpt2 begins embed.weight with other than normal values"):
+        resolve(recipe)
 
 
 def whole(spec: ModelSpec) -> dict[str, tuple[slice, ...]]:

@@ -6,16 +6,21 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardwise.errors import DataError, PreemptedError, TrainingError
 from shardwise.runtime.outcome import read_exit
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
+from shardwise.runtime.storage import ShardWriter
 from tests.runtime import small_run
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
 
@@ -49,6 +54,22 @@ def at(step: int, act: Any) -> Any:
 
 def fail(state: TrainState) -> None:
     raise Broken
+
+
+def test_a_run_that_fails_waits_for_the_save_in_flight(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ShardWriter.write_data
+
+    def slowly(self: ShardWriter, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        time.sleep(1)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(ShardWriter, "write_data", slowly)
+    made = recipe(root, "failed")
+    with pytest.raises(Broken):
+        train_here(made, at(4, fail))
+    assert (directory(made) / "checkpoints" / "step-00000003").exists()
+    events = [json.loads(line) for line in (directory(made) / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "checkpoint committed"] == [3]
 
 
 def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -183,6 +183,27 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Draws(TorchDispatchMode):
+    """Notes how each storage is begun: mean and deviation of normal values, or of one that fills it; None for another
+    way. What is done to a part of it (a row of zeros for padding) is left out."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sizes = {_storage(value): value.numel() for value in parameters}
+        self.noted: dict[int, tuple[float, float] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        word, changed = func.__name__.partition(".")[0], args[0] if args and isinstance(args[0], Tensor) else None
+        if word.endswith("_") and changed is not None and self.sizes.get(_storage(changed)) == changed.numel():
+            known = {"normal_": (*args[1:3], 0.0, 1.0)[:2], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
+            self.noted[_storage(changed)] = known.get(word)
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 def examine(config: dict[str, Any], name: str) -> ModelSpec:
     """Run the model of a settled ``config`` on the meta device; its spec. Raises ConfigError MOD001."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -218,14 +239,18 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     if len(dict(places)) < len(places) or len(windows) > 1:
         seen.refuse("two of its parts have one name, or its windows two sizes")
     tied = head.weight is embed.weight
-    foreign = _described(whole, config, places, tied, seen)
+    draws = _Draws(whole.parameters())
+    with draws, torch.no_grad():
+        for module in reversed(list(whole.modules())):  # as transformers does: what is inside comes first
+            whole._init_weights(module)
+    foreign = _described(whole, config, places, tied, seen, draws)
     heads, kv_heads, head_dim = seen.heads
     mixed = windows and None in seen.windows
     return ModelSpec(
         name,
         embed.num_embeddings,
         embed.embedding_dim,
-        max(shape[0] for key, _, shape in foreign.parameters if key.startswith("layers.") and len(shape) == 2),
+        max(shape[0] for key, _, shape, _ in foreign.parameters if key.startswith("layers.") and len(shape) == 2),
         len(seen.layers),
         heads,
         kv_heads,
@@ -286,7 +311,9 @@ def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
     seen.refuse(f"its logits pass through {', '.join(name for name, _ in operations.listed)}")
 
 
-def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> Foreign:
+def _described(
+    whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen, draws: _Draws
+) -> Foreign:
     found: dict[str, tuple[int, ...]] = {}
     first = dict(seen.layers[0].named_parameters())
     for name, path in places:
@@ -304,7 +331,13 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
     named = _names_in_files(whole, dict(places), list(found), seen)
     inner = dict(places)["layers"].rpartition(".")[0]
     ignored = sorted(whole._keys_to_ignore_on_load_unexpected or ())  # a set in some
-    parameters = tuple((name, named[name], shape) for name, shape in found.items())
+    state = {path: draws.noted.get(_storage(value)) for path, value in whole.state_dict().items()}
+
+    def begun(name: str) -> tuple[float, float] | None:
+        each = {state[_path(name, dict(places), layer)] for layer in range(len(seen.layers))}
+        return each.pop() if len(each) == 1 else None
+
+    parameters = tuple((name, named[name], shape, begun(name)) for name, shape in found.items())
     turned = tuple(name for name in found if _path(name, dict(places)) in seen.turned)
     return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, turned, tuple(ignored))
 
@@ -329,7 +362,7 @@ def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: 
     return found
 
 
-def _path(name: str, places: dict[str, str]) -> str:
-    """Where transformers' model has the parameter that is ours by ``name``; of the blocks the first."""
+def _path(name: str, places: dict[str, str], layer: int = 0) -> str:
+    """Where transformers' model has the parameter that is ours by ``name``; of the blocks the one told."""
     part, _, rest = name.partition(".")
-    return f"{places[part]}.{rest}".format(0)
+    return f"{places[part]}.{rest}".format(layer)

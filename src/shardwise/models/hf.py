@@ -51,7 +51,7 @@ def name_in_model(name: str, spec: ModelSpec) -> str:
 
 def name_in_files(name: str, spec: ModelSpec) -> str:
     """What it is called in the files, where some foreign models have kept names that transformers has changed."""
-    named = {} if spec.foreign is None else {ours: theirs for ours, theirs, _ in spec.foreign.parameters}
+    named = {} if spec.foreign is None else {ours: theirs for ours, theirs, *_ in spec.foreign.parameters}
     number = re.match(r"layers\.(\d+)\.", name)
     pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
     return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models.config import ModelSpec
-from shardwise.models.roles import role
+from shardwise.models.roles import is_adapter, role
 
 ALGORITHM = "shardwise-init-1"
 """Part of every key: another way to draw is another name here, and other golden vectors in the tests."""
@@ -23,10 +23,14 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
 
     ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero
     where one is added), biases zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
-    1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py).
+    1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py). A model of transformers' own modules
+    begins as transformers begins it.
     """
     local = [p.stop - p.start for p in part]
     kind = role(name)
+    if spec.foreign is not None and not is_adapter(name):
+        mean, deviation = spec.foreign.drawn(name)
+        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)).view(local) + mean
     if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range

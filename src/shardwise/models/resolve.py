@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.foreign_spec import NOTICE
 from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
 
@@ -26,9 +25,10 @@ def resolve(recipe: Recipe) -> ModelSpec:
 
 
 def _drawn(spec: ModelSpec) -> ModelSpec:
-    """A spec whose initial weights can be drawn: how depends on the family."""
-    if spec.foreign is not None:
-        what = f"{spec.family} runs {NOTICE}, and was to start from random weights"
+    """A spec whose initial weights can be drawn."""
+    odd = [name for name, *_, drawn in spec.foreign.parameters if drawn is None] if spec.foreign is not None else []
+    if odd:
+        what = f"{spec.family} begins {odd[0].replace('.{}', '')} with other than normal values"
         raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))
     return spec
 

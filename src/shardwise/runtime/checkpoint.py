@@ -148,10 +148,10 @@ class Checkpoints:
         events, self._events = self._events, []
         return events
 
-    def wait(self) -> list[Event]:
+    def wait(self, at_most_s: float | None = None) -> list[Event]:
         """Wait for the save in flight, then poll."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(at_most_s)
         return self.poll()
 
     def prepare(self, tensors: Tensors) -> int:

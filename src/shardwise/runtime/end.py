@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from shardwise.data.stream import evaluation
@@ -19,10 +20,23 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.units import show_count
 from shardwise.techniques.numbers import torch_type
 
+SAVE_S = 60.0
+"""How long a run that fails waits for a save."""
+
 
 def close(checkpoints: Checkpoints, log: Log) -> None:
     """Wait for the save in flight and note what became of it."""
     log.follow(checkpoints.wait())
+
+
+@contextmanager
+def saving(checkpoints: Checkpoints, log: Log) -> Iterator[None]:
+    """What fails in the block waits for the save in flight: its state was good. Not for long, as a rank may be gone."""
+    try:
+        yield
+    except Exception:
+        log.follow(checkpoints.wait(SAVE_S))
+        raise
 
 
 def validate(job: Job, state: TrainState) -> Validation | Preference | None:

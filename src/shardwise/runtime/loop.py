@@ -12,7 +12,7 @@ from shardwise.errors import PreemptedError, Problem, TrainingError
 from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
-from shardwise.runtime.end import close, evaluate_now, finish
+from shardwise.runtime.end import close, evaluate_now, finish, saving
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.job import Job, device_kind, open_job, settle
 from shardwise.runtime.measure import Meter
@@ -41,7 +41,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job = settle(job)
         job, state, rules, checkpoints = begin(job, mesh, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
-        with open_log(job, state) as log, profile:
+        with open_log(job, state) as log, profile, saving(checkpoints, log):
             meter = Meter(mesh, job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
