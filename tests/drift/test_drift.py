@@ -12,6 +12,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove.drift import drift
+from shardwise.prove.world import measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import Sheet
@@ -59,6 +60,14 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
 def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
     for accumulation in (1, 2) if remat in ("none", "full") else (2,):
         check(subset(dial, precision, remat, accumulation), ranks=(7,))
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("dial", DIALS)
+def test_fake_tensors_show_what_real_ones_show(dial: str, remat: str) -> None:
+    """The peak too; large models are measured on fake tensors alone."""
+    plan = subset(dial, list(PRECISIONS)[DIALS.index(dial) % len(PRECISIONS)], remat, 2)
+    assert measure(SPEC, plan, 7, fake=True) == measure(SPEC, plan, 7, fake=False)
 
 
 @pytest.mark.big

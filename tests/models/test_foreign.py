@@ -137,7 +137,7 @@ def test_a_start_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(modeling_gpt2.init, "normal_", lambda tensor, **_: nn.init.uniform_(tensor))
     recipe = load_recipe(overrides=["model.config.model_type=gpt2", "data.path=text"])
-    with pytest.raises(ConfigError, match="gpt2 begins embed.weight with other than normal values"):
+    with pytest.raises(ConfigError, match=r"gpt2 begins embed\.weight with other than normal values"):
         resolve(recipe)
 
 

@@ -25,8 +25,9 @@ from shardwise.models.config import ModelSpec
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard
 from shardwise.techniques import optim, precision, remat, replicas, shard
+from shardwise.techniques.rounding import Kept, RoundedAdamW
 
 Planted = Callable[[], AbstractContextManager[Any]]
 
@@ -35,7 +36,8 @@ LARGE = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
 """A step of this takes more than a gibibyte, from where on peaks are compared."""
 
 fully_shard, buckets, policy = fsdp.fully_shard, replicas.buckets, fsdp.MixedPrecisionPolicy
-agree, fresh_moments, products = reduce.agree, optim.fresh_moments, remat._products
+agree, products = reduce.agree, remat._products
+fresh, fresh_moments = RoundedAdamW.fresh, optim.fresh_moments
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def with_a_copy(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {**fresh_moments(parameter), "master": parameter.detach().float().clone()}
 
 
-def moments_in_fp32(parameter: nn.Parameter) -> dict[str, Tensor]:
-    return {name: value.float() for name, value in fresh_moments(parameter).items()}
+def moments_in_fp32(self: RoundedAdamW, parameter: nn.Parameter) -> Kept:
+    return {name: value.float() for name, value in fresh(self, parameter).items()}
 
 
 def agree_twice(*given: Any) -> Any:
@@ -155,8 +157,8 @@ DRIFT: dict[str, Fault] = {
         "moments:",
     ),
     "moments in fp32 instead of bf16": Fault(
-        lambda: patch.object(optim, "fresh_moments", moments_in_fp32),
-        plan_of("ddp", precision=Precision("bf16", "bf16")),
+        lambda: patch.object(RoundedAdamW, "fresh", moments_in_fp32),
+        plan_of("ddp", optim=Optim(moments="bf16")),
         "moments:",
     ),
     "SwiGLU saves silu(gate)": Fault(

@@ -63,7 +63,8 @@ from shardwise.prove.world import measure
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import fourbit
 
-measure(ModelSpec("small", 96, 64, 64, 1, 4, 2, 16), Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True)), 0)
+plan = Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True))
+measure(ModelSpec("small", 96, 64, 64, 1, 4, 2, 16), plan, fake=True)
 print(sum(fourbit._constant(fourbit.torch.zeros(1), "dynamic").tolist()))
 """
 

@@ -30,7 +30,9 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
     kind = role(name)
     if spec.foreign is not None and not is_adapter(name):
         mean, deviation = spec.foreign.drawn(name)
-        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)).view(local) + mean
+        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)).view(
+            local
+        ) + mean
     if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range

@@ -1,13 +1,15 @@
-"""A world of any size in one process: the real techniques and the real step, on fake tensors and a fake process group.
+"""A world of any size in one process: the real techniques and the real step, on a fake process group.
 
 What they send and hold is recorded and can be compared, to the byte, with what the planner said of the same plan.
+Tensors are fake, so a model of any size fits; those of a small model are real, which takes a quarter of the time. What
+other ranks would have sent is then whatever lay in memory: it changes values, of which none is looked at.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,7 @@ from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
 from shardwise.methods import dpo, pretrain
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.foreign import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
@@ -35,6 +37,9 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Optim
 from shardwise.techniques import optim
 from shardwise.techniques.slices import local
+
+SMALL = 2**20
+"""Parameters of a model whose values cost less than the pretence of having them."""
 
 Sent = Counter[tuple[str, str, int]]
 """(axis, kind, bytes of one call) -> calls."""
@@ -64,10 +69,10 @@ class Measured:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts collectives, and bytes alive on fake tensors of one mode. FSDP2 frees gathered weights by emptying their
-    storage, so resizes count too."""
+    """Counts collectives, and bytes alive on fake tensors of one mode, or without one on real tensors. FSDP2 frees
+    gathered weights by emptying their storage, so resizes count too."""
 
-    def __init__(self, fake: FakeTensorMode, axes: dict[str, str]) -> None:
+    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, str]) -> None:
         super().__init__()
         self.fake, self.axes = fake, axes
         self.sent: Sent = Counter()
@@ -88,6 +93,12 @@ class Tracker(TorchDispatchMode):
     def _freed(self, index: int) -> None:
         self.alive_bytes -= self.sizes.pop(index)
 
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Not those by which DTensor works out shapes, nor those of the meta device."""
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self.fake
+        return self.fake is None and tensor.device.type == "cpu"
+
     def _sent(self, kind: str, args: Any) -> None:
         """Books a collective, unless its group is this rank alone. Along one axis the group of the whole world is the
         axis's own: a control message is told by its size. FSDP2 makes groups to gather from part of an axis."""
@@ -104,28 +115,30 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # it will come back as operations on local shards
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all that is asked
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is torch.ops.aten._local_scalar_dense.default and self._counts(args[0]):
             return 1.0 if args[0].is_floating_point() else 1  # any number will do: it decides nothing that is counted
         if kind := collective(func):
             self._sent(kind, args)
         out = func(*args, **(kwargs or {}))
         for tensor in plain_tensors(out):
-            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:
+            if self._counts(tensor):
                 stored, new = self.storages.add(tensor)
                 if new:
                     self._count(stored.index, stored.bytes)
         return out
 
 
-def measure(spec: ModelSpec, plan: Plan, rank: int = 0, optim_settings: Optim | None = None) -> Measured:
-    """Runs two steps of ``plan`` as ``rank`` of its world and measures the second."""
-    settings = optim_settings or Optim()
+def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None) -> Measured:
+    """Runs two steps of ``plan`` as ``rank`` of its world and measures the second, on fake tensors or on real ones; if
+    not told, on fake ones unless the model is small."""
+    settings = Optim()
+    if fake is None:
+        fake = parameter_count(spec) > SMALL
     with fake_world(plan.layout, rank) as mesh:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        tracker = Tracker(fake, axis_names(mesh))
+        tracker = Tracker(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, axis_names(mesh))
         with watch_resizes(tracker.resize):
-            parts = _parts(spec, plan, mesh, fake, tracker)
-            with fake, tracker:
+            parts = _parts(spec, plan, mesh, tracker)
+            with tracker.fake or nullcontext(), tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
                 _step(state, plan, settings, lambda phase: None, 1)  # FSDP2 sets itself up in its first forward
                 tracker.sent.clear()
@@ -133,15 +146,13 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, optim_settings: Optim | 
                 return _measured_step(state, plan, settings, tracker)
 
 
-def _parts(
-    spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, fake: FakeTensorMode, tracker: Tracker
-) -> list[torch.nn.Module]:
+def _parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, tracker: Tracker) -> list[torch.nn.Module]:
     """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
     with torch.device("meta"):
         parts: list[torch.nn.Module] = [model_of(spec)]
 
     def fill(parts: list[torch.nn.Module]) -> None:
-        with fake, tracker:
+        with tracker.fake or nullcontext(), tracker:
             allocate(parts, spec, torch.device("cpu"))
 
     return techniques.apply(parts, plan, mesh, fill)
