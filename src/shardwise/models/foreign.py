@@ -239,11 +239,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     if len(dict(places)) < len(places) or len(windows) > 1:
         seen.refuse("two of its parts have one name, or its windows two sizes")
     tied = head.weight is embed.weight
-    draws = _Draws(whole.parameters())
-    with draws, torch.no_grad():
-        for module in reversed(list(whole.modules())):  # as transformers does: what is inside comes first
-            whole._init_weights(module)
-    foreign = _described(whole, config, places, tied, seen, draws)
+    foreign = _described(whole, config, places, tied, seen)
     heads, kv_heads, head_dim = seen.heads
     mixed = windows and None in seen.windows
     return ModelSpec(
@@ -311,9 +307,7 @@ def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
     seen.refuse(f"its logits pass through {', '.join(name for name, _ in operations.listed)}")
 
 
-def _described(
-    whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen, draws: _Draws
-) -> Foreign:
+def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> Foreign:
     found: dict[str, tuple[int, ...]] = {}
     first = dict(seen.layers[0].named_parameters())
     for name, path in places:
@@ -331,15 +325,24 @@ def _described(
     named = _names_in_files(whole, dict(places), list(found), seen)
     inner = dict(places)["layers"].rpartition(".")[0]
     ignored = sorted(whole._keys_to_ignore_on_load_unexpected or ())  # a set in some
-    state = {path: draws.noted.get(_storage(value)) for path, value in whole.state_dict().items()}
+    draws = _drawn(whole)
 
-    def begun(name: str) -> tuple[float, float] | None:
-        each = {state[_path(name, dict(places), layer)] for layer in range(len(seen.layers))}
+    def drawn(name: str) -> tuple[float, float] | None:
+        each = {draws[_path(name, dict(places), layer)] for layer in range(len(seen.layers))}
         return each.pop() if len(each) == 1 else None
 
-    parameters = tuple((name, named[name], shape, begun(name)) for name, shape in found.items())
+    parameters = tuple((name, named[name], shape, drawn(name)) for name, shape in found.items())
     turned = tuple(name for name in found if _path(name, dict(places)) in seen.turned)
     return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, turned, tuple(ignored))
+
+
+def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:
+    """How transformers begins each of its parameters."""
+    draws = _Draws(whole.parameters())
+    with draws, torch.no_grad():
+        for module in reversed(list(whole.modules())):  # as it does itself: what is inside comes first
+            whole._init_weights(module)
+    return {path: draws.noted.get(_storage(value)) for path, value in whole.state_dict().items()}
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> bool:
