@@ -58,9 +58,8 @@ def test_start_from_random_weights(words: list[str], capfd: pytest.CaptureFixtur
     assert main([*shared, "--run", "a", "parallel.strategy=zero3"]) == 0
     assert main([*shared, "--run", "b", "--nproc", "1"]) == 0
     capfd.readouterr()
-    a, b = (Path("runs", run, "metrics.jsonl").read_text().splitlines() for run in "ab")
-    assert json.loads(a[0])["loss"] == pytest.approx(json.loads(b[0])["loss"], rel=1e-5)
-    assert json.loads(a[0])["loss"] == pytest.approx(math.log(320), rel=0.02)
+    assert losses("a") == pytest.approx(losses("b"), rel=1e-5)
+    assert losses("a")[0] == pytest.approx(math.log(320), rel=0.02)
     assert logits("runs/a/hf").shape == (2, 12, 320)
 
 
@@ -76,12 +75,47 @@ def test_adapters(
 ) -> None:
     assert main([*words, f"model.path={model}", "lora.rank=2", *chosen, "--max-steps", "3"]) == 0
     assert main(["export", "runs/a"]) == 0
-    assert f"{count} adapters merged" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert f"{count} adapters merged" in said.out and "attention_mask" not in said.err  # a warning of transformers
     merged, plain = logits("runs/a/hf"), logits(model)
     fresh = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(IDS).logits
     assert (merged - theirs).norm() < 1e-5 * theirs.norm() and (merged - plain).norm() > 1e-3 * plain.norm()
+
+
+def losses(run: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in Path("runs", run, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("model", ["model", "turned"])
+def test_conversations_then_pairs(words: list[str], capfd: pytest.CaptureFixture[str], model: str) -> None:
+    """Fine-tuned on answers, then adapters are trained to prefer some."""
+    asked = [(f"what is {i} and {i * i % 17}?", f"please, {i % 7}", f"no idea, {i % 5}") for i in range(120)]
+    talks = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] for ask, answer, _ in asked]
+    pairs = [{"prompt": ask, "chosen": good, "rejected": bad} for ask, good, bad in asked]
+    Path("talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    shared = [*words[:-2], f"model.path={model}", "train.seq_len=64", "parallel.strategy=zero3"]
+    told = ["method=sft", "data.path=talks.jsonl", "data.chat_template=zephyr", "--max-steps", "12", "--run", "told"]
+    assert main([*shared, *told]) == 0, capfd.readouterr()
+    assert losses("told")[-1] < losses("told")[0] - 0.5
+    chosen = ["method=dpo", "data.path=pairs.jsonl", "lora.rank=4", "--max-steps", "12", "--run", "chosen"]
+    assert main([*shared, "model.path=runs/told/hf", *chosen]) == 0, capfd.readouterr()
+    assert losses("chosen")[0] == pytest.approx(math.log(2), abs=1e-5) and losses("chosen")[-1] < 0.5
+
+
+@pytest.mark.big
+@pytest.mark.launched  # inductor's workers do not live through a fork
+@pytest.mark.parametrize("model", ["model", "turned"])
+def test_compiled_blocks_compute_the_same(words: list[str], capfd: pytest.CaptureFixture[str], model: str) -> None:
+    """In fp32, where sums in another order change the last bits of a loss."""
+    shared = [*words[:-2], f"model.path={model}", "optim.learning_rate=0.001", "--max-steps", "3"]
+    for run, compiled in (("a", "true"), ("b", "false")):
+        chosen = ["parallel.strategy=zero3", f"compile={compiled}", "run.timeout_s=300", "--run", run]
+        assert main([*shared, *chosen]) == 0, capfd.readouterr()
+    assert losses("a") == pytest.approx(losses("b"), rel=1e-5)
 
 
 def test_what_it_cannot_do_is_said_beforehand(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:

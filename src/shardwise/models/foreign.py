@@ -40,6 +40,7 @@ class ForeignDecoder(nn.Module):
         assert spec.foreign is not None
         self.spec = spec
         whole, _ = _build(json.loads(spec.foreign.config), NAME)
+        whole.config.pad_token_id = None  # or it warns of such tokens in a batch, which documents keep apart
         self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
         for name, path in spec.foreign.places:
             self.add_module(name, whole.get_submodule(path))
