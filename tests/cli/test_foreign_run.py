@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwise.cli.app import main
+from shardwise.data import tokens
 from tests.models.foreign import save
 from tests.runtime.small_run import write_text
 
@@ -61,6 +62,8 @@ def test_start_from_random_weights(words: list[str], capfd: pytest.CaptureFixtur
     assert losses("a") == pytest.approx(losses("b"), rel=1e-5)
     assert losses("a")[0] == pytest.approx(math.log(320), rel=0.02)
     assert logits("runs/a/hf").shape == (2, 12, 320)
+    known = json.loads(Path("runs/a/hf/config.json").read_text())["eos_token_id"]
+    assert known == tokens.open_directory(Path("runs/a/hf")).eot_id  # not GPT-2's 50256
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,25 @@ def test_the_template_goes_with_the_tokenizer(sft: Callable[..., Prepared]) -> N
     )
 
 
+def test_a_template_that_was_edited_is_not_the_one_before(sft: Callable[..., Prepared], tmp_path: Path) -> None:
+    found, path = [], tmp_path / "template.jinja"
+    for mark in ("[%s]", "<<%s>>"):
+        written = mark % "{{ m.role }}" + " {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n"
+        path.write_text("{% for m in messages %}" + written + "{% endfor %}")
+        found.append(shown(sft([talk(1)], chat_template=str(path)))[0])
+    assert found[0].startswith("[user] alpha") and found[1].startswith("<<user>> alpha")
+
+
+def test_nulls_with_which_tables_are_filled_say_nothing(sft: Callable[..., Prepared], tmp_path: Path) -> None:
+    """A column that one message has all have, in parquet."""
+    (asked, answer), extra = talk(1)["messages"], {"weight": 0, "name": "a", "tool_calls": [{"id": "b"}]}
+    records = [{"messages": [asked, answer | extra, asked, answer]}, talk(2)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "talks.parquet")
+    expected = shown(sft(records))
+    assert [text.count("«") for text in expected] == [1, 1]
+    assert shown(sft(tmp_path / "talks.parquet")) == expected
+
+
 RECORDS = [{"instruction": f"alpha {i}", "output": f'beta "{i}", \n— é'} for i in range(40)]
 
 

@@ -46,7 +46,8 @@ def test_names_that_are_fine(tmp_path: Path) -> None:
     (tmp_path / "my-recipe-1").mkdir()
     (tmp_path / "my-recipe-10").mkdir()
     assert rundir.free_name(tmp_path, "my recipe") == "my-recipe-2"
-    assert rundir.newest_run(tmp_path, "my-recipe") == tmp_path / "my-recipe-10"
+    for stem in ("my-recipe", "my recipe"):
+        assert rundir.newest_run(tmp_path, stem) == tmp_path / "my-recipe-10"
 
 
 def test_another_recipes_run_is_never_touched(tmp_path: Path) -> None:

@@ -21,9 +21,16 @@ from tests.parity.test_fp64 import holds, split
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp"])
 def test_bf16(ranks: RankPool, strategy: str, reduce: str, spec: ModelSpec) -> None:
+    """Gradients point where those of float64 do; where sums cancel, as in the bias of keys, which without rotation
+    would have no gradient at all, no less exactly than twice the error of a plain loop in bf16."""
     plans = grid(strategy, 4, replace(BF16, reduce=reduce))  # type: ignore[type-var]
-    for measured, of in zip(parity.prove(ranks, spec, plans, steps=1), plans, strict=True):
-        assert measured.turn.error <= 1e-3, f"{measured}\nunder {of}"
+    job = parity.job_of(spec, plans[0], 1)
+    exact = parity.plain(replace(job, compute="fp64", weights="fp64")).gradients
+    allowed = {name: max(1e-3, 2 * error) for name, error in parity.turned(exact, parity.plain(job).gradients).items()}
+    for traces in ranks.run(parity.train_on_rank, spec, plans, 1, world=4, timeout_s=300):
+        for trace, of in zip(traces, plans, strict=True):
+            errors = parity.turned(exact, trace.gradients)
+            assert all(error <= allowed[name] for name, error in errors.items()), f"{errors}\nunder {of}"
 
 
 @pytest.mark.big

@@ -59,6 +59,28 @@ class Model(nn.Module):
         return self.out(x)
 
 
+class Mixed(nn.Module):
+    """A layer of its own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(6, 8, dtype=torch.bfloat16)
+        self.wide = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x.bfloat16()).float())
+
+
+def mixed(rank: int, world: int) -> dict[str, Tensor]:
+    """The gradients of one step under ddp, the same rows on every rank."""
+    torch.manual_seed(0)
+    with started(world):
+        plan = own.plan("ddp")
+        model = own.parallelize(Mixed(), plan, processes.mesh(plan.layout, "cpu"))
+        own.backward(model, model(rows(0)[0].float()).square().mean())
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def rows(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     return torch.randn(8, 6, generator=draw).double(), torch.randn(8, 3, generator=draw).double()

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardwise.cli.app import main
+from shardwise.data import tokens
 from shardwise.errors import DataError, PreemptedError, TrainingError
 from shardwise.runtime.outcome import read_exit
 from shardwise.runtime.state import TrainState
@@ -72,8 +74,48 @@ def test_a_run_that_fails_waits_for_the_save_in_flight(root: Path, monkeypatch: 
     assert [event["step"] for event in events if event["event"] == "checkpoint committed"] == [3]
 
 
+def test_what_was_saved_is_said_when_the_last_step_was_not(root: Path) -> None:
+    """Its loss was not finite, so the stop saves nothing."""
+
+    def poison(state: TrainState) -> None:
+        state.parameters()["norm.weight"].data.fill_(torch.nan)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    made = recipe(root, "stopped-poisoned", checkpoint={"asynchronous": False})
+    with pytest.raises(PreemptedError, match=r"asked to stop \(SIGTERM\): saved at step 3 of 8"):
+        train_here(made, at(4, poison))
+
+
+def test_a_step_is_not_longer_for_the_save_before_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ShardWriter.write_data
+
+    def slowly(self: ShardWriter, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        time.sleep(2)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(ShardWriter, "write_data", slowly)
+    made = recipe(root, "slow-disk", train={"max_steps": 4}, checkpoint={"asynchronous": False})
+    train_here(made)
+    rows = [json.loads(line) for line in (directory(made) / "metrics.jsonl").read_text().splitlines()]
+    assert rows[3]["seconds"] < 2
+
+
+def test_an_export_has_the_tokenizer_of_the_run(whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever has become of the text; and a run may be called as a checkpoint is."""
+    run = shutil.copytree(whole, tmp_path / "step-decay")
+    written = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(written.replace(str(whole.parents[1] / "text"), str(tmp_path / "gone")))
+    assert main(["export", str(run), "-o", str(tmp_path / "out")]) == 0, capfd.readouterr()
+    kept = [path.read_bytes() for path in (whole / "hf" / "tokenizer.json", tmp_path / "out" / "tokenizer.json")]
+    assert kept[0] == kept[1] and str(tmp_path / "gone") in (run / "recipe.yaml").read_text()
+    shutil.rmtree(run / "hf")
+    assert main(["generate", str(run), "--prompt", "line", "--tokens", "2"]) == 0, capfd.readouterr()
+
+
 def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:
     names = {path.name for path in whole.iterdir()}
+    end = json.loads((whole / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert end == tokens.open_directory(whole / "tokenizer").eot_id
     assert {"recipe.yaml", "plan.yaml", "metrics.jsonl", "events.jsonl", "report.md", "run.json", "exit.json"} <= names
     assert [line[0] for line in numbers(whole)] == list(range(1, 9))
     assert sorted(path.name for path in (whole / "checkpoints").glob("step-*")) == ["step-00000006", "step-00000008"]

@@ -113,6 +113,7 @@ def test_the_report_as_text() -> None:
     assert f"the process takes {show_bytes(10**6)}" in text
     assert "    def f|(x)" in text and "    def f|zz" in text
     assert 'shardwise generate runs/r --prompt "..."' in text
+    assert "8 steps, 512 tokens in 1:15 since step 3." in report(since=3).markdown()
     assert "8 steps, 512 tokens in 26:01:15." in report(seconds=26 * 3600 + 75.0).markdown()
 
 

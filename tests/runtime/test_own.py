@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import shardwise
 from examples import transformers_loop, vision_loop
 from shardwise.errors import ConfigError, DataError
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import own
+from shardwise.runtime import checkpoint, own
 from tests.runtime import own_ranks
 from tests.runtime.own_ranks import Model, loss_of, rows
 
@@ -115,6 +117,61 @@ def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> No
 
 def test_hybrid(ranks: RankPool) -> None:
     same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
+
+
+def test_weights_of_several_types(ranks: RankPool) -> None:
+    """Halves of the same gradients sum to the gradients, to the bit."""
+    torch.manual_seed(0)
+    model = own_ranks.Mixed()
+    model(rows(0)[0].float()).square().mean().backward()
+    for found in ranks.run(own_ranks.mixed, world=2):
+        assert len(found) == 4
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and torch.equal(found[name], parameter.grad)
+
+
+def test_float64_is_float64_everywhere() -> None:
+    model = shardwise.parallelize(Model(), shardwise.plan(compute="fp64"), None)
+    assert model(rows(0)[0]).dtype == torch.float64
+
+
+def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:
+    model = shardwise.parallelize(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shardwise.plan(), None)
+    return model, shardwise.Checkpoints(directory, model, shardwise.optimizer(model))
+
+
+def test_buffers_are_saved_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward, beside which a save copies, changes them."""
+    copy = checkpoint.Checkpoints._copy
+
+    def late(self: checkpoint.Checkpoints, *given: Any) -> None:
+        time.sleep(0.3)
+        copy(self, *given)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_copy", late)
+    model, checkpoints = small(tmp_path)
+    for step in range(2):
+        model(rows(step)[0].float())
+        if step == 0:
+            checkpoints.save(1)
+            right = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    checkpoints.close()
+    other, again = small(tmp_path)
+    again.resume()
+    assert all(torch.equal(right[name], buffer) for name, buffer in other.named_buffers())
+
+
+def test_a_save_that_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(checkpoint.ShardWriter, "begin", full)
+    _, checkpoints = small(tmp_path)
+    checkpoints.save(1)
+    time.sleep(0.5)
+    with pytest.warns(UserWarning, match="checkpoint of step 1 failed: .*no space left"):
+        checkpoints.save(2)
+    assert [(event.kind, event.step) for event in checkpoints.close()] == [("failed", 1), ("failed", 2)]
 
 
 def test_checkpoints_load_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
 from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.launch import rundir
-from shardwise.models.resolve import data_of, resolve
+from shardwise.models.resolve import resolve
 from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
 
@@ -36,7 +36,6 @@ class Options:
 
 def run(options: Options) -> None:
     """Write the directory."""
-    from shardwise.data.prepare import prepare
     from shardwise.runtime.export import export_run
 
     if options.best and options.step is not None:
@@ -47,8 +46,7 @@ def run(options: Options) -> None:
         _check_target(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
     source = locate_best(options.run) if options.best else source
-    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
-    tokenizer = open_directory(prepared.tokenizer_directory)
+    tokenizer = open_directory(options.run / "tokenizer")
     written, merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
     if options.json:
         print_json({"directory": str(written)})

@@ -13,7 +13,7 @@ from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
 from shardwise.models.load import load_spec
-from shardwise.models.resolve import data_of, resolve
+from shardwise.models.resolve import resolve
 from shardwise.runtime.locate import locate_best
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
@@ -71,16 +71,14 @@ def run(options: Options) -> None:
 def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenizer]:
     """The exported model of a run or a directory; of an unfinished run its newest checkpoint, or the
     best."""
-    from shardwise.data.prepare import prepare
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
     if (model / "config.json").is_file() and not best:
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
-    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
-    tokenizer = open_directory(prepared.tokenizer_directory)
-    return load_run(locate_best(path) if best else path, recipe, resolve(recipe)).to(device), tokenizer
+    model = load_run(locate_best(path) if best else path, recipe, resolve(recipe))
+    return model.to(device), open_directory(path / "tokenizer")
 
 
 def _read(directory: Path) -> Model:

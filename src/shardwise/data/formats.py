@@ -156,6 +156,7 @@ def _messages(record: Record, train_on: str) -> Conversation:
 
 def _message(given: Any, where: str) -> dict[str, Any]:
     turn: dict[str, Any] = given if isinstance(given, dict) else {}
+    turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # tables fill with null
     if not isinstance(turn.get("role"), str):
         raise Fault("DATA005", f"`{where}` has no `role`", 'a message is {"role": "user", "content": "..."}')
     content = turn.get("content")
@@ -224,7 +225,7 @@ def _sharegpt(record: Record, train_on: str) -> Conversation:
             what = f"`conversations[{i}]` has no `from` and `value` that are texts"
             raise Fault("DATA005", what, 'a turn is {"from": "human", "value": "..."}')
         else:
-            more = {key: turn[key] for key in ("weight", "train") if key in turn}
+            more = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
             messages.append({"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"], **more})
     return _conversation(messages, record, train_on)
 

@@ -64,7 +64,7 @@ def prepare(
         data = remote.bring(data, cache, trust_s)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
-    note = cache / "seen" / source.digest([_stats(sources, data.tokenizer.path), settings])
+    note = cache / "seen" / source.digest([_stats(sources, data), settings])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
     of = _Ingredients(data, sources, _files(sources), settings)
@@ -128,11 +128,13 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
     return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept, data.text_key)
 
 
-def _stats(sources: Sources, tokenizer: str | None) -> list[list[Any]]:
+def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     """What tells cheaply that nothing changed since the last time."""
+    tokenizer = data.tokenizer.path
     named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
     local = [Path(tokenizer or "", name).expanduser() for name in tokens.KEPT]
-    named += [(path, path.name) for path in local if tokenizer and path.is_file()]
+    beside = [Path(data.chat_template or "").expanduser(), *(path.with_suffix(".idx") for path, _ in named)]
+    named += [(path, path.name) for path in [*(local if tokenizer else ()), *beside] if path.is_file()]
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 

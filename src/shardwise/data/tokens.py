@@ -56,6 +56,7 @@ class Tokenizer:
 
     def copy_to(self, directory: Path) -> None:
         """Put the tokenizer's files into ``directory``, where transformers' AutoTokenizer finds them."""
+        directory.mkdir(exist_ok=True)
         for name in KEPT:
             if (self.directory / name).is_file():
                 shutil.copyfile(self.directory / name, directory / name)

@@ -33,15 +33,19 @@ def check_name(name: str) -> str:
 
 def free_name(out: Path, stem: str) -> str:
     """``stem-1``, or the first number that is not taken."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:90] or "run"
-    number = 1
+    stem, number = _clean(stem), 1
     while (out / f"{stem}-{number}").exists():
         number += 1
     return f"{stem}-{number}"
 
 
+def _clean(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:90] or "run"
+
+
 def newest_run(out: Path, stem: str) -> Path | None:
     """The run ``stem-N`` with the highest number."""
+    stem = _clean(stem)
     runs = [path for path in out.glob(f"{stem}-*") if path.name.removeprefix(f"{stem}-").isdigit()]
     return max(runs, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 

@@ -303,8 +303,9 @@ def _rope(config: dict[str, Any], longest: int, name: str) -> tuple[float, RopeS
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
+    eos = list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id
     if spec.foreign is not None:
-        return dict(json.loads(spec.foreign.config))
+        return json.loads(spec.foreign.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)
@@ -317,7 +318,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         **_write_rope(spec, stretch),
         "rope_scaling": None if spec.rope_scaling is None else stretch,
         "attention_dropout": 0.0,
-        "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
+        "eos_token_id": eos,
         "use_cache": True,
         **family.write(fields),
     }

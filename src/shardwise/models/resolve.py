@@ -25,12 +25,12 @@ def resolve(recipe: Recipe) -> ModelSpec:
 
 
 def _drawn(spec: ModelSpec) -> ModelSpec:
-    """A spec whose initial weights can be drawn."""
+    """A spec whose initial weights can be drawn. Special tokens are the tokenizer's, whatever its config says."""
     odd = [name for name, *_, drawn in spec.foreign.parameters if drawn is None] if spec.foreign is not None else []
     if odd:
         what = f"{spec.family} begins {odd[0].replace('.{}', '')} with other than normal values"
         raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))
-    return spec
+    return replace(spec, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def data_of(recipe: Recipe) -> Data:

@@ -55,6 +55,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
         print(header(job), flush=True)
         (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
         (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+        job.tokenizer.copy_to(job.directory / "tokenizer")
     with fit.explain_memory(plan, job.device, "building the model"):
         state = build(job.recipe, job.spec, plan, mesh, job.device)
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)

@@ -13,7 +13,7 @@ from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.job import Job
 from shardwise.runtime.locate import best
 from shardwise.runtime.measure import Meter
-from shardwise.runtime.metrics import Log, clock
+from shardwise.runtime.metrics import Log
 from shardwise.runtime.report import Report
 from shardwise.runtime.sample import earlier_sample, sample, shown
 from shardwise.runtime.state import TrainState
@@ -85,6 +85,7 @@ def finish(
         steps=state.step,
         tokens=state.tokens,
         seconds=log.run_s(),
+        since=log.first_step,
         step_s=log.step_s(),
         estimate=job.plan.estimate,
         validation=validation,
@@ -109,7 +110,7 @@ def finish(
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:
     """What is printed at the end."""
-    done = f"done    {report.steps:,} steps, {show_count(report.tokens)} tokens in {clock(report.seconds)}"
+    done = f"done    {report.steps:,} steps, {show_count(report.tokens)} tokens in {report.took}"
     lines = [done + (f" · validation {report.validation}" if report.validation else "")]
     if report.before:
         lines += ["before  " + shown(report.before)]

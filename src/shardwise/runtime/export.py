@@ -38,6 +38,8 @@ def export(
         for name in parameter_shapes(spec):
             whole(parameters[name])
         return target
+    if spec.eos_token_id is None:
+        spec = replace(spec, eos_token_id=tokenizer.eot_id)
     with replacing(target) as draft:
         hf.write_weights(draft, spec, lambda name: whole(parameters[name]), dtype)
         tokenizer.copy_to(draft)

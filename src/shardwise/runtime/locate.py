@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ def locate(path: Path) -> list[tuple[int, Path]]:
             raise pickle_refused(path)
         if something_else := recognise(path):
             raise DataError(something_else)
-    if path.is_dir() and (path.name.startswith((".tmp-", "step-")) or (path / MANIFEST).exists()):
-        if path.name.startswith("step-") and (path / MANIFEST).exists():
+    step = re.fullmatch(r"step-\d+", path.name)
+    if path.is_dir() and (step or path.name.startswith(".tmp-") or (path / MANIFEST).exists()):
+        if step and (path / MANIFEST).exists():
             return [found for found in candidates(path.parent) if found[1].name == path.name]
         last = newest(path.parent)
         what = "this checkpoint was never committed (no manifest)" + (f". Last committed: {last.name}" if last else "")

@@ -15,6 +15,7 @@ from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish, saving
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.job import Job, device_kind, open_job, settle
+from shardwise.runtime.locate import newest
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
@@ -71,10 +72,11 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     watch.enter("save")
                     facts = facts_of(state, validation)
                     checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
+                    log.start_clock()
                 log.follow(checkpoints.poll())
                 if stats.stop and number < job.max_steps:
                     close(checkpoints, log)
-                    raise PreemptedError(stopped(job, state, stop.name))
+                    raise PreemptedError(stopped(job, stop.name))
             watch.enter("end")
             return finish(job, state, checkpoints, log, meter, validation)
 
@@ -95,7 +97,9 @@ def facts_of(state: TrainState, validation: Validation | Preference | None) -> d
     return state.facts() | ({"validation": validation.loss} if known and validation else {})
 
 
-def stopped(job: Job, state: TrainState, signal: str) -> Problem:
+def stopped(job: Job, signal: str) -> Problem:
     """What PreemptedError says; ``signal`` is empty on ranks that did not get one."""
-    what = f"asked to stop{f' ({signal})' if signal else ''}: saved at step {state.step} of {job.max_steps}"
+    last = newest(job.directory / "checkpoints")
+    saved = "nothing is saved" if last is None else f"saved at step {int(last.name[5:])} of {job.max_steps}"
+    what = f"asked to stop{f' ({signal})' if signal else ''}: {saved}"
     return Problem("STOP001", what, str(job.directory), f"shardwise train --resume {job.directory}")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -42,7 +43,6 @@ from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
-from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
@@ -105,15 +105,18 @@ def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Mo
     weights and buffers.
 
     Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
-    parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers.
+    parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers; of
+    fp64 the weights are too.
     """
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"))
+    if plan.precision.compute == "fp64":
+        module.double()
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
     parts = shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh)
-    if plan.shard.strategy == "ddp" and plan.precision.compute not in ("fp32", "fp64"):
-        _autocast(module, torch_type(plan.precision.compute))
+    if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
+        _autocast(module, torch.bfloat16)
     _PLANS[module] = plan
     return parts[0]
 
@@ -182,6 +185,7 @@ class Checkpoints:
         self.module, self.optimizer = module, optimizer
         self._kept = checkpoint.Checkpoints(directory, settings or Checkpoint(), "own loop")
         self._kept.guard(optimizer)
+        self._events: list[checkpoint.Event] = []
 
     def tensors(self) -> dict[str, Tensor]:
         """What is saved: parameters and buffers by name, and the optimizer's state of each parameter."""
@@ -199,7 +203,7 @@ class Checkpoints:
     def save(self, step: int, **facts: Any) -> None:
         """Begin to save as ``step``, with ``facts`` beside: what JSON can hold, tensors of one number, and null for
         what is not finite. The next ``optimizer.step()`` waits until the tensors are copied; the rest is written in the
-        background. Raises DataError CKPT020 for other facts."""
+        background, and warned of here when it failed before. Raises DataError CKPT020 for other facts."""
         plain: dict[str, Any] = {}
         for key, value in facts.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -208,7 +212,12 @@ class Checkpoints:
             json.dumps(plain, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(Problem("CKPT020", f"facts are kept as JSON: {error}", "save", "numbers, texts")) from error
-        self._kept.save(self.tensors(), {"step": step, **plain}, step)
+        for event in self._kept.poll():
+            self._events.append(event)
+            if event.kind not in ("committed", "removed"):
+                warnings.warn(f"checkpoint of step {event.step} {event.kind}: {event.what}", stacklevel=2)
+        changing = {f"model.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._kept.save(self.tensors() | changing, {"step": step, **plain}, step)
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none."""
@@ -222,7 +231,8 @@ class Checkpoints:
 
     def close(self) -> list[checkpoint.Event]:
         """Wait for the save in flight; what became of the saves since the last call."""
-        return self._kept.wait()
+        events, self._events = self._events + self._kept.wait(), []
+        return events
 
 
 def _make_state(optimizer: Optimizer) -> None:

@@ -19,8 +19,8 @@ STATE = ("weights", "moments")
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did. ``traffic`` is (axis, kind) -> (bytes, count) of one step on rank 0; parts that were not
-    measured, because the run was too short, are None or empty."""
+    """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
+    step on rank 0; parts that were not measured, because the run was too short, are None or empty."""
 
     directory: Path
     steps: int
@@ -35,6 +35,12 @@ class Report:
     after: str = ""
     skipped: int = 0
     chat: bool = False
+    since: int = 0
+
+    @property
+    def took(self) -> str:
+        """In words."""
+        return clock(self.seconds) + (f" since step {self.since}" if self.since else "")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, predicted, measured, difference) for the table."""
@@ -56,7 +62,7 @@ class Report:
 
     def markdown(self) -> str:
         """The content of report.md."""
-        done = f"{self.steps} steps, {self.tokens:,} tokens in {clock(self.seconds)}."
+        done = f"{self.steps} steps, {self.tokens:,} tokens in {self.took}."
         lines = [f"# {self.directory.name}", "", done]
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")

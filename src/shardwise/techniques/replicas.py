@@ -8,6 +8,7 @@ DistributedDataParallel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Replicas:
         self.group = group
         self.wire = wire
         self.active = True
-        self.buckets = [[parameters[name] for name in names] for names in buckets(sizes, bucket_bytes)]
+        mixed = [[parameters[name] for name in names] for names in buckets(sizes, bucket_bytes)]
+        self.buckets = [list(alike) for bucket in mixed for _, alike in groupby(bucket, lambda p: p.dtype)]
         self._reset()
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
