@@ -8,16 +8,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
 from shardwise.cli.app import main
-from shardwise.cli.curves import MOST_POINTS, thinned, ticks
 from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def write_run(directory: Path, steps: int, slope: float, finished: bool = True, **changes: Any) -> Path:
@@ -125,27 +122,38 @@ def test_a_damaged_line_is_named(pair: tuple[str, str], capsys: pytest.CaptureFi
     assert f"{path}:3" in capsys.readouterr().err
 
 
-def test_the_plot(pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both curves, one point a step; the lower loss lies lower in the picture."""
-    target = tmp_path / "curves.svg"
+@pytest.mark.parametrize(("kind", "first"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_the_plot(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: bytes
+) -> None:
+    """Both curves, one point a step, and two validations of each."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def kept(self: Figure, *given: Any, **named: Any) -> None:
+        drawn.append(self)
+        save(self, *given, **named)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    target = tmp_path / f"curves.{kind}"
     assert main(["compare", *pair, "--plot", str(target)]) == 0
-    root = ElementTree.parse(target).getroot()
-    curves = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
-    assert [len(points) for points in curves] == [20, 10]
-    heights = [[float(point.split(",")[1]) for point in points] for points in curves]
-    assert heights[0] == sorted(heights[0]) and heights[1][9] > heights[0][9]
-    assert len(list(root.iter(f"{SVG}circle"))) == 4
-    assert main(["compare", *pair, "--plot", "curves.png"]) == 2
+    assert target.read_bytes().startswith(first)
+    lines = drawn[0].axes[0].get_lines()
+    assert [len(line.get_xdata()) for line in lines] == [20, 2, 10, 2]
+    assert [line.get_label() for line in lines[::2]] == list(pair)
+    assert lines[0].get_ydata()[9] == pytest.approx(5 - 10 * (5 - lines[0].get_ydata()[0]))
+    assert lines[2].get_ydata()[9] != lines[0].get_ydata()[9]
+
+
+def test_a_plot_that_cannot_be(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["compare", *pair, "--plot", "curves.txt"]) == 2
     assert "curves.svg" in capsys.readouterr().err
     assert main(["compare", *pair, "--plot", str(tmp_path / "none" / "x.svg")]) == 73
-
-
-def test_long_curves_are_thinned_and_ticks_are_round() -> None:
-    kept = list(thinned([(n, 1.0) for n in range(12_345)]))
-    assert len(kept) <= 1.1 * MOST_POINTS and kept[-1][0] == 12_344
-    assert ticks(0, 450) == [0, 100, 200, 300, 400, 500]
-    assert ticks(2.08, 8.4) == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert len(ticks(3.0, 3.0)) >= 2
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["compare", *pair, "--plot", str(tmp_path / "x.svg")]) == 2
+    assert "pip install 'shardwise[plot]'" in capsys.readouterr().err
 
 
 def test_it_is_quick_and_loads_no_torch(pair: tuple[str, str]) -> None:

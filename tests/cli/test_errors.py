@@ -211,8 +211,11 @@ def test_a_plan_for_other_machines(shardwise: Run) -> None:
 def test_a_plan_of_another_recipe(shardwise: Run) -> None:
     """Without adapters it would silently train every weight, and export would look for adapters."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), batch=replace(Plan().batch, seq_len=256))))
-    words = ("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
+    words = ("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run", "train.global_batch_size=1")
     assert shardwise(*words)[0] == 0
+    code, _, err = shardwise(*words, "recompute=full", "compile=true", "train.global_batch_size=8")
+    assert code == 78 and "`recompute.mode` none, the recipe full" in err
+    assert "`compile` none, the recipe True" in err and "`train.global_batch_size` 1, the recipe 8" in err
     code, _, err = shardwise(*words, "lora.rank=8", "optim.name=adamw8bit")
     assert code == 78 and err.startswith("error[PLAN019]: the plan has `lora` none, the recipe Lora(rank=8")
     assert "the plan has `optim.name` adamw, the recipe adamw8bit" in err
@@ -226,8 +229,46 @@ def test_a_plan_of_another_recipe(shardwise: Run) -> None:
 def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
     wrong = replace(Plan(), batch=replace(Plan().batch, seq_len=256), precision=Precision("fp64", reduce="bf16"))
     Path("plan.yaml").write_text(dump_plan(wrong))
-    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
+    batch = "train.global_batch_size=1"
+    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run", batch)
     assert code == 78 and err.startswith("error[PLAN012]: gradients of fp64 would be reduced in bf16")
+
+
+def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
+    """Both ranks would read the same rows, and halve the gradients."""
+    Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(tp=2, ranks_per_node=2))))
+    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run")
+    assert code == 78 and "error[PLAN016]: tensor, pipeline, context and expert parallelism are not there yet" in err
+
+
+def test_a_plan_is_written_over_nothing(shardwise: Run) -> None:
+    Path("mine.yaml").write_text("train: {seq_len: 256}\n")
+    code, _, err = shardwise("plan", "-o", "mine.yaml")
+    assert code == 73 and err.startswith("error[OUT001]: mine.yaml exists; nothing is overwritten")
+    assert Path("mine.yaml").read_text() == "train: {seq_len: 256}\n"
+
+
+@pytest.mark.parametrize(
+    ("pins", "ranks", "chosen"),
+    [
+        (["dp_shard=2"], 2, "ZeRO-1 over 2"),
+        (["dp_replicate=2"], 2, "DDP over 2"),
+        (["dp_shard=1"], 2, "DDP over 2"),
+        (["dp_replicate=2"], 4, "ZeRO-1"),
+        (["dp_shard=3"], 2, None),
+        (["dp_shard=4", "strategy=zero3"], 1, None),
+        (["dp_replicate=4"], 1, None),
+        (["dp_replicate=2", "dp_shard=2"], 8, None),
+    ],
+)
+def test_a_mesh_that_is_pinned_is_obeyed_or_refused(
+    shardwise: Run, pins: list[str], ranks: int, chosen: str | None
+) -> None:
+    code, out, err = shardwise("plan", "--cluster", f"{ranks}xRTX-4090", *(f"parallel.{pin}" for pin in pins))
+    if chosen is None:
+        assert code == 78 and err.startswith("error[PLAN001]")
+    else:
+        assert code == 0 and f"chosen: {chosen}" in out
 
 
 def test_another_runs_directory(shardwise: Run) -> None:

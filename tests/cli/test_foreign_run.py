@@ -62,6 +62,7 @@ def test_start_from_random_weights(words: list[str], capfd: pytest.CaptureFixtur
     assert losses("a") == pytest.approx(losses("b"), rel=1e-5)
     assert losses("a")[0] == pytest.approx(math.log(320), rel=0.02)
     assert logits("runs/a/hf").shape == (2, 12, 320)
+    assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "99"]) == 0  # positions end at 32
     known = json.loads(Path("runs/a/hf/config.json").read_text())["eos_token_id"]
     assert known == tokens.open_directory(Path("runs/a/hf")).eot_id  # not GPT-2's 50256
 

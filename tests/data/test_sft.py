@@ -274,6 +274,14 @@ def test_a_template_that_was_edited_is_not_the_one_before(sft: Callable[..., Pre
     assert found[0].startswith("[user] alpha") and found[1].startswith("<<user>> alpha")
 
 
+def test_roles_that_are_nearly_known_are_named(sft: Callable[..., Prepared]) -> None:
+    """As they are, such a turn would not be learnt, without a word."""
+    for role in ("asistant", "Assistant"):
+        asked, answer = talk(1)["messages"]
+        with pytest.raises(DataError, match=rf"messages\[1\].role` is `{role}`[^?]*did you mean `assistant`"):
+            sft([{"messages": [asked, {**answer, "role": role}, asked, answer]}])
+
+
 def test_nulls_with_which_tables_are_filled_say_nothing(sft: Callable[..., Prepared], tmp_path: Path) -> None:
     """A column that one message has all have, in parquet."""
     (asked, answer), extra = talk(1)["messages"], {"weight": 0, "name": "a", "tool_calls": [{"id": "b"}]}

@@ -24,7 +24,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.storage import ShardWriter
 from tests.runtime import small_run
-from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
+from tests.runtime.small_run import MODEL, directory, numbers, recipe, train_here, weights_hash
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,19 @@ def test_an_export_has_the_tokenizer_of_the_run(whole: Path, tmp_path: Path, cap
     assert main(["export", str(run), "-o", str(tmp_path / "out")]) == 0, capfd.readouterr()
     kept = [path.read_bytes() for path in (whole / "hf" / "tokenizer.json", tmp_path / "out" / "tokenizer.json")]
     assert kept[0] == kept[1] and str(tmp_path / "gone") in (run / "recipe.yaml").read_text()
-    shutil.rmtree(run / "hf")
+    (run / "hf" / "model.safetensors").unlink()
+    os.utime(run / "hf" / "config.json", (0, 0))  # older than the newest checkpoint, which is taken then
     assert main(["generate", str(run), "--prompt", "line", "--tokens", "2"]) == 0, capfd.readouterr()
+
+
+def test_a_recipe_that_does_not_fit_the_checkpoints_leaves_the_run_alone(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole.parent.parent, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "runs" / "whole"
+    kept = (run / "recipe.yaml").read_bytes()
+    made = recipe(tmp_path, "whole", model={"config": MODEL | {"hidden_size": 32}})
+    with pytest.raises(DataError, match="CKPT002"):
+        train_here(made)
+    assert (run / "recipe.yaml").read_bytes() == kept
 
 
 def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:

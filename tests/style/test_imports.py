@@ -30,6 +30,7 @@ SLOW_OR_OPTIONAL = {
     "ruamel",
     "tensorboard",
     "wandb",
+    "matplotlib",
     "mlflow",
     "trackio",
     "peft",

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from shardwise.cli.curves import Curve, draw
+from shardwise.cli.curves import KINDS, Curve, draw
 from shardwise.cli.history import History, read_history
 from shardwise.cli.show import print_json, say, visible
 from shardwise.errors import OutputError, Problem, UsageError
@@ -29,15 +29,15 @@ class Options:
 
     run_a: Annotated[Path, Argument(metavar="RUN_A", help="A run's directory.")]
     run_b: Annotated[Path, Argument(metavar="RUN_B", help="Another run's directory.")]
-    plot: Annotated[Path | None, Option("--plot", help="Draw both loss curves into this file (.svg).")] = None
+    plot: Annotated[Path | None, Option("--plot", help="Draw both loss curves: a .svg, .png or .pdf.")] = None
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:
     """Read both, and show them side by side."""
-    if options.plot is not None and options.plot.suffix != ".svg":
-        what = f"a plot is written as SVG, not as `{options.plot.suffix or options.plot.name}`"
+    if options.plot is not None and options.plot.suffix not in KINDS:
+        what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
         raise UsageError(Problem("CLI001", what, "--plot", f"`--plot {options.plot.with_suffix('.svg')}`"))
     pair = (read_history(options.run_a), read_history(options.run_b))
     if options.plot is not None:
@@ -134,7 +134,7 @@ def _change(a: float | None, b: float | None) -> str:
 def _write(target: Path, pair: Sequence[History]) -> None:
     curves = [Curve(str(one.directory), sorted(one.losses.items()), one.validation) for one in pair]
     try:
-        target.write_text(draw(curves), encoding="utf-8")
+        draw(curves, target)
     except OSError as error:
         what, fix = f"cannot write {target}: {error.strerror}", "`--plot` a file in a directory that can be written"
         raise OutputError(Problem("OUT002", what, "--plot", fix)) from None

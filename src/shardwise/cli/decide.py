@@ -9,6 +9,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.planner.search import choose
+from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
 from shardwise.spec.host import total_memory_bytes
 from shardwise.spec.load import load_plan
@@ -60,7 +61,8 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
     """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
     another recipe's."""
-    asked = {
+    dial = "auto" if plan.layout.dp == 1 else recipe.parallel.strategy
+    asked: dict[str, tuple[object, object]] = {
         "lora": (plan.lora, lora.settings(recipe.lora, plan.precision)),
         "frozen": (plan.frozen, tuple(recipe.model.frozen)),
         "optim.name": (plan.optim.name, recipe.optim.name),
@@ -68,13 +70,21 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
         "optim.moments": (plan.optim.moments, recipe.optim.moments),
         "precision.weights": (plan.precision.weights, recipe.precision.weights),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
+        "train.global_batch_size": (
+            plan.batch.global_batch_size(plan.layout.dp),
+            batch(recipe.train, plan.layout.dp)[2],
+        ),
+        "parallel.strategy": (plan.shard.strategy, "zero3" if dial in ("fsdp", "hsdp") else dial),
+        "recompute.mode": (plan.remat.mode, recipe.recompute.mode),
+        "precision.compute": (plan.precision.compute, recipe.precision.compute),
+        "compile": (plan.compile, recipe.compile),
         "model": (plan.model or spec.name, spec.name),
     }
     fix = f"the recipe that {file} was made for, or leave out --plan to plan again"
     return [
         Problem("PLAN019", f"the plan has `{key}` {_show(planned)}, the recipe {_show(wanted)}", str(file), fix)
         for key, (planned, wanted) in asked.items()
-        if planned != wanted
+        if wanted not in ("auto", planned)
     ]
 
 

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from shardwise.cli.options import recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
-from shardwise.errors import OutputError, Problem, UsageError
+from shardwise.errors import Problem, UsageError
 from shardwise.launch import rundir
 from shardwise.models.resolve import resolve
 from shardwise.runtime.locate import locate_best
@@ -43,7 +43,7 @@ def run(options: Options) -> None:
     recipe = load_recipe(recipe_file(options.run))
     target = options.out or options.run / "hf"
     if options.out is not None:
-        _check_target(options.out)
+        rundir.check_new(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
     source = locate_best(options.run) if options.best else source
     tokenizer = open_directory(options.run / "tokenizer")
@@ -52,11 +52,3 @@ def run(options: Options) -> None:
         print_json({"directory": str(written)})
     else:
         say(f"written: {written}{f' ({merged})' if merged else ''}")
-
-
-def _check_target(target: Path) -> None:
-    """A directory that the user names is made, never replaced: it may hold anything. Raises OUT001, OUT002."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = f"{target} exists; nothing is overwritten"
-        raise OutputError(Problem("OUT001", what, "--output", "another --output, or none for the run's own hf/"))
-    rundir.check_writable(target.absolute().parent)

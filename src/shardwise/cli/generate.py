@@ -14,7 +14,7 @@ from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
-from shardwise.runtime.locate import locate_best
+from shardwise.runtime.locate import locate_best, newest
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -74,7 +74,9 @@ def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenize
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
-    if (model / "config.json").is_file() and not best:
+    last, config = newest(path / "checkpoints"), model / "config.json"
+    stale = last is not None and config.is_file() and last.stat().st_mtime > config.stat().st_mtime
+    if config.is_file() and not best and not stale:
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
     model = load_run(locate_best(path) if best else path, recipe, resolve(recipe))

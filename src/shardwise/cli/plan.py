@@ -13,7 +13,7 @@ from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
-from shardwise.launch.rundir import check_writable
+from shardwise.launch.rundir import check_new
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.models.resolve import resolve
@@ -63,7 +63,7 @@ def run(options: Options) -> None:
     plans = settings(loaded.recipe, spec, cluster)
     chosen = choose(loaded.recipe, spec, cluster)
     if options.out:
-        check_writable(options.out.absolute().parent)
+        check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
     if options.json:
         model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)

@@ -122,7 +122,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     rundir.check_writable(directory)
     if cluster.nodes == 1:
         _prepare(recipe, spec, plan, directory)
-    words = _write(recipe, plan, cluster, directory)
+    words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
     flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
     words += [flag for flag, on in flags.items() if on]
     if cluster.nodes > 1:
@@ -136,6 +136,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
 
 def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:
     """Write what the ranks will read; the words that start them."""
+    directory.mkdir(exist_ok=True)
     run = recipe.run.model_copy(update={"device": cluster.kind, "nproc": cluster.devices_per_node})
     (directory / "recipe.yaml").write_text(dump_recipe(recipe.model_copy(update={"run": run})), encoding="utf-8")
     (directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")

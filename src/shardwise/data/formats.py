@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 Record = dict[str, Any]
@@ -159,6 +160,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # tables fill with null
     if not isinstance(turn.get("role"), str):
         raise Fault("DATA005", f"`{where}` has no `role`", 'a message is {"role": "user", "content": "..."}')
+    near = get_close_matches(turn["role"].lower(), ("system", "user", "assistant", "tool"), 1, 0.8)
+    if near and near[0] != turn["role"]:
+        raise Fault("DATA005", f"`{where}.role` is `{turn['role']}`", f"did you mean `{near[0]}`?")
     content = turn.get("content")
     calls = turn.get("tool_calls")
     if calls is not None:

@@ -31,6 +31,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_new(target: Path) -> None:
+    """What the user names is made, never replaced: it may hold anything. Raises OUT001, OUT002."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = f"{target} exists; nothing is overwritten"
+        raise OutputError(Problem("OUT001", what, "--output", "another --output, or remove it first"))
+    check_writable(target.absolute().parent)
+
+
 def free_name(out: Path, stem: str) -> str:
     """``stem-1``, or the first number that is not taken."""
     stem, number = _clean(stem), 1

@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError, PolicyError, Problem
 from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.foreign_spec import Foreign
+from shardwise.models.roles import MULTIPLIED
 from shardwise.models.rope import RopeScaling, number
 
 GENERIC = (
@@ -158,6 +159,12 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
         heads = {"q": spec.num_attention_heads, "k": spec.num_key_value_heads}
         norms |= {f"attention.{x}_norm": spec.head_dim * (heads[x] if whole else 1) for x in heads}
     return norms
+
+
+def learnt_positions(spec: ModelSpec) -> str | None:
+    """The parameter that holds them; it has ``max_position_embeddings`` rows. None: positions are rotated, or none."""
+    shapes = parameter_shapes(spec).items()
+    return next((name for name, shape in shapes if len(shape) == 2 and not name.startswith(MULTIPLIED)), None)
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -172,37 +172,22 @@ class _Seen:
 
 
 class _Operations(TorchDispatchMode):
-    """Lists the operations that are no views, each with the number that it takes, if any."""
+    """Lists the operations that are no views: name, numbers that are given, what the first tensor lies in and its
+    size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.listed: list[tuple[str, Any]] = []
+        self.listed: list[tuple[str, list[float], tuple[int, int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            self.listed.append((func.__name__.partition(".")[0], next((x for x in args if type(x) is float), None)))
+            place = _place(args[0]) if args and isinstance(args[0], Tensor) else (0, 0)
+            self.listed.append((func.__name__.partition(".")[0], [x for x in args if type(x) is float], place))
         return func(*args, **(kwargs or {}))
 
 
-class _Draws(TorchDispatchMode):
-    """Notes how each storage is begun: mean and deviation of normal values, or of one that fills it; None for another
-    way. What is done to a part of it (a row of zeros for padding) is left out."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.sizes = {_storage(value): value.numel() for value in parameters}
-        self.noted: dict[int, tuple[float, float] | None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        word, changed = func.__name__.partition(".")[0], args[0] if args and isinstance(args[0], Tensor) else None
-        if word.endswith("_") and changed is not None and self.sizes.get(_storage(changed)) == changed.numel():
-            known = {"normal_": (*args[1:3], 0.0, 1.0)[:2], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
-            self.noted[_storage(changed)] = known.get(word)
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor.numel()
 
 
 def examine(config: dict[str, Any], name: str) -> ModelSpec:
@@ -296,16 +281,17 @@ def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
     with _Operations() as operations:
         whole.get_submodule(inner).register_forward_hook(lambda *_: operations.listed.clear())
         whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, shardwise=MaskSpec())
-    match [(name, number) for name, number in operations.listed if name not in ("clone", "_to_copy", "_unsafe_view")]:
-        case [("mm", None)]:
+    names, copies = [name for name, *_ in operations.listed], ("clone", "_to_copy", "_unsafe_view")
+    match [(name, *numbers[:1]) for name, numbers, _ in operations.listed if name not in copies]:
+        case [("mm",)]:
             return 1.0, None
-        case [("mm", None), ("div", float(divisor))]:
+        case [("mm",), ("div", divisor)]:
             return divisor, None
-        case [("mm", None), ("mul", float(factor))]:
+        case [("mm",), ("mul", factor)]:
             return 1.0 / factor, None
-        case [("mm", None), ("div", float(cap)), ("tanh", None), ("mul", float(again))] if cap == again:
+        case [("mm",), ("div", cap), ("tanh",), ("mul", again)] if cap == again:
             return 1.0, cap
-    seen.refuse(f"its logits pass through {', '.join(name for name, _ in operations.listed)}")
+    seen.refuse(f"its logits pass through {', '.join(names)}")
 
 
 def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> Foreign:
@@ -338,12 +324,17 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
 
 
 def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:
-    """How transformers begins each of its parameters."""
-    draws = _Draws(whole.parameters())
-    with draws, torch.no_grad():
+    """How transformers begins each of its parameters: mean and deviation of normal values, or of one that fills it;
+    None for another way. What is done to a part (a row of zeros for padding) is left out."""
+    with _Operations() as operations, torch.no_grad():
         for module in reversed(list(whole.modules())):  # as it does itself: what is inside comes first
             whole._init_weights(module)
-    return {path: draws.noted.get(_storage(value)) for path, value in whole.state_dict().items()}
+    noted = {}
+    for name, numbers, place in operations.listed:
+        known = {"normal_": (*numbers, 0.0, 1.0)[:2], "fill_": (*numbers[:1], 0.0), "zero_": (0.0, 0.0)}
+        if name.endswith("_"):
+            noted[place] = known.get(name)
+    return {path: noted.get(_place(value)) for path, value in whole.state_dict().items()}
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> bool:

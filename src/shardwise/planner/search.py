@@ -107,17 +107,20 @@ def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tupl
     asked, parallel = recipe.parallel.strategy, recipe.parallel
     world, per_node = cluster.world, cluster.devices_per_node
     replicated = Layout(dp_replicate=world, ranks_per_node=per_node)
+    shard, replicas = parallel.dp_shard, parallel.dp_replicate
+    if world % ((shard or 1) * (replicas or 1)) or (shard and replicas and shard * replicas != world):
+        raise ConfigError(_mesh(recipe, cluster))
     if world == 1:
         yield "ddp", replicated
         return
-    hybrid = (parallel.dp_replicate or 1) > 1 or (parallel.dp_shard or world) < world or (asked == "hsdp" and pinned)
-    if (asked == "auto" and not hybrid) or not pinned:
+    hybrid = (replicas or 1) > 1 or (shard or world) < world or (asked == "hsdp" and pinned)
+    if (asked == "auto" and not hybrid and shard is None) or not pinned:
         for strategy in STRATEGIES:
             yield strategy, replicated if strategy == "ddp" else Layout(dp_shard=world, ranks_per_node=per_node)
         if not pinned and (cluster.nodes > 1 or hybrid) and _hybrid(recipe, cluster).dp_shard > 1:
             yield "zero3", _hybrid(recipe, cluster)
-    elif asked == "ddp" or (asked == "auto" and parallel.dp_shard == 1):
-        if (parallel.dp_shard or 1) > 1 or (parallel.dp_replicate or world) != world:
+    elif asked == "ddp" or (asked == "auto" and (shard == 1 or replicas == world)):
+        if (shard or 1) > 1 or (replicas or world) != world:
             raise ConfigError(_mesh(recipe, cluster))
         yield "ddp", replicated
     else:

@@ -53,9 +53,6 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
         print(header(job), flush=True)
-        (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
-        (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
-        job.tokenizer.copy_to(job.directory / "tokenizer")
     with fit.explain_memory(plan, job.device, "building the model"):
         state = build(job.recipe, job.spec, plan, mesh, job.device)
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
@@ -67,6 +64,10 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=start.allow_fresh_start)
     if facts is not None:
         state.load_facts(facts)
+    if job.rank == 0:  # only now: a checkpoint that does not fit leaves the run as it was
+        (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
+        (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+        job.tokenizer.copy_to(job.directory / "tokenizer")
     announce_reduce(state.parts, watch.enter)
     keep_first_sample(job, state)
     return job, state, rules, checkpoints

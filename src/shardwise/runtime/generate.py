@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.data import tokens
 from shardwise.data.chat import Asked
 from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.models.layers import soft_cap
 from shardwise.runtime.evaluate import reshard
 
@@ -34,12 +35,15 @@ def generate(
     device: torch.device,
     over: Callable[[list[int]], bool] = lambda ids: False,
 ) -> list[int]:
-    """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough. In a distributed
+    """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough, or the model has
+    no position for another. In a distributed
     model every rank calls this alike and gets the same answer: the draw depends on the seed and on nothing of the
     rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
-    for _ in range(sampling.max_new_tokens):
+    spec: ModelSpec = parts[0].spec  # type: ignore[assignment]
+    room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
+    for _ in range(min(room, sampling.max_new_tokens)):
         chosen = choose(last_logits(parts[0], ids, device), sampling.temperature, draw)
         if chosen == sampling.eot_id:
             break

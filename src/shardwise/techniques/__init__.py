@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import MULTIPLIED
+from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
@@ -23,10 +22,12 @@ ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    longest, shapes = spec.max_position_embeddings, parameter_shapes(spec)
-    learnt = [name for name, shape in shapes.items() if len(shape) == 2 and not name.startswith(MULTIPLIED)]
+    if plan.layout.world != plan.layout.dp:
+        what = "tensor, pipeline, context and expert parallelism are not there yet: `layout` must have 1 for them"
+        problems.append(Problem("PLAN016", what, "layout", "dp_replicate and dp_shard alone"))
+    longest, learnt = spec.max_position_embeddings, learnt_positions(spec)
     if learnt and plan.batch.seq_len > longest:
-        what = f"{spec.name} has learnt positions for {longest} tokens ({learnt[0]})"
+        what = f"{spec.name} has learnt positions for {longest} tokens ({learnt})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
     return problems
 
