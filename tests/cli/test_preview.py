@@ -58,6 +58,11 @@ def test_prepare_tells_the_share_learnt(recipe: Path, capsys: pytest.CaptureFixt
     assert "warning[DATA011]: 2 samples are in both train and validation" in out
 
 
+def test_splits_by_another_name_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "preview", str(recipe), "--split", "test"]) == 2
+    assert "'train', 'validation'" in capsys.readouterr().err
+
+
 def test_nothing_to_learn_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (recipe.parent / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "say yes"}]}\n')
     assert main(["data", "preview", str(recipe)]) == 65

@@ -209,11 +209,15 @@ def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make)
     first = prepare(settings(corpus), out)
     assert prepare(settings(corpus), out).manifest == first.manifest
     (corpus / "4.md").write_text("something else")
-    for attempt in (lambda: prepare(settings(corpus), out), lambda: prepare(settings(out))):
+    again = f"shardwise data prepare <the recipe that it was made from> --force --out {out}"
+    for attempt, fix in (
+        (lambda: prepare(settings(corpus), out), "another --out; or the same words with --force, which replaces it"),
+        (lambda: prepare(settings(out)), again),
+    ):
         with pytest.raises(DataError) as caught:
             attempt()
         what = f"error[DATA013]: {corpus}/4.md changed since it was prepared\nwhere: {out}\n"
-        assert str(caught.value).startswith(f"{what}fix:   shardwise data prepare --force --out {out}")
+        assert str(caught.value) == f"{what}fix:   {fix}"
     assert prepare(settings(corpus), out, force=True).manifest.fingerprint != first.manifest.fingerprint
     with pytest.raises(DataError, match=r"DATA013.*out was prepared from other files or settings"):
         prepare(settings(corpus, validation_share=0.4), out)

@@ -182,6 +182,8 @@ def test_what_is_too_long(sft: Callable[..., Prepared]) -> None:
     assert sorted(cut.train.lengths().tolist())[1] == 64
     dropped = sft(records, seq_len=64, too_long="drop")
     assert dropped.manifest.counts == {"dropped": 2} and dropped.train.split.documents == 1
+    with pytest.raises(DataError, match=r"2 are too long, 0 are bad\n.*\nfix:   a larger train.seq_len"):
+        sft(records[1:], seq_len=64, too_long="drop")
 
 
 def test_packing_is_first_fit_longest_first() -> None:

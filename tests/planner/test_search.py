@@ -29,6 +29,12 @@ def test_a_model_that_fits_is_replicated() -> None:
     assert "first that stays below 80%" in plan.why["shard.strategy"]
 
 
+@pytest.mark.parametrize(("cluster", "expected"), [("8xH100", "bf16"), ("8xV100-32GB", "fp16")])
+def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> None:
+    plan = choose(recipe(), ONE_B, parse_cluster(cluster))
+    assert plan.precision.compute == expected and plan.precision.loss_scaling == (expected == "fp16")
+
+
 def test_the_first_stage_that_fits_is_taken() -> None:
     """8 B parameters: 96 GB of fp32 state do not fit 80 GB, whatever the activations; a stage that cuts them does."""
     cluster = parse_cluster("8xH100")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
@@ -35,7 +35,7 @@ class Options:
 
     words: DataWords = field(default_factory=list)
     samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3
-    split: Annotated[str, Option("--split", help="train or validation.")] = "train"
+    split: Annotated[Literal["train", "validation"], Option("--split")] = "train"
     json: Annotated[bool, Option("--json", help="One JSON object.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 

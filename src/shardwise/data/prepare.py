@@ -130,11 +130,10 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
 
 def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     """What tells cheaply that nothing changed since the last time."""
-    tokenizer = data.tokenizer.path
     named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
-    local = [Path(tokenizer or "", name).expanduser() for name in tokens.KEPT]
+    local = [Path(data.tokenizer.path or "", name).expanduser() for name in tokens.KEPT]
     beside = [Path(data.chat_template or "").expanduser(), *(path.with_suffix(".idx") for path, _ in named)]
-    named += [(path, path.name) for path in [*(local if tokenizer else ()), *beside] if path.is_file()]
+    named += [(path, path.name) for path in [*(local if data.tokenizer.path else ()), *beside] if path.is_file()]
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 
@@ -261,7 +260,8 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             held_out = f" ({splits['validation'].documents} held out)" if splits["validation"].documents else ""
             dropped = f"; {counts['dropped']} are too long, {counts['bad']} are bad" if counts.total() else ""
             what = f"0 documents in {len(of.files)} file{'s' * (len(of.files) != 1)}{held_out}{dropped}"
-            raise DataError(Problem("DATA002", what, "data.path", "name data with text in it"))
+            fix = "a larger train.seq_len" if counts["dropped"] else "name data with text in it"
+            raise DataError(Problem("DATA002", what, "data.path", fix))
         if not splits["validation"].documents:
             del splits["validation"]
             shutil.rmtree(directory / "validation")
@@ -281,7 +281,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
         what = f"{target} was prepared from other files or settings"
         if changed := _first_change(manifest.files):
             what = f"{changed} changed since it was prepared"
-        fix = f"shardwise data prepare --force --out {target}, or another --out"
+        fix = "another --out; or the same words with --force, which replaces it"
         raise DataError(Problem("DATA013", what, str(target), fix))
     return True
 
@@ -310,7 +310,7 @@ def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | N
         fix = "leave it out: the data brings its tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
     if changed := _first_change(prepared.manifest.files):
-        fix = f"shardwise data prepare --force --out {directory}"
+        fix = f"shardwise data prepare <the recipe that it was made from> --force --out {directory}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
     return prepared
 

@@ -159,9 +159,10 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     asked = recipe.precision
     compute, reason = asked.compute, "pinned"
     if compute == "auto":
-        able = cluster.kind == "cuda" or computes_bf16()
-        compute = "bf16" if able else "fp32"
-        reason = "derived: the device computes in bf16" if able else "derived: this CPU has no bf16 instructions"
+        volta = "V100" in cluster.device.name
+        able = not volta if cluster.kind == "cuda" else computes_bf16()
+        compute = "bf16" if able else "fp16" if volta else "fp32"
+        reason = f"derived: the device {'computes in bf16' if able else 'has no bf16 instructions'}"
     reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
     matmul = "highest" if asked.matmul == "auto" else asked.matmul
     precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)

@@ -67,7 +67,7 @@ def locate_best(run: Path) -> Path:
     locate(run)
     found = best(run / "checkpoints")
     if found is None:
-        fix = "train with `checkpoint.keep_best: true`, or name one: --step, or neither for the newest"
+        fix = "train with `checkpoint.keep_best: true`, or leave out --best for the newest"
         raise MissingInputError(Problem("CKPT021", "no checkpoint of this run has a validation loss", str(run), fix))
     return found[2]
 
