@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.models.resolve import data_of
+from shardwise.errors import ConfigError
+from shardwise.models.families import FAMILIES
+from shardwise.models.known import configs
+from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Tokenizer
+from shardwise.spec.recipe import Recipe, Tokenizer
+from tests.runtime.small_run import MODEL
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,24 @@ def test_a_model_that_is_trained_on_brings_its_tokenizer(words: list[str], expec
     recipe = load_recipe(None, words)
     assert data_of(recipe).tokenizer == expected
     assert data_of(recipe).model_copy(update={"tokenizer": recipe.data.tokenizer}) == recipe.data
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("tie_word_embedings", "tie_word_embeddings"),
+        ("rope_thta", "rope_theta"),
+        ("num_key_value_head", "num_key_value_heads"),
+    ],
+)
+def test_a_misspelt_dimension_is_named(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=rf"CFG001.*unknown key `model.config.{wrong}`[^?]*did you mean `{right}`"):
+        resolve(Recipe.model_validate({"model": {"config": {**MODEL, wrong: 1}}}))
+
+
+@pytest.mark.parametrize("name", configs())
+def test_whole_configs_are_taken_as_they_are(name: str) -> None:
+    """With all that other programs have written into them."""
+    config = configs()[name]
+    if config["model_type"] in FAMILIES:
+        assert resolve(Recipe.model_validate({"model": {"config": config}})).hidden_size == config["hidden_size"]

@@ -31,8 +31,7 @@ def draw(curves: Sequence[Curve], target: Path) -> None:
         what, fix = "a plot needs matplotlib, which is not installed", "pip install 'shardwise[plot]'"
         raise UsageError(Problem("CLI001", what, "--plot", fix)) from None
     figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlabel="step", ylabel="loss")
+    axes = figure.subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"})
     for curve in curves:
         (line,) = axes.plot(*np.reshape(curve.line, (-1, 2)).T, label=curve.name)
         axes.plot(*np.reshape(curve.marks, (-1, 2)).T, "o", color=line.get_color())

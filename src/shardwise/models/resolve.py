@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
 
@@ -16,6 +17,10 @@ def resolve(recipe: Recipe) -> ModelSpec:
     model = recipe.model
     if model.config is not None:
         spec = _drawn(read_spec(model.config, "the model of this recipe"))
+        for key in model.config.keys() - to_hf(spec).keys():
+            if near := get_close_matches(key, to_hf(spec), 1, 0.9):
+                what, fix = f"unknown key `model.config.{key}`", f"did you mean `{near[0]}`?"
+                raise ConfigError(Problem("CFG001", what, "model.config", fix))
         return replace(spec, name=f"{spec.family}-{parameter_count(spec) / 1e6:.3g}m")
     if model.path is None:
         fix = "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`"

@@ -20,9 +20,6 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.units import show_count
 from shardwise.techniques.numbers import torch_type
 
-SAVE_S = 60.0
-"""How long a run that fails waits for a save."""
-
 
 def close(checkpoints: Checkpoints, log: Log) -> None:
     """Wait for the save in flight and note what became of it."""
@@ -31,11 +28,11 @@ def close(checkpoints: Checkpoints, log: Log) -> None:
 
 @contextmanager
 def saving(checkpoints: Checkpoints, log: Log) -> Iterator[None]:
-    """What fails in the block waits for the save in flight: its state was good. Not for long, as a rank may be gone."""
+    """What fails in the block waits for the save in flight, whose state was good; a minute, as a rank may be gone."""
     try:
         yield
     except Exception:
-        log.follow(checkpoints.wait(SAVE_S))
+        log.follow(checkpoints.wait(60.0))
         raise
 
 

@@ -108,9 +108,8 @@ def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Mo
     parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers; of
     fp64 the weights are too.
     """
-    module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"))
-    if plan.precision.compute == "fp64":
-        module.double()
+    wide = torch.float64 if plan.precision.compute == "fp64" else None
+    module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)

@@ -138,6 +138,10 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
             what = f"`{name}` {value:g} exceeds `{other_name}` {limit:g}"
             problems.append(Problem("CFG005", what, place(key), f"`{key}: {limit:g}` or less, or a larger `{other}`"))
 
+    def refuse(wrong: bool, key: str, what: str, fix: str, code: str = "CFG008") -> None:
+        if wrong:
+            problems.append(Problem(code, what, place(key), fix))
+
     exceeds("optim.warmup_steps", optim.warmup_steps, "train.max_steps", train.max_steps)
     exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
     exceeds("optim.min_learning_rate", optim.min_learning_rate, "optim.learning_rate", optim.learning_rate)
@@ -149,41 +153,36 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
             what = f"global_batch_size {sizes[0]} is not a multiple of {product}"
             fix = f"`train.global_batch_size: {-(-sizes[0] // unit) * unit}`, or drop one of the three"
             problems.append(Problem("CFG008", what, place("train.global_batch_size"), fix))
-    if recipe.checkpoint.keep_best and recipe.evaluate.eval_steps is None:
-        what, fix = "`checkpoint.keep_best` needs validation at intervals", "`evaluate.eval_steps: 100`"
-        problems.append(Problem("CFG008", what, place("checkpoint.keep_best"), fix))
-    if recipe.checkpoint.keep_best and recipe.data.validation_share == 0 and recipe.data.validation_path is None:
-        what, fix = "`checkpoint.keep_best`, and nothing is held out to validate on", "`data.validation_share: 0.05`"
-        problems.append(Problem("CFG008", what, place("checkpoint.keep_best"), fix))
-    if optim.name != "adamw" and optim.moments is not None:
-        what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both say what moments are kept in"
-        problems.append(Problem("CFG008", what, place("optim.moments"), "`optim.name: adamw`, or drop `optim.moments`"))
-    if model.path is not None and model.config is not None:
-        what = "`model.path` and `model.config` both say what the model is"
-        problems.append(Problem("CFG008", what, place("model.config"), "drop one of the two"))
-    if model.init == "pretrained" and model.config is not None:
-        what = "`model.init: pretrained` needs weights, and `model.config` has none"
-        problems.append(Problem("CFG008", what, place("model.init"), "`model.init: random`, or `model.path`"))
+    best, data = recipe.checkpoint.keep_best, recipe.data
+    what, fix = "`checkpoint.keep_best` needs validation at intervals", "`evaluate.eval_steps: 100`"
+    refuse(best and recipe.evaluate.eval_steps is None, "checkpoint.keep_best", what, fix)
+    what, fix = "`checkpoint.keep_best`, and nothing is held out to validate on", "`data.validation_share: 0.05`"
+    refuse(best and not data.validation_share and data.validation_path is None, "checkpoint.keep_best", what, fix)
+    what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both say what moments are kept in"
+    fix = "`optim.name: adamw`, or drop `optim.moments`"
+    refuse(optim.name != "adamw" and optim.moments is not None, "optim.moments", what, fix)
+    what = "`model.path` and `model.config` both say what the model is"
+    refuse(model.path is not None and model.config is not None, "model.config", what, "drop one of the two")
+    what = "`model.init: pretrained` needs weights, and `model.config` has none"
+    invented = model.init == "pretrained" and model.config is not None
+    refuse(invented, "model.init", what, "`model.init: random`, or `model.path`")
     if recipe.sample_tokens is None:
         given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
         theirs = sorted(key for key, value in given.items() if value != usual[key])
         if theirs:
             what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, and this is {recipe.method.name}"
             problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
-    elif not recipe.data.mask_documents:
-        what = "`data.mask_documents: false` would let one conversation read another"
-        problems.append(Problem("CFG008", what, place("data.mask_documents"), "leave it out"))
+    what = "`data.mask_documents: false` would let one conversation read another"
+    refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
     problems += [*_check_method(recipe, place), *_check_streaming(recipe, place)]
-    if recipe.run.profile_steps is not None and not recipe.run.profiled:
-        what = f"`run.profile_steps` must be FIRST:LAST, from 1, got {show_value(recipe.run.profile_steps)}"
-        problems.append(Problem("CFG005", what, place("run.profile_steps"), "`run.profile_steps: 10:12`"))
-    if recipe.lora.rank is None and recipe.lora != Lora():
-        said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
-        what = f"{said} without `lora.rank`, which turns adapters on"
-        problems.append(Problem("CFG008", what, place("lora"), "`lora.rank: 16`"))
-    if not recipe.lora.targets:
-        fix = "leave it out for all-linear, or some of q k v o gate up down"
-        problems.append(Problem("CFG005", "`lora.targets` names no layer", place("lora.targets"), fix))
+    run, key = recipe.run, "run.profile_steps"
+    what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
+    refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
+    said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
+    what = f"{said} without `lora.rank`, which turns adapters on"
+    refuse(recipe.lora.rank is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
+    fix = "leave it out for all-linear, or some of q k v o gate up down"
+    refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
     return problems
 
 
