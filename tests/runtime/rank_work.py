@@ -188,6 +188,8 @@ def whole_weights(rank: int, ranks: int, plan: Plan) -> dict[str, Tensor]:
 class NoTokenizer:
     """Stands for a tokenizer that has no files."""
 
+    eot_id = 0
+
     def copy_to(self, directory: Path) -> None:
         pass
 
