@@ -35,7 +35,8 @@ SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_sca
 
 @contextmanager
 def sends(axes: dict[str, str]) -> Iterator[Sent]:
-    """Counts collectives as they are called. A dispatch mode would see them too, but would switch compilation off."""
+    """Counts collectives as they are called. A dispatch mode would see them too, but would switch compilation off. Ranks
+    meet before each, or one that runs ahead would hold what it sends in several."""
     sent: Sent = Counter()
 
     def counted(name: str, function: Any) -> Any:
@@ -45,6 +46,7 @@ def sends(axes: dict[str, str]) -> Iterator[Sent]:
             group = named.get("group") or next((v for v in given if isinstance(v, dist.ProcessGroup)), dist.group.WORLD)
             axis = "world" if size <= CONTROL_BYTES else axes[group.group_name]
             sent[axis, SENDS[name], size] += 1
+            dist.barrier()
             return function(*given, **named)
 
         return call

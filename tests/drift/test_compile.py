@@ -50,8 +50,7 @@ def check(ranks: RankPool, plan: Plan, backend: str) -> None:
     """fp32: 1e-6 and 1e-5 are a few roundings taken in another order; bf16: the direction of every gradient. The peak
     may be above the predicted one by what kernels of a CPU use for themselves, which the eager run shows, and by 3 %,
     for this backend fuses nothing and so saves other tensors than eager code does; and on real ranks by the payload of
-    one collective and its result, which the rank that comes first holds until the other comes (exact peaks: the fake
-    world's)."""
+    one collective, which the rank that comes first holds until the other comes (exact peaks: the fake world's)."""
     for rank, (compiled_run, eager_run) in enumerate(
         ranks.run(compiled.pair, SPEC, plan, backend, world=2, timeout_s=110)
     ):
@@ -59,7 +58,7 @@ def check(ranks: RankPool, plan: Plan, backend: str) -> None:
         assert (compiled_run.graphs, eager_run.graphs) == (1, 0), "one compilation serves all blocks"
         assert measured.sent == predicted.sent == eager_run.measured.sent
         assert measured.state == predicted.state
-        waiting = max(payload * (3 if kind == "reduce_scatter" else 2) // 2 for _, kind, payload in measured.sent)
+        waiting = max(payload for _, _, payload in measured.sent)
         assert measured.peak_bytes <= 1.03 * max(predicted.peak_bytes, eager_run.measured.peak_bytes) + waiting
         assert compiled_run.traffic == by_axis(predicted.sent), "what a run reports of itself"
         found = parity.compare(eager_run.trace, [compiled_run.trace])
