@@ -35,8 +35,8 @@ SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_sca
 
 @contextmanager
 def sends(axes: dict[str, str]) -> Iterator[Sent]:
-    """Counts collectives as they are called. A dispatch mode would see them too, but would switch compilation off. Ranks
-    meet before each, or one that runs ahead would hold what it sends in several."""
+    """Counts collectives as they are called. A dispatch mode would see them too, but would switch compilation off.
+    Ranks meet before each, or one that runs ahead would hold what it sends in several."""
     sent: Sent = Counter()
 
     def counted(name: str, function: Any) -> Any:

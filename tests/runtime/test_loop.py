@@ -40,6 +40,18 @@ def whole(root: Path) -> Path:
     return directory(made)
 
 
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every save takes two seconds to write."""
+    write = ShardWriter.write_data
+
+    def slowly(self: ShardWriter, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        time.sleep(2)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(ShardWriter, "write_data", slowly)
+
+
 class Broken(Exception):
     pass
 
@@ -58,14 +70,7 @@ def fail(state: TrainState) -> None:
     raise Broken
 
 
-def test_a_run_that_fails_waits_for_the_save_in_flight(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = ShardWriter.write_data
-
-    def slowly(self: ShardWriter, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        time.sleep(1)
-        return write(self, plan, planner)
-
-    monkeypatch.setattr(ShardWriter, "write_data", slowly)
+def test_a_run_that_fails_waits_for_the_save_in_flight(root: Path, slow_disk: None) -> None:
     made = recipe(root, "failed")
     with pytest.raises(Broken):
         train_here(made, at(4, fail))
@@ -86,14 +91,7 @@ def test_what_was_saved_is_said_when_the_last_step_was_not(root: Path) -> None:
         train_here(made, at(4, poison))
 
 
-def test_a_step_is_not_longer_for_the_save_before_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = ShardWriter.write_data
-
-    def slowly(self: ShardWriter, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        time.sleep(2)
-        return write(self, plan, planner)
-
-    monkeypatch.setattr(ShardWriter, "write_data", slowly)
+def test_a_step_is_not_longer_for_the_save_before_it(root: Path, slow_disk: None) -> None:
     made = recipe(root, "slow-disk", train={"max_steps": 4}, checkpoint={"asynchronous": False})
     train_here(made)
     rows = [json.loads(line) for line in (directory(made) / "metrics.jsonl").read_text().splitlines()]

@@ -69,8 +69,7 @@ def run(options: Options) -> None:
 
 
 def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenizer]:
-    """The exported model of a run or a directory; of an unfinished run its newest checkpoint, or the
-    best."""
+    """The exported model of a run or a directory; where a checkpoint is newer than that the newest one, or the best."""
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
@@ -79,8 +78,8 @@ def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenize
     if config.is_file() and not best and not stale:
         return _read(model).to(device), open_directory(model)
     recipe = load_recipe(recipe_file(path))
-    model = load_run(locate_best(path) if best else path, recipe, resolve(recipe))
-    return model.to(device), open_directory(path / "tokenizer")
+    loaded = load_run(locate_best(path) if best else path, recipe, resolve(recipe))
+    return loaded.to(device), open_directory(path / "tokenizer")
 
 
 def _read(directory: Path) -> Model:
