@@ -14,7 +14,7 @@ from shardwise.data.batch import collate
 from shardwise.data.pack import IGNORE, Windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared, TokenStore
-from shardwise.data.tokens import Tokenizer
+from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.spec.recipe import Data
 
 
@@ -100,6 +100,29 @@ def test_bytes_of_text_add_up(store: TokenStore, seq_len: int, mask_documents: b
     sizes = np.diff(store._documents[:, 1].astype(np.int64), prepend=0)
     unseen = (sizes / lengths).sum() if mask_documents else sizes[0] / lengths[0]
     assert counted == pytest.approx(store.split.text_bytes - unseen, rel=1e-12)
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+def test_a_begin_of_text_stands_for_no_byte(
+    corpus: Path, settings: Callable[..., Data], tokenizer: Tokenizer, tmp_path: Path, mask_documents: bool
+) -> None:
+    """Each document's text is learnt from its begin-of-text on, so every byte counts, once."""
+    from tokenizers import processors
+
+    directory = tmp_path / "begins"
+    directory.mkdir()
+    tokenizer.copy_to(directory)
+    backend = open_directory(directory).backend
+    eot = "<|endoftext|>"
+    backend.post_processor = processors.TemplateProcessing(single=f"{eot} $A", special_tokens=[(eot, 299)])
+    backend.save(str(directory / "tokenizer.json"))
+    again = {"tokenizer": {"path": str(directory)}, "validation_share": 0.0}
+    made = prepare(settings(corpus, **again)).train
+    assert made.tokens == prepare(settings(corpus, validation_share=0.0)).train.tokens + made.split.documents
+    for seq_len in (5, 64):
+        windows = Windows(made, seq_len, mask_documents)
+        counted = sum(windows.text_bytes(k) for k in range(len(windows)))
+        assert counted == pytest.approx(made.split.text_bytes, rel=1e-12)
 
 
 def test_batches_lay_windows_under_each_other(prepared: Prepared) -> None:

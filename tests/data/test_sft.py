@@ -109,6 +109,15 @@ def test_the_golden_text_of_each_format(sft: Callable[..., Prepared], record: Re
         assert text == expected
 
 
+def test_bytes_of_a_first_token_that_is_not_learnt_do_not_count(sft: Callable[..., Prepared]) -> None:
+    """Text in samples: nothing comes before its first token, so neither it nor its bytes are in bits a byte."""
+    text = "alpha beta " * 20
+    split = sft([{"text": text}]).train.split
+    learnt = split.supervised_tokens
+    assert split.tokens == learnt + 1
+    assert split.text_bytes == pytest.approx(len(text) * learnt / (learnt + 1), abs=0.5)
+
+
 def test_formats_may_be_mixed_in_one_file(sft: Callable[..., Prepared]) -> None:
     found = shown(sft([record for record, _ in GOLDEN if "text" not in record]))
     assert found == [text for record, text in GOLDEN if "text" not in record]

@@ -270,7 +270,9 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
         copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
         manifest = store.Manifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
         length = of.rules.seq_len if of.rules else None
-        store.write_manifest(directory, replace(manifest, counts=dict(+counts), seq_len=length))
+        prefix = len(tokenizer.prefix)
+        made = replace(manifest, counts=dict(+counts), seq_len=length, prefix_tokens=prefix)
+        store.write_manifest(directory, made)
 
 
 def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:

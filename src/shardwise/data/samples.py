@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.data import formats, tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
@@ -175,7 +176,7 @@ def _begin(sample: Encoded, prefix: tuple[int, ...]) -> Encoded:
     ids = np.concatenate([np.array(prefix, dtype=np.int64), sample.ids])
     supervised = np.concatenate([np.zeros(len(prefix), dtype=np.uint8), sample.supervised])
     supervised[:1] = 0
-    return replace(sample, ids=ids, supervised=supervised)
+    return _learn(sample, ids, supervised)
 
 
 def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
@@ -226,6 +227,10 @@ def _within(samples: list[Encoded], room: list[int], rules: Rules, counts: Count
 
 
 def _cut(sample: Encoded, most: int) -> Encoded:
-    learnt = sample.supervised[:most]
-    text_bytes = round(sample.text_bytes * int(learnt.sum()) / int(sample.supervised.sum()))
-    return Encoded(sample.ids[:most], learnt, text_bytes)
+    return _learn(sample, sample.ids[:most], sample.supervised[:most])
+
+
+def _learn(sample: Encoded, ids: NDArray[np.int64], supervised: NDArray[np.uint8]) -> Encoded:
+    """``sample`` of which less is learnt: of the bytes of its text it keeps an even share."""
+    text_bytes = round(sample.text_bytes * int(supervised.sum()) / max(int(sample.supervised.sum()), 1))
+    return Encoded(ids, supervised, text_bytes)

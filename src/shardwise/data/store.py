@@ -73,7 +73,8 @@ class Split:
 class Manifest:
     """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and
     contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are
-    for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records on the way."""
+    for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records on the way;
+    ``prefix_tokens``: how many tokens that stand for no text each document begins with."""
 
     fingerprint: str
     tokenizer_hash: str
@@ -87,6 +88,7 @@ class Manifest:
     format: int = FORMAT
     counts: dict[str, int] = field(default_factory=dict)
     seq_len: int | None = None
+    prefix_tokens: int = 0
 
 
 def checksum(path: Path) -> str:
@@ -137,6 +139,7 @@ class TokenStore:
     split: Split
     vocab_size: int
     eot_id: int
+    prefix_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -212,7 +215,7 @@ class TokenStore:
 
     def text_bytes(self, start: int, stop: int, skip_first: bool) -> float:
         """Bytes of text behind the tokens [start, stop): a document's bytes shared out evenly over its tokens but the
-        end-of-text; its first token is left out with ``skip_first``."""
+        begin-of-text and the end-of-text; its first token is left out with ``skip_first``."""
         table = self._documents
         first = int(np.searchsorted(table[:, 0], np.uint64(start), side="right"))
         last = int(np.searchsorted(table[:, 0], np.uint64(min(stop, self.tokens)), side="left")) + 1
@@ -222,8 +225,9 @@ class TokenStore:
         before = table[first - 1].astype(np.int64)[None] if first else np.zeros((1, 2), dtype=np.int64)
         begins, bytes_before = np.concatenate((before, rows[:-1])).T
         ends = rows[:, 0] - 1
-        counted = np.minimum(ends, stop) - np.maximum(begins + int(skip_first), start)
-        shares = (rows[:, 1] - bytes_before) / (ends - begins)
+        prefix = self.prefix_tokens
+        counted = np.minimum(ends, stop) - np.maximum(begins + max(prefix, int(skip_first)), start)
+        shares = (rows[:, 1] - bytes_before) / np.maximum(ends - begins - prefix, 1)
         return float((np.maximum(counted, 0) * shares).sum())
 
 
@@ -248,7 +252,8 @@ class Prepared:
 
     def _store(self, name: str) -> TokenStore:
         manifest = self.manifest
-        return TokenStore(self.directory, manifest.splits[name], manifest.vocab_size, manifest.eot_id)
+        sizes = manifest.vocab_size, manifest.eot_id, manifest.prefix_tokens
+        return TokenStore(self.directory, manifest.splits[name], *sizes)
 
     def files(self) -> Iterator[FileSum]:
         """Every file but the manifest."""
