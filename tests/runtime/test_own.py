@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise
 from examples import transformers_loop, vision_loop
@@ -207,6 +207,41 @@ def test_an_optimizer_that_makes_its_state_late(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="CKPT020"):
         kept.save(3, model=model)
     steps(other, again, range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
+    """Its optimizer, one of torch's own, keeps nothing of it, and after a resume neither."""
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(6, 1), nn.Linear(6, 1)
+
+        def forward(self, given: Tensor) -> Tensor:
+            out: Tensor = self.used(given)
+            return out
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, own.Checkpoints]:
+        torch.manual_seed(0)
+        model = shardwise.parallelize(Idle(), shardwise.plan(), None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, shardwise.Checkpoints(tmp_path, model, optimizer)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        shardwise.backward(model, model(torch.ones(2, 6)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer, checkpoints = make()
+    step(model, optimizer)
+    checkpoints.save(1)
+    checkpoints.close()
+    other, again, kept = make()
+    assert kept.resume() == {"step": 1}
+    assert len(again.state) == len(optimizer.state) == 2
+    step(model, optimizer)
+    step(other, again)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 

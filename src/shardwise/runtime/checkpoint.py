@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from shardwise.runtime.storage import ShardPlanner, ShardWriter, Target, copy_st
 from shardwise.spec.recipe import Checkpoint
 
 Tensors = Mapping[str, Tensor]
+Wanted = Tensors | Callable[[Collection[str]], Tensors]
 Facts = dict[str, Any]
 Log = Callable[[str], None]
 Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed"]
@@ -168,10 +169,11 @@ class Checkpoints:
         return self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size)
 
     def resume(
-        self, tensors: Tensors, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
+        self, tensors: Wanted, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
     ) -> Facts | None:
         """Load the newest checkpoint that verifies into ``tensors``, in place; its facts. None if there is none.
 
+        ``tensors`` may be a function of the names that a checkpoint holds.
         ``path``: a run, a directory of checkpoints, or one checkpoint, instead of this run's own. Afterwards
         ``rejected`` holds the problem of each one that was passed over; ``log`` gets them as text on the first rank.
         Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do
@@ -273,22 +275,23 @@ class Checkpoints:
         except BaseException as error:
             self._events.append(Event("failed", step, f"reading back, so older checkpoints stay: {error}"))
 
-    def _load(self, directory: Path, tensors: Tensors, any_run: bool) -> Facts:
+    def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
         crew = self._crew
 
-        def look() -> Manifest:
+        def look() -> tuple[Manifest, Tensors]:
             record = manifest.read(directory)
             if record.run_id != self.run_id and not any_run:
                 what = f'{directory.name} belongs to run "{record.run_id}", this is run "{self.run_id}"'
                 fix = f"--resume {directory} if that is what you want"
                 raise Rejected(Problem("CKPT013", what, str(directory), fix))
+            tensors = wanted(record.tensors) if callable(wanted) else wanted
             compare(record.tensors, _signature(tensors), str(directory))
-            return record
+            return record, tensors
 
-        seen: list[Manifest] = []
+        seen: list[tuple[Manifest, Tensors]] = []
         crew.each(lambda: seen.append(look()))
-        record = seen[0]
+        record, tensors = seen[0]
         names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
         crew.each(lambda: manifest.check_files(directory, record, names))
         crew.each(lambda: fill(directory, record, tensors))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -223,10 +223,18 @@ class Checkpoints:
         made = not self.optimizer.state
         if made:
             _make_state(self.optimizer)
-        facts = self._kept.resume(self.tensors())
+        facts = self._kept.resume(self._as_saved if made else self.tensors())
         if facts is None and made:
             self.optimizer.state.clear()
         return facts
+
+    def _as_saved(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What to load: a parameter that had no gradient until it was saved has no state, there and here."""
+        had = {name.split(".", 2)[2] for name in names if name.startswith("optim.")}
+        for name, parameter in self.module.named_parameters():
+            if had and name not in had:
+                self.optimizer.state.pop(parameter, None)
+        return self.tensors()
 
     def close(self) -> list[checkpoint.Event]:
         """Wait for the save in flight; what became of the saves since the last call."""
