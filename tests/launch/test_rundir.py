@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardwise.errors import MissingInputError, OutputError, ShardwiseError
+from shardwise.errors import DataError, MissingInputError, OutputError, ShardwiseError
 from shardwise.launch import rundir
 from shardwise.runtime.outcome import Exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
@@ -71,6 +71,22 @@ def test_its_own_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Pa
     with pytest.raises(OutputError) as caught:
         rundir.check_standing(tmp_path / "a", same, resume=False)
     assert refused(caught.value)[2] == f'{tmp_path / "a"} holds run "a" at step 20, finished'
+
+
+def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_order(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", step=20)
+    other = load_recipe(None, ["optim.learning_rate=1", "parallel=zero3", "run.nproc=2"])
+    assert rundir.check_standing(tmp_path / "a", other, resume=True) == 20
+    assert rundir.changes(tmp_path / "a", other) == {
+        "parallel.strategy": "zero3 (was auto)",
+        "optim.learning_rate": f"1.0 (was {load_recipe(None).optim.learning_rate})",
+    }
+    moved = load_recipe(None, ["train.seq_len=77", "run.seed=3"])
+    with pytest.raises(DataError) as caught:
+        rundir.check_standing(tmp_path / "a", moved, resume=True)
+    code, exit_code, what, fix = refused(caught.value)
+    assert (code, exit_code, fix) == ("CKPT022", 65, "leave that as it was, or start another run")
+    assert what.endswith("cannot go on with train.seq_len 77 (was 2048), run.seed 3 (was 0)")
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
 
     directory = Path(recipe.run.out) / recipe.run.name
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
+    changed = {} if standing is None else rundir.changes(directory, recipe)
     check_port(options.port)
     check_installed(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
@@ -128,7 +129,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     if cluster.nodes > 1:
         return _print_nodes(recipe, words[1:], cluster, options.port)
     if standing is not None:
-        note(f"resuming {directory} from step {standing}", as_json=options.json)
+        with_ = "".join(f"; {key} {change}" for key, change in changed.items())
+        note(f"resuming {directory} from step {standing}{with_}", as_json=options.json)
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)

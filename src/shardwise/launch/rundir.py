@@ -9,14 +9,18 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.errors import MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.runtime.outcome import read_exit
+from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d{8,})")
+_ORDER = ("train.seq_len", "run.seed")
+_ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
+"""Sections that may change when a run goes on by itself: where and how it runs."""
 BYTES_A_PARAMETER = 12
 """fp32 weights and two fp32 moments; tokenizer, manifest and cursor are small."""
 
@@ -66,7 +70,8 @@ def newest_step(directory: Path) -> int | None:
 
 def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | None:
     """The step to resume from in ``directory``, None for a fresh start. Its own unfinished run is resumed; another's is
-    never touched (OUT001). ``resume`` says that there must be something to continue (CKPT001)."""
+    never touched (OUT001). ``resume`` says that there must be something to continue (CKPT001), and with it other
+    settings may be given, but not such that the data would come in another order (CKPT022)."""
     try:
         step = newest_step(directory)
     except OSError as error:
@@ -75,12 +80,16 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         if step is None:
             what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
             raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
+        changed = changes(directory, recipe)
+        if moved := [f"{key} {changed[key]}" for key in _ORDER if key in changed]:
+            what = f"{directory} counts samples of its own length and order, so it cannot go on with {', '.join(moved)}"
+            raise DataError(Problem("CKPT022", what, str(directory), "leave that as it was, or start another run"))
         return step
     if step is None:
         return None
     what = f'{directory} holds run "{directory.name}" at step {step}'
     fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
-    if not _same(directory, recipe):
+    if any(key.partition(".")[0] not in _ELSEWHERE for key in changes(directory, recipe)):
         raise OutputError(Problem("OUT001", f"{what}, of another recipe", str(directory), fix))
     outcome = read_exit(directory)
     if outcome is not None and outcome.kind == "done":
@@ -89,15 +98,15 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
     return step
 
 
-def _same(directory: Path, recipe: Recipe) -> bool:
-    """Whether the run there was made from the same recipe; where and how it ran may differ."""
+def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
+    """How ``recipe`` differs from that of the run in ``directory``, by key. Where it runs is not compared."""
     try:
         before = load_recipe(directory / "recipe.yaml")
-    except ShardwiseError:
-        return False
-    elsewhere = {"run", "parallel", "recompute", "compile", "checkpoint", "evaluate"}
-    one, other = ((each.run.seed, each.model_dump(exclude=elsewhere)) for each in (before, recipe))
-    return one == other
+    except ShardwiseError as error:
+        return {"recipe.yaml": f"which cannot be read: {error.problems[0].what}"}
+    old, new = (dotted(each.model_dump(mode="json")) for each in (before, recipe))
+    compared = [key for key in {**old, **new} if not key.startswith("run.") or key == "run.seed"]
+    return {key: f"{new.get(key)} (was {old.get(key)})" for key in compared if old.get(key) != new.get(key)}
 
 
 def check_writable(directory: Path) -> None:
