@@ -83,6 +83,9 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     assert (plan.layout.world, plan.batch.seq_len, plan.batch.global_batch_size(16)) == (16, 4096, 64)
     _, shown, _ = shardwise("plan", "--plan", "plan.yaml")
     assert f"{plan.estimate.peak_bytes:,}" in shown
+    for more in ("recipe.yaml", "--cluster=8xH100", "--seq-len=9"):
+        code, _, err = shardwise("plan", "--plan", "plan.yaml", more)
+        assert code == 2 and "shows that plan as it stands" in err
     _, text, _ = shardwise("plan", *words, "--global-batch-size", "64", "--json")
     facts = json.loads(text)
     assert facts["model"]["parameters"] == 70_553_706_496

@@ -116,9 +116,24 @@ def test_bad_model_files_are_told_before_any_rank_starts(
     what: str,
 ) -> None:
     spoil(Path("model"))
+    dry = main([*WORDS, "--run", "a", "--dry-run"])
+    told = capfd.readouterr().err
     found = main([*WORDS, "--run", "a"])
     _, error = capfd.readouterr()
+    assert (dry, told) == (found, error), "a dry run checks the same"
     first, where, fix = error.splitlines()[:3]
     assert (found, first[: len(what)]) == (code, what), case
     assert where.startswith("where: ") and fix.startswith("fix:   ") and "Traceback" not in error
     assert not started and not Path("runs/a").exists()
+
+
+def test_a_dry_run_looks_for_the_adapter_and_tries_the_place(
+    started: list[object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--run", "a", "--dry-run", "lora.rank=2", "lora.path=adapter"]) == 66
+    assert capfd.readouterr().err.startswith("error[CKPT001]: no adapter_config.json in adapter")
+    Path("file").write_text("")
+    assert main([*WORDS, "--run", "a", "--dry-run", "--out", "file"]) == 73
+    assert capfd.readouterr().err.startswith("error[OUT002]: cannot write file")
+    assert main([*WORDS, "--run", "a", "--dry-run", "--out", "deep/er"]) == 0
+    assert not started and not Path("deep").exists()

@@ -72,6 +72,17 @@ def test_a_pin_wins(strategy: str, expected: str) -> None:
     assert plan.why["shard.strategy"] == "pinned"
 
 
+def test_a_setting_that_has_nothing_to_act_on_is_told() -> None:
+    asked = recipe(
+        parallel=Parallel(strategy="zero1", reshard_after_forward=False), recompute=Recompute(mode="none", every=2)
+    )
+    plan = choose(asked, ONE_B, parse_cluster("4xH100"))
+    assert plan.why["shard.reshard_after_forward"] == "not used: zero1 keeps its weights whole, zero3 does not"
+    assert plan.why["remat.every"] == "not used: nothing is recomputed"
+    used = recipe(parallel=Parallel(strategy="zero3", reshard_after_forward=False), recompute=Recompute(mode="full"))
+    assert not {"shard.reshard_after_forward", "remat.every"} & {*choose(used, ONE_B, parse_cluster("4xH100")).why}
+
+
 def test_hybrid_shards_in_the_node_and_replicates_across() -> None:
     plan = choose(recipe(parallel=Parallel(strategy="hsdp")), ONE_B, parse_cluster("2x8xH100"))
     assert (plan.layout.dp_replicate, plan.layout.dp_shard) == (2, 8)

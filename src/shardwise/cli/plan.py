@@ -51,6 +51,9 @@ def run(options: Options) -> None:
         fix = f"one of {', '.join(TOPICS)}"
         raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
     if options.plan:
+        if rest := [*options.arguments, *filter(None, (options.cluster, options.out))]:
+            what = f"`--plan` shows that plan as it stands, so `{rest[0]}` has nothing to do"
+            raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
     words = sort_words(options.arguments)

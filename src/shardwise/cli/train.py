@@ -22,7 +22,7 @@ from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime.track import check_installed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
@@ -115,14 +115,16 @@ def _launch(options: Options, recipe: Recipe) -> int:
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
             say(line)
     check_sources(recipe.data)
+    _check_inputs(recipe, spec, plan, fetch=not options.dry_run)
     if options.dry_run:
+        rundir.check_writable(rundir.nearest(directory))
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
         said = f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
         print_json(facts) if options.json else say(said)
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
-        _prepare(recipe, spec, plan, directory)
+        _prepare(recipe, plan, spec, directory)
     words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
     flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
     words += [flag for flag, on in flags.items() if on]
@@ -152,13 +154,26 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
     return 0
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> None:
-    """Fetch and check weights, and tokenise, before any process group exists: ranks that wait for one another would
-    time out."""
-    from shardwise.data.pack import open_windows
-    from shardwise.data.stream import check_size
+def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -> None:
+    """That the tokenizer, the weights and the adapter serve. Weights on the Hub are fetched, or unless ``fetch`` left
+    alone."""
+    from shardwise.data.prepare import open_tokenizer
     from shardwise.models.hf import check_weights
     from shardwise.models.peft import find_adapter
+
+    model, tokenizer = recipe.model, open_tokenizer(data_of(recipe))
+    if tokenizer is not None:
+        check_vocabulary(tokenizer.vocab_size, spec.vocab_size)
+    if model.path is not None and model.init != "random" and (fetch or os.path.exists(model.path)):
+        check_weights(model.path, model.revision, spec)
+    if recipe.lora.path is not None and plan.lora is not None:
+        find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
+
+
+def _prepare(recipe: Recipe, plan: Plan, spec: ModelSpec, directory: Path) -> None:
+    """Tokenise before any process group exists: ranks that wait for one another would time out."""
+    from shardwise.data.pack import open_windows
+    from shardwise.data.stream import check_size
     from shardwise.runtime.job import open_data
 
     try:
@@ -166,10 +181,6 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> No
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
         windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
         check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)
-        if recipe.model.path is not None and recipe.model.init != "random":
-            check_weights(recipe.model.path, recipe.model.revision, spec)
-        if recipe.lora.path is not None and plan.lora is not None:
-            find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
     except ShardwiseError:
         with suppress(OSError):
             directory.rmdir()

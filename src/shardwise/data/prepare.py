@@ -54,9 +54,9 @@ def prepare(
     template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; nothing is left over after an
     error."""
     said: Progress = progress or (lambda stage, done, total: None)
-    cache = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
+    cache = _cache(data)
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
-        return _open_named(named, data, cache, sample_tokens)
+        return _open_named(named, data, sample_tokens)
     if data.streaming:
         what, fix = "`data.streaming` prepares the text while it trains", "data.streaming=false, to prepare all of it"
         raise ConfigError(Problem("CFG008", what, "data.streaming", fix))
@@ -80,6 +80,16 @@ def prepare(
         if out is None:
             write_whole(note, fingerprint)
     return store.load(target, verify=False)
+
+
+def _cache(data: Data) -> Path:
+    return Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "shardwise"
+
+
+def open_tokenizer(data: Data) -> tokens.Tokenizer | None:
+    """The tokenizer that the settings name. None: they name none."""
+    named = data.tokenizer
+    return None if named.path is None else tokens.load(named.path, _cache(data), named.revision)
 
 
 def check_sources(data: Data) -> None:
@@ -193,8 +203,8 @@ class _Ingredients:
 def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenizer:
     """The tokenizer that the settings name, trained first where they name none."""
     data, sources = of.data, of.sources
-    if data.tokenizer.path is not None:
-        return tokens.load(data.tokenizer.path, cache, data.tokenizer.revision)
+    if (named := open_tokenizer(data)) is not None:
+        return named
     if ids := next((s for s in (*sources.train, *sources.validation) if s.kind == "ids"), None):
         what = f"{ids.name} holds token ids, and the recipe does not say of which tokenizer"
         raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=<the one that made them>"))
@@ -295,7 +305,7 @@ def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.T
         raise DataError(Problem("TOK002", what, str(target), fix))
 
 
-def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | None) -> store.Prepared:
+def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store.Prepared:
     prepared = store.load(directory)
     made, asked = (prepared.manifest.seq_len, prepared.train.split.pairs), (sample_tokens, data.format == PREFERENCE)
     if made != asked:
@@ -305,8 +315,8 @@ def _open_named(directory: Path, data: Data, cache: Path, sample_tokens: int | N
         what = f"prepared as {kinds[0]}, the recipe asks for {kinds[1]}"
         fix = "the method it was prepared for, or other data" if other else f"train.seq_len={made[0]}"
         raise DataError(Problem("DATA013", what, str(directory), fix))
-    if data.tokenizer.path is not None:
-        _check_tokenizer(directory, prepared.manifest, tokens.load(data.tokenizer.path, cache, data.tokenizer.revision))
+    if (tokenizer := open_tokenizer(data)) is not None:
+        _check_tokenizer(directory, prepared.manifest, tokenizer)
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
         fix = "leave it out: the data brings its tokenizer"

@@ -143,13 +143,18 @@ def _unwritable(directory: Path, error: OSError) -> Problem:
     return Problem("OUT002", f"cannot write {shown}: {reason}", shown, fix)
 
 
+def nearest(directory: Path) -> Path:
+    """``directory``, or what is there of the way to it."""
+    while not directory.exists():
+        directory = directory.parent
+    return directory
+
+
 def check_space(directory: Path, parameters: int, keep: int, export_bytes: int = 0) -> int:
     """Bytes that checkpoints will take at once: ``keep`` of them and one in flight. Raises OutputError (OUT003)."""
     checkpoint = parameters * BYTES_A_PARAMETER
     needed = checkpoint * (keep + 1) + export_bytes
-    place = directory
-    while not place.exists():
-        place = place.parent
+    place = nearest(directory)
     free = shutil.disk_usage(place).free
     if needed > free:
         what = (

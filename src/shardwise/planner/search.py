@@ -200,5 +200,9 @@ def _explained(plan: Plan, tried: list[Plan], recipe: Recipe) -> Plan:
         why["batch.accumulation"] = "derived: keeps the global batch"
     kept = "derived: activations fit" if plan.remat.mode == "none" else "derived: with less it does not fit"
     why["remat.mode"] = kept if recipe.recompute.mode == "auto" else "pinned"
+    if recipe.parallel.reshard_after_forward is not None and plan.shard.strategy != "zero3":
+        why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights whole, zero3 does not"
+    if recipe.recompute.every != 1 and plan.remat.mode == "none":
+        why["remat.every"] = "not used: nothing is recomputed"
     why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"
     return replace(plan, why=why)
