@@ -19,6 +19,7 @@ from shardwise.data.bins import pack
 from shardwise.data.pack import IGNORE, Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared, TokenStore
+from shardwise.data.template import SHIPPED, Template
 from shardwise.errors import DataError
 from shardwise.spec.recipe import Data
 
@@ -298,9 +299,25 @@ def test_nulls_with_which_tables_are_filled_say_nothing(sft: Callable[..., Prepa
     (asked, answer), extra = talk(1)["messages"], {"weight": 0, "name": "a", "tool_calls": [{"id": "b"}]}
     records = [{"messages": [asked, answer | extra, asked, answer]}, talk(2)]
     pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "talks.parquet")
-    expected = shown(sft(records))
-    assert [text.count("«") for text in expected] == [1, 1]
-    assert shown(sft(tmp_path / "talks.parquet")) == expected
+    calls = "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    template = SHIPPED["zephyr"].partition("{% endif %}")[2].replace("{% endfor %}", f"{calls}{{% endfor %}}")
+    expected = shown(sft(records, chat_template=template))
+    assert [text.count("«") for text in expected] == [1, 1] and '[{"id": "b"}]' in expected[0]
+    assert shown(sft(tmp_path / "talks.parquet", chat_template=template)) == expected
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_templates_that_ship_refuse_tools_and_take_a_null(sft: Callable[..., Prepared], name: str) -> None:
+    """A tool call left out of the text would be learnt as an empty answer."""
+    asked = {"role": "user", "content": "alpha"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    plain = {"messages": [asked, {"role": "assistant", "content": "beta"}]}
+    for bad in ({"messages": [asked, call]}, {**plain, "tools": [{"name": "f"}]}):
+        with pytest.raises(DataError, match=r"CHAT002.*:1 .*this template cannot write tools or their calls"):
+            sft([bad], chat_template=name)
+    (text,) = shown(sft([{**plain, "tools": []}], chat_template=name))
+    assert "beta" in text
+    assert Template(SHIPPED[name], {"eos_token": "."}).render([{"role": "user", "content": None}], None)
 
 
 RECORDS = [{"instruction": f"alpha {i}", "output": f'beta "{i}", \n— é'} for i in range(40)]

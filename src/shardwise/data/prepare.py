@@ -143,7 +143,7 @@ def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
     local = [Path(data.tokenizer.path or "", name).expanduser() for name in tokens.KEPT]
     beside = [Path(data.chat_template or "").expanduser(), *(path.with_suffix(".idx") for path, _ in named)]
-    named += [(path, path.name) for path in [*(local if data.tokenizer.path else ()), *beside] if path.is_file()]
+    named += [(path, path.name) for path in [*(local if data.tokenizer.path else ()), *beside] if os.path.isfile(path)]
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 

@@ -26,11 +26,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shardwise.errors import DataError, PolicyError, Problem
 
+_NO_TOOLS = (
+    "{% if tools or messages | selectattr('tool_calls') | list %}"
+    "{{ raise_exception('this template cannot write tools or their calls') }}{% endif %}"
+)
 SHIPPED = {
-    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-    "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "zephyr": "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + "
-    "'\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+    "chatml": _NO_TOOLS + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "(message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "zephyr": _NO_TOOLS + "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + "
+    "(message['content'] or '') + eos_token + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
 }
 """Templates by name, for tokenizers without one. ``zephyr`` needs no token but the end-of-text."""
 OPEN, CLOSE, PROBE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
@@ -184,7 +190,7 @@ def find_template(named: str | None, tokenizer: Path) -> str:
     if isinstance(stored, list):
         stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
     if not isinstance(stored, str):
-        raise DataError(Problem("CHAT001", "the tokenizer has no chat template", str(tokenizer), fix))
+        raise DataError(Problem("CHAT001", "the tokenizer has no chat template", _WHERE, fix))
     return stored
 
 
