@@ -21,6 +21,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.template import SHIPPED, Template
 from shardwise.errors import DataError
+from shardwise.runtime.sample import first_prompt
 from shardwise.spec.recipe import Data
 
 Make = Callable[..., Data]
@@ -237,6 +238,14 @@ def test_windows_hold_every_sample_once(sft: Callable[..., Prepared]) -> None:
     assert sum(windows.text_bytes(k) for k in range(len(windows))) == store.split.text_bytes
     alone = sft([talk(i, words=1 + i * 7 % 13) for i in range(60)], seq_len=96, packing=False)
     assert len(open_windows(alone.train, 96, True)) == 60
+
+
+def test_a_sample_of_what_the_model_writes_begins_where_an_answer_does(sft: Callable[..., Prepared]) -> None:
+    prepared = sft([talk(i) for i in range(3)])
+    ids = first_prompt(prepared.train)
+    decoded = tokens.open_directory(prepared.tokenizer_directory).backend.decode(ids, skip_special_tokens=False)
+    assert shown(prepared)[0].startswith(f"{decoded}«")
+    assert len(first_prompt(sft([{"text": "alpha beta " * 40}]).train)) == 16
 
 
 def test_processes_and_units_do_not_show(

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.runtime.generate import Sampling, continue_text
+from shardwise.data.store import TokenStore
+from shardwise.runtime.generate import Sampling, continue_text, generate
 from shardwise.runtime.job import Job
 from shardwise.runtime.state import TrainState
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS, MOST_TOKENS = 16, 256
 SAMPLE = Sampling(max_new_tokens=48)
 
 
 def sample(job: Job, state: TrainState) -> str:
-    """The recipe's prompt (else the beginning of the held-out text), a bar, and what the model writes after it."""
-    prompt = job.recipe.evaluate.sample_prompt
-    if prompt is None:
-        store = job.prepared.validation or job.prepared.train
-        prompt = job.tokenizer.decode(store.read(0, PROMPT_TOKENS).tolist())
-    ending = replace(SAMPLE, eot_id=job.tokenizer.eot_id, seed=job.recipe.run.seed)
-    return f"{prompt}|{continue_text(state.parts, job.tokenizer, prompt, ending, job.device)}"
+    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it."""
+    prompt, tokenizer = job.recipe.evaluate.sample_prompt, job.tokenizer
+    ending = replace(SAMPLE, eot_id=tokenizer.eot_id, seed=job.recipe.run.seed)
+    if prompt is not None:
+        return f"{prompt}|{continue_text(state.parts, tokenizer, prompt, ending, job.device)}"
+    ids = first_prompt(job.prepared.validation or job.prepared.train)
+    return f"{tokenizer.decode(ids)}|{tokenizer.decode(generate(state.parts, ids, ending, job.device))}"
+
+
+def first_prompt(store: TokenStore) -> list[int]:
+    """The beginning of a text; of samples that are asked something, all that is asked in the first."""
+    asked = 0
+    if store.split.packs is not None:
+        begin, end, _ = store.sample(0)
+        asked = int(store.read_mask(begin, end).argmax())
+    return store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
 
 
 def keep_first_sample(job: Job, state: TrainState) -> None:
