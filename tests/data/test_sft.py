@@ -144,6 +144,12 @@ BAD = [
     ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` is not a text"),
     ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"CHAT002.*:2 trains on 0 tokens: it has no turn of the"),
     ([{"messages": [ASKED[0], {"role": "assistant", "content": " "}]}], {}, r"CHAT002.*:2 turn 2 is an empty answer"),
+    ([{"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}], {}, r"DATA005.*:2 `messages\[1\].weight` is 0.5"),
+    (
+        [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 2}]}],
+        {},
+        r"DATA005.*:2 `conversations\[1\].weight` is 2",
+    ),
     ([{"messages": ASKED, "tools": "{"}], {}, r"DATA005.*:2 `tools` holds a text that is not JSON"),
     ([{"prompt": "a", "completion": ""}], {}, r"CHAT002.*:2 trains on 0 tokens: its `completion` is empty"),
     ([{"segments": [{"text": "a"}]}], {}, r"CHAT002.*:2 trains on 0 tokens: no segment"),

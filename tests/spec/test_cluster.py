@@ -53,6 +53,7 @@ def test_strings(text: str, nodes: int, count: int, device: str, network_bytes_p
         ("8x", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8xH100+fast", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("2x8xH100+0Gb/node", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8xTPUv4", "CLU002", "known: "),
     ],
 )

@@ -163,6 +163,11 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     near = get_close_matches(turn["role"].lower(), ("system", "user", "assistant", "tool"), 1, 0.8)
     if near and near[0] != turn["role"]:
         raise Fault("DATA005", f"`{where}.role` is `{turn['role']}`", f"did you mean `{near[0]}`?")
+    if turn.get("weight", 1) not in (0, 1):
+        what = f"`{where}.weight` is {turn['weight']!r}"
+        raise Fault(
+            "DATA005", what, "a turn is learnt (1) or not (0), nothing between; data.mixture_weights weigh files"
+        )
     content = turn.get("content")
     calls = turn.get("tool_calls")
     if calls is not None:
@@ -223,14 +228,13 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
 def _sharegpt(record: Record, train_on: str) -> Conversation:
     turns, messages = _list(record, "conversations"), _system(record)
     for i, turn in enumerate(turns):
-        if isinstance(turn, dict) and "from" not in turn and "role" in turn:
-            messages.append(_message(turn, f"conversations[{i}]"))
-        elif not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-            what = f"`conversations[{i}]` has no `from` and `value` that are texts"
-            raise Fault("DATA005", what, 'a turn is {"from": "human", "value": "..."}')
-        else:
+        if not (isinstance(turn, dict) and "from" not in turn and "role" in turn):
+            if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
+                what = f"`conversations[{i}]` has no `from` and `value` that are texts"
+                raise Fault("DATA005", what, 'a turn is {"from": "human", "value": "..."}')
             more = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
-            messages.append({"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"], **more})
+            turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"], **more}
+        messages.append(_message(turn, f"conversations[{i}]"))
     return _conversation(messages, record, train_on)
 
 

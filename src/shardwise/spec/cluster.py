@@ -116,6 +116,9 @@ def parse_cluster(text: str) -> Cluster:
     if network:
         bits = 8.0 if network["unit"] == "GB" else 1.0
         rate = int(network["nics"] or 1) * float(network["rate"]) * 1e9 * bits / 8
+        if not rate:
+            what = f"`{text}` has no network between its nodes"
+            raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
     if _plain(match["name"]) in ("cpu", "cpus"):
         return _cpu_cluster(nodes, count, rate)
     return _gpu_cluster(find_device(match["name"]), nodes, count, rate)
