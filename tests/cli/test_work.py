@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,28 @@ def test_a_defect_keeps_its_traceback_in_the_run(
     err = capsys.readouterr().err
     assert err.startswith("[rank 1] error[BUG001]: a defect of shardwise: ZeroDivisionError: of ours\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_disk_that_filled_up_is_no_defect(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: bool
+) -> None:
+    """Nor can the cause be written there, so that our launcher could print it."""
+    error = OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
+    if ours:
+        monkeypatch.setenv(LAUNCHER, "1")
+
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "write_exit", full)
+    assert run(recipe, monkeypatch, error) == 73
+    told = "error[OUT002]: cannot write runs/a/metrics.jsonl: no space left\nwhere: runs/a/metrics.jsonl\n"
+    assert capsys.readouterr().err == f"[rank 1] {told}fix:   make room there, then start it again\n"
+    Path("runs/a/checkpoints/step-00000004").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text(dump_recipe(recipe))
+    assert run(recipe, monkeypatch, error) == 73
+    assert "then `shardwise train --resume runs/a`\n" in capsys.readouterr().err
 
 
 def test_ranks_of_torchrun_do_not_touch_another_run(

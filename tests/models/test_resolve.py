@@ -44,6 +44,12 @@ def test_a_misspelt_dimension_is_named(wrong: str, right: str) -> None:
         resolve(Recipe.model_validate({"model": {"config": {**MODEL, wrong: 1}}}))
 
 
+def test_dimensions_of_no_model_in_particular_are_refused() -> None:
+    recipe = Recipe.model_validate({"model": {"config": {"hidden_size": 64}}})
+    with pytest.raises(ConfigError, match=r"CFG004.*does not say what model it is of[^?]*model_type: llama"):
+        resolve(recipe)
+
+
 @pytest.mark.parametrize("name", configs())
 def test_whole_configs_are_taken_as_they_are(name: str) -> None:
     """With all that other programs have written into them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.roles import is_adapter
-from shardwise.runtime.export import merge
+from shardwise.runtime.export import merge, replacing
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
 
@@ -69,3 +71,15 @@ def test_what_the_weights_type_cannot_hold_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"LORA001.*14 of 14 adapters were rounded away"):
         merge(adapted(torch.bfloat16, 1e-3), SETTINGS)
     merge(adapted(torch.float32, 1e-3), SETTINGS)
+
+
+def test_an_export_that_fails_leaves_what_stood_and_no_more(tmp_path: Path) -> None:
+    """A part of a model on a disk that it has filled would keep everything else from being written."""
+    target = tmp_path / "hf"
+    target.mkdir()
+    (target / "old").write_text("")
+    with pytest.raises(OSError, match="full"), replacing(target) as draft:
+        draft.mkdir()
+        (draft / "new").write_text("")
+        raise OSError("full")
+    assert [path.name for path in tmp_path.rglob("*")] == ["hf", "old"]

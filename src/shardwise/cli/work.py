@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
             traceback.print_exc()
         return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error")
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in rundir.FULL:
+            return _leave(directory, rundir.filled(directory, error), "error")
         return _leave(directory, _defect(directory, error, debug), "crash")
 
 
@@ -62,24 +65,27 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
     text = "".join(traceback.format_exception(error))
     kept = directory / f"traceback-rank-{rank()}.txt"
-    if directory.is_dir():
+    with suppress(OSError):
         kept.write_text(text, encoding="utf-8")
-    if debug or not directory.is_dir():
+    if debug or not kept.is_file():
         sys.stderr.write(text)
     return defect(error, kept, "report it with that file")
 
 
 def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
     """Write the cause unless one stands (the guard writes what happens while it watches), and print what nobody else
-    will."""
-    problems = [asdict(problem) for problem in error.problems]
+    will: a full disk may not hold it."""
+    problems, unwritten = [asdict(problem) for problem in error.problems], False
     if directory.is_dir() and read_exit(directory) is None:
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
-        write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
+        try:
+            write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
+        except OSError:
+            unwritten = True
     standing = read_exit(directory)
-    mine = rank() == (standing.rank if standing else 0)
+    mine = unwritten or rank() == (standing.rank if standing else 0)
     if not mine:
         speak_in_turn()  # torchrun would end the rank that is about to tell the cause
-    if mine and not by_our_launcher():
+    if mine and (unwritten or not by_our_launcher()):
         print_error(error, as_json=False, prefix=f"[rank {rank()}] " if rank() else "")
     return error.exit_code

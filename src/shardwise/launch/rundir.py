@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
@@ -18,6 +19,8 @@ from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d{8,})")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk may become while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
 _ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
 """Sections that may change when a run goes on by itself: where and how it runs."""
@@ -124,6 +127,13 @@ def check_writable(directory: Path) -> None:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         raise OutputError(_unwritable(directory, error)) from None
+
+
+def filled(directory: Path, error: OSError) -> OutputError:
+    """What a run says whose disk has filled up (OUT002)."""
+    again = f"`shardwise train --resume {directory}`" if newest_step(directory) else "start it again"
+    where = Path(error.filename or directory)
+    return OutputError(replace(_unwritable(where, error), fix=f"make room there, then {again}"))
 
 
 def _unwritable(directory: Path, error: OSError) -> Problem:

@@ -13,9 +13,15 @@ from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
-    """The model that the recipe names or describes. Raises ConfigError (CFG004) when it does neither."""
+    """The model that the recipe names or describes. Raises ConfigError (CFG004) when it does neither, or not whole."""
     model = recipe.model
     if model.config is not None:
+        if not {"model_type", "architectures"} & model.config.keys():
+            what, fix = (
+                "`model.config` does not say what model it is of",
+                "`model.config.model_type: llama`, for example",
+            )
+            raise ConfigError(Problem("CFG004", what, "model.config", fix))
         spec = _drawn(read_spec(model.config, "the model of this recipe"))
         for key in model.config.keys() - to_hf(spec).keys():
             if near := get_close_matches(key, to_hf(spec), 1, 0.9):

@@ -70,10 +70,14 @@ def whole(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A directory to write into, which takes the place of ``target`` when the block ends well."""
+    """A directory to write into, which takes the place of ``target`` when the block ends well, and else is removed."""
     draft, old = (target.with_name(f".{target.name}.{word}") for word in ("draft", "old"))
     shutil.rmtree(draft, ignore_errors=True)
-    yield draft
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
