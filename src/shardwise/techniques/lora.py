@@ -22,7 +22,6 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Number, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.quantised import nf4_rows_at_once
@@ -71,7 +70,7 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     if plan.lora is None:
         return []
     problems, stacks = [], _stacks(spec)

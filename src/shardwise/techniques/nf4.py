@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
@@ -35,7 +34,7 @@ def quantised(name: str) -> bool:
     return is_linear(name)
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     if plan.lora is None or not plan.lora.nf4:
         return []
     problems = []

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_adapter
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, kept_type, torch_type
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     precision = plan.precision
     problems = []
     if precision.compute == "fp16" and precision.weights == "fp16":
