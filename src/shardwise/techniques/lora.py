@@ -24,6 +24,7 @@ from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
 from shardwise.spec.plan import Lora, Number, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 if TYPE_CHECKING:
@@ -113,54 +114,26 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
 
 
-@dataclasses.dataclass
-class _Draft:
-    """A block being rewritten. ``shapes`` are [out, in] of each linear layer's weight."""
+class _Draft(Draft):
+    """``shapes`` are [out, in] of the weight of each layer that gets an adapter; ``gathered`` is the type in which a
+    layer finds its adapter's parameters."""
 
-    shapes: dict[str, tuple[int, int]]
-    tensors: list[Tensor]
-    forward: list[Op]
-    plain: list[Op]
-    backward: list[Op]
-    saved: set[int]
-    gradients: dict[str, int]
-    gathered: str
-
-    def add(self, *shape: int | str, dtype: str = "compute") -> int:
-        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype))
-        return len(self.tensors) - 1
+    def __init__(self, unit: Unit, lora: Lora, gathered: str) -> None:
+        super().__init__(unit)
+        self.gathered = gathered
+        self.shapes = {
+            weight.name: (int(weight.shape[0]), int(weight.shape[1]))
+            for weight in unit.weights
+            if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
+        }
 
 
 def _adapted(unit: Unit, lora: Lora, gathered: str) -> Unit:
-    """``gathered``: the type in which a layer finds its adapter's parameters."""
-    shapes = {
-        weight.name: (int(weight.shape[0]), int(weight.shape[1]))
-        for weight in unit.weights
-        if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
-    }
-    draft = _Draft(
-        shapes,
-        list(unit.tensors),
-        list(unit.forward),
-        list(unit.forward_plain),
-        list(unit.backward),
-        set(unit.saved),
-        dict(unit.weight_gradients),
-        gathered,
-    )
+    draft = _Draft(unit, lora, gathered)
     for index in range(len(draft.forward) - 1, -1, -1):
-        if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in shapes:
+        if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in draft.shapes:
             _adapt(draft, index, lora)
-    return dataclasses.replace(
-        unit,
-        weights=tuple(_with_adapters(unit.weights, shapes, lora)),
-        tensors=tuple(draft.tensors),
-        forward=tuple(draft.forward),
-        forward_plain=tuple(draft.plain),
-        backward=tuple(draft.backward),
-        saved=frozenset(draft.saved),
-        weight_gradients=tuple(draft.gradients.items()),
-    )
+    return draft.done(_with_adapters(unit.weights, draft.shapes, lora))
 
 
 def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], lora: Lora) -> Iterator[Tensor]:
