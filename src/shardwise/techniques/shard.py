@@ -74,8 +74,6 @@ class Group:
     gradient_bytes: int
     accumulated_bytes: int
     cast_bytes: int
-    compute_type: str
-    reduce_type: str
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[int, Group]:
@@ -98,8 +96,6 @@ def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),
-        compute_type=precision.compute,
-        reduce_type=precision.reduce,
     )
 
 
