@@ -303,15 +303,8 @@ def plain(job: Job) -> Trace:
 
 
 def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
-    """Every parameter by canonical name, whole, with its first value; adapters behind the weights they belong to."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(job.spec).items():
-        shapes[name] = shape
-        if job.lora is not None and len(shape) == 2 and lora.targets(job.lora, name):
-            layer = name.removesuffix("weight")
-            shapes |= {f"{layer}lora_a.weight": (job.lora.rank, shape[1])}
-            shapes |= {f"{layer}lora_b.weight": (shape[0], job.lora.rank)}
-            shapes |= {f"{layer}lora_m": shape[:1]} if job.lora.dora else {}
+    """Every parameter by canonical name, whole, with its first value; adapters behind the model's own."""
+    shapes = parameter_shapes(job.spec) | ({} if job.lora is None else lora.adapters(job.spec, job.lora))
     parameters = {}
     for name, shape in shapes.items():
         value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)

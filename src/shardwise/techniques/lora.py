@@ -65,10 +65,15 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
-            layer = name.removesuffix("weight")
-            shapes |= {f"{layer}lora_m": shape[:1]} if lora.dora else {}
-            shapes |= {f"{layer}lora_a.weight": (lora.rank, shape[1]), f"{layer}lora_b.weight": (shape[0], lora.rank)}
+            shapes |= _added(name.removesuffix(".weight"), shape, lora)
     return shapes
+
+
+def _added(layer: str, shape: tuple[int, ...], lora: Lora) -> dict[str, tuple[int, ...]]:
+    """What an adapter adds to the layer whose weight is [out, in]."""
+    wide_out, wide_in = shape
+    sizes: dict[str, tuple[int, ...]] = {f"{layer}.lora_m": (wide_out,)} if lora.dora else {}
+    return sizes | {f"{layer}.lora_a.weight": (lora.rank, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
 
 
 def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
@@ -142,11 +147,8 @@ def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int
         yield weight
         module = weight.name.rpartition(".")[0]
         if f"{module}.weight" in shapes and (after is None or after.name.rpartition(".")[0] != module):
-            wide_out, wide_in = shapes[f"{module}.weight"]
-            if lora.dora:
-                yield Tensor(f"{module}.lora_m", (wide_out,), "weights", "weights")
-            yield Tensor(f"{module}.lora_a.weight", (lora.rank, wide_in), "weights", "weights")
-            yield Tensor(f"{module}.lora_b.weight", (wide_out, lora.rank), "weights", "weights")
+            for name, shape in _added(module, shapes[f"{module}.weight"], lora).items():
+                yield Tensor(name, shape, "weights", "weights")
 
 
 def _module(op: Op) -> str:
