@@ -33,6 +33,8 @@ TRACED = (
     "planner/trace.py",
     "spec/sheet.py",
 )
+MARKS = ("input", "output", "gradient_in", "gradient_out")
+"""Fields of a unit that are tensors of its own."""
 
 
 def variant(precision: Precision) -> str:
@@ -138,35 +140,24 @@ def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
 
 
 def _pack_unit(unit: Unit) -> list[Any]:
-    marks = [unit.input, unit.output, unit.gradient_in, unit.gradient_out]
     return [
         unit.name,
         [[t.name, t.shape, t.dtype, t.category] for t in unit.weights],
         [[t.name, t.shape, t.dtype, t.category] for t in unit.tensors],
         [[astuple(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
-        marks,
+        [vars(unit)[mark] for mark in MARKS],
         unit.weight_gradients,
         sorted(unit.saved),
     ]
 
 
 def _unpack_unit(packed: list[Any]) -> Unit:
-    name, weights, tensors, ops, marks, gradients, saved = packed
-    forward, plain, backward = (tuple(_op(op) for op in listed) for listed in ops)
-    return Unit(
-        name=name,
-        weights=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in weights),
-        tensors=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in tensors),
-        forward=forward,
-        forward_plain=plain,
-        backward=backward,
-        input=marks[0],
-        output=marks[1],
-        gradient_in=marks[2],
-        gradient_out=marks[3],
-        weight_gradients=tuple((weight, tensor) for weight, tensor in gradients),
-        saved=frozenset(saved),
-    )
+    name, *held, ops, marks, listed, saved = packed
+    weights, tensors = (tuple(Tensor(n, tuple(shape), *types) for n, shape, *types in each) for each in held)
+    forward, plain, backward = (tuple(_op(op) for op in each) for each in ops)
+    gradients = tuple((weight, tensor) for weight, tensor in listed)
+    named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": gradients, "saved": frozenset(saved)}
+    return Unit(name, weights, tensors, forward, plain, backward, **named)
 
 
 def _op(packed: list[Any]) -> Op:
