@@ -251,7 +251,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         "pad_token_id": config.get("pad_token_id"),
         "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
     }
-    spec = ModelSpec(name=name, family=model_type, **fields | family.read(config, name))
+    spec = ModelSpec(name=name, family=model_type, **fields | family.fields | family.read(config, name))
     if found := problems(spec):
         raise ConfigError(*found)
     return spec
