@@ -12,7 +12,7 @@ from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.foreign_spec import Foreign
 from shardwise.models.roles import MULTIPLIED
-from shardwise.models.rope import RopeScaling, number
+from shardwise.models.rope import RopeScaling, number, unsupported
 
 GENERIC = (
     "vocab_size",
@@ -219,9 +219,8 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     config = _text_part(config)
     model_type, where = family_of(config, name), f"config of {name}"
     if model_type is None:
-        kind = config.get("model_type")
-        fix = f"a model of one of these: {', '.join(FAMILIES)}"
-        raise ConfigError(Problem("MOD001", f"model_type {kind!r} is not of one of the families", where, fix))
+        what = f"model_type {config.get('model_type')!r} is not of one of the families"
+        raise unsupported(what, name, f"a model of one of these: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -293,8 +292,7 @@ def _activation(config: dict[str, Any], name: str) -> Any:
     """Gemma's files have both keys, and the second is what counts."""
     act = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if act not in ACTIVATIONS:
-        what, where = f"hidden_act {act!r} is not supported", f"config of {name}"
-        raise ConfigError(Problem("MOD001", what, where, f"hidden_act: {' or '.join(ACTIVATIONS)}"))
+        raise unsupported(f"hidden_act {act!r} is not supported", name, f"hidden_act: {' or '.join(ACTIVATIONS)}")
     return ACTIVATIONS[act]
 
 

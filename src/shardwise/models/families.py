@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.errors import ConfigError, Problem
-from shardwise.models.rope import number
+from shardwise.models.rope import number, unsupported
 
 Config = dict[str, Any]
 Fields = dict[str, Any]
@@ -74,8 +73,7 @@ def _layers(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields
     window, count = _optional(config, "sliding_window", name), config["num_hidden_layers"]
     types = config.get("layer_types") or [SLIDING if sliding(layer) else FULL for layer in range(count)]
     if wrong := [kind for kind in types if kind not in (SLIDING, FULL)]:
-        what = f"layers of type {wrong[0]!r} are not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", f"layer_types: {FULL} or {SLIDING}"))
+        raise unsupported(f"layers of type {wrong[0]!r} are not supported", name, f"layer_types: {FULL} or {SLIDING}")
     if window is None or SLIDING not in types:
         return {}
     return {"sliding_window": int(window), "layer_types": tuple(types) if FULL in types else ()}
@@ -144,7 +142,7 @@ def _gemma3(config: Config, name: str) -> Fields:
     local = (config.get("rope_parameters") or {}).get(SLIDING) or {}
     if local.get("rope_type", "default") != "default":
         what = f"rope scaling {local['rope_type']!r} in sliding layers is not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", "rope_type: default"))
+        raise unsupported(what, name, "rope_type: default")
     where, key = (local, "rope_theta") if "rope_theta" in local else (config, "rope_local_base_freq")
     theta = number(where, key, 10_000.0, name)
     fields = _gemma2({**config, "layer_types": types}, name)
@@ -191,8 +189,7 @@ def _write_granite(fields: Fields) -> Config:
 
 def _refuse(config: Config, key: str, name: str) -> None:
     if config.get(key):
-        what = f"`{key}: {config[key]}` is not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", f"{key}: null"))
+        raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: null")
 
 
 _GEMMA: Config = {
