@@ -306,11 +306,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
     for part in parts:
         for name, module in list(part.named_modules()):
-            if (
-                isinstance(module, nn.Linear)
-                and f"{name}.weight" != "head.weight"
-                and targets(plan.lora, f"{name}.weight")
-            ):
+            if isinstance(module, nn.Linear) and targets(plan.lora, f"{name}.weight"):
                 _attach(module, plan.lora)
     return parts
 
