@@ -144,28 +144,20 @@ def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tupl
     """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
     gathers what was let go after forward; not the root, and not a block that has no backward."""
     alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
-    common = tuple(weight for weight in weights if weight.used_as in alike)
-    sends = _sends(common, plan, again=again) if common else ()
-    others: dict[str, tuple[Tensor, ...]] = {}
+    gathered: dict[str, list[Tensor]] = {}
     for weight in weights:
-        if weight.used_as not in alike:
-            module = weight.name.rpartition(".")[0]
-            others[module] = (*others.get(module, ()), weight)
-    for own in others.values():
-        sends += _sends(own, plan, again=again)
-    return sends
+        module = "" if weight.used_as in alike else weight.name.rpartition(".")[0]
+        gathered.setdefault(module, []).append(weight)
+    return tuple(send for each in gathered.values() for send in _sends(tuple(each), plan, again=again))
 
 
 def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
     """What one group sends in a step."""
     group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
     k = plan.shard.reshard_after_forward
-    once = strategy in ("zero1", "zero2")
-    gathers = 1 if once else m
+    gathers = 1 if strategy != "zero3" else 2 * m if again and k is True else m
     sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, gathers)]
-    if not once and again and k is True:
-        sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, 2 * m)]
-    elif not once and again and k is not False:
+    if strategy == "zero3" and again and not isinstance(k, bool):
         sends.append(Collective("all_gather", f"dp_shard/{k}", "weights", _group_over(weights, plan, k), m))
     if group.reduce_bytes == 0:
         return tuple(sends)
