@@ -14,23 +14,12 @@ from shardwise.models.foreign_spec import Foreign
 from shardwise.models.roles import MULTIPLIED
 from shardwise.models.rope import RopeScaling, number, unsupported
 
-GENERIC = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-"""Keys that every family has, by the same name in ModelSpec."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+HEADS = ("num_key_value_heads", "head_dim")
+"""Whole numbers that a config may leave out."""
+NUMBERS = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "initializer_range")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""With the others the keys that every family has, by the same name in ModelSpec."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +212,10 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         raise unsupported(what, name, f"a model of one of these: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     wrong = [
         Problem("CFG004", f"`{key}` must be a whole number, got {config.get(key)!r}", where, f"{key}: a whole number")
-        for key in (*required, "num_key_value_heads", "head_dim")
-        if type(config.get(key)) is not int and (key in required or config.get(key) is not None)
+        for key in (*SIZES, *HEADS)
+        if type(config.get(key)) is not int and (key in SIZES or config.get(key) is not None)
     ]
     if wrong:
         raise ConfigError(*wrong)
@@ -236,7 +224,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     longest = int(number(config, "max_position_embeddings", 2048, name))
     theta, scaling = _rope(config, longest, name)
     fields: dict[str, Any] = {key: bool(config.get(key, False)) for key in family.biases}
-    fields |= {key: config[key] for key in required} | {
+    fields |= {key: config[key] for key in SIZES} | {
         "num_key_value_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         "head_dim": _head_dim(config, where),
         "activation": _activation(config, name),
@@ -314,7 +302,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)
-    config = {key: fields[key] for key in (*GENERIC, *family.biases)}
+    config = {key: fields[key] for key in (*SIZES, *HEADS, *NUMBERS, *TOKENS, *family.biases)}
     return config | {
         "architectures": [family.architecture],
         "model_type": spec.family,
