@@ -221,14 +221,10 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The blocks that are frozen whole with all before them."""
-    idle: list[nn.Module] = []
     stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
-    if stem and not any(parameter.requires_grad for _, parameter in stem):
-        for block in blocks(part):
-            if any(parameter.requires_grad for parameter in block.parameters()):
-                break
-            idle.append(block)
-    return idle
+    if not stem or any(parameter.requires_grad for _, parameter in stem):
+        return []
+    return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 
 
 def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
