@@ -165,7 +165,7 @@ def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
     given, result = op.reads[0], op.allocates[0]
     down, scaled, up, total = (draft.add("b*s", size) for size in (rank, rank, wide_out, wide_out))
     read, mask = (draft.add("b*s", wide_in), draft.add("b*s", wide_in, dtype="bool")) if lora.dropout else (given, -1)
-    sized = _Sized.of(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
+    sized = _Sized(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
     last = sized.last if sized else total
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
         old, held = ops[index], () if keep else (scaled,)
@@ -189,29 +189,18 @@ def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
     _adapt_backward(draft, module, (read, mask, scaled), sized)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Sized:
     """DoRA's part of a layer: what the layer and its adapter made (``total``; ``bare`` without the layer's bias) times
     a magnitude over a norm; ``last`` is the result. Indices of tensors."""
 
-    module: str
-    total: int
-    bare: int
-    norm: int
-    gain: int
-    product: int
-    last: int
-    wide: int
-
-    @staticmethod
-    def of(draft: _Draft, module: str, total: int, *, biased: bool) -> _Sized:
+    def __init__(self, draft: _Draft, module: str, total: int, *, biased: bool) -> None:
         wide_out, wide_in = draft.shapes[f"{module}.weight"]
-        bare = draft.add("b*s", wide_out) if biased else total
-        norm, gain = draft.add(wide_out, dtype=draft.gathered), draft.add(wide_out)
-        product = draft.add("b*s", wide_out)
-        last = draft.add("b*s", wide_out) if biased else product
-        wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
-        return _Sized(module, total, bare, norm, gain, product, last, wide)
+        self.module, self.total = module, total
+        self.bare = draft.add("b*s", wide_out) if biased else total
+        self.norm, self.gain = draft.add(wide_out, dtype=draft.gathered), draft.add(wide_out)
+        self.product = draft.add("b*s", wide_out)
+        self.last = draft.add("b*s", wide_out) if biased else self.product
+        self.wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
 
     @property
     def saved(self) -> set[int]:
