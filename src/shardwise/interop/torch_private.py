@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +31,15 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-@contextmanager
-def fresh_sharding_propagation() -> Iterator[None]:
+def fresh_sharding_propagation() -> AbstractContextManager[Any]:
     """Makes DTensor propagate shardings in a fake mode of its own instead of the caller's, where its temporaries of
     global shape would be counted as memory of this rank."""
     from torch.distributed.tensor import _sharding_prop
 
-    detect = _sharding_prop.detect_fake_mode
-    _sharding_prop.detect_fake_mode = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        _sharding_prop.detect_fake_mode = detect
+    return patch.object(_sharding_prop, "detect_fake_mode", lambda *args, **kwargs: None)
 
 
-@contextmanager
-def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> AbstractContextManager[Any]:
     """Calls ``resized(storage, bytes)`` at every ``UntypedStorage.resize_``: so FSDP2 frees and refills weights."""
     import torch
 
@@ -56,11 +50,7 @@ def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Itera
         resized(self, size)
         return result
 
-    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    return patch.object(torch.UntypedStorage, "resize_", watched)
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     want_hidden, want_weight = wants(sheet)
     narrow = compute < wide
     copied = plan.shard.strategy == "ddp" and plan.precision.compute != _output(sheet).dtype
-    steps: list[Step] = [("labels", 0, ())]
+    steps: list[Step] = []
     if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
         steps.append(("factors", tokens * wide, ()))
     if copied:
@@ -33,13 +33,9 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
         steps.append(("logits", logits * compute, ()))
         if narrow:
             steps.append(("widened", logits * wide, ()))
-        if sheet.capped:  # capped in place in the wide type, and needed until the slope is made
-            steps.append(("", 0, ("logits",) if narrow else ()))
-            steps.append(("log_probabilities", logits * wide, ()))
-            steps.append(("", 0, ("widened",) if narrow else ("logits",)))
-        else:
-            steps.append(("log_probabilities", logits * wide, ()))
-            steps.append(("", 0, ("widened", "logits") if narrow else ("logits",)))
+        # Capped in place in the wide type, which is needed until the slope is made.
+        steps.append(("log_probabilities", logits * wide, ("logits",) if sheet.capped and narrow else ()))
+        steps.append(("", 0, ("widened", "logits")))
         if narrow:
             steps.append(("slope", logits * compute, ()))
         if want_weight and chunks == 1:

@@ -12,25 +12,14 @@ from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.foreign_spec import Foreign
 from shardwise.models.roles import MULTIPLIED
-from shardwise.models.rope import RopeScaling, number
+from shardwise.models.rope import RopeScaling, number, unsupported
 
-GENERIC = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-"""Keys that every family has, by the same name in ModelSpec."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+HEADS = ("num_key_value_heads", "head_dim")
+"""Whole numbers that a config may leave out."""
+NUMBERS = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "initializer_range")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""With the others the keys that every family has, by the same name in ModelSpec."""
 
 
 @dataclass(frozen=True)
@@ -219,16 +208,14 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     config = _text_part(config)
     model_type, where = family_of(config, name), f"config of {name}"
     if model_type is None:
-        kind = config.get("model_type")
-        fix = f"a model of one of these: {', '.join(FAMILIES)}"
-        raise ConfigError(Problem("MOD001", f"model_type {kind!r} is not of one of the families", where, fix))
+        what = f"model_type {config.get('model_type')!r} is not of one of the families"
+        raise unsupported(what, name, f"a model of one of these: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     wrong = [
         Problem("CFG004", f"`{key}` must be a whole number, got {config.get(key)!r}", where, f"{key}: a whole number")
-        for key in (*required, "num_key_value_heads", "head_dim")
-        if type(config.get(key)) is not int and (key in required or config.get(key) is not None)
+        for key in (*SIZES, *HEADS)
+        if type(config.get(key)) is not int and (key in SIZES or config.get(key) is not None)
     ]
     if wrong:
         raise ConfigError(*wrong)
@@ -237,7 +224,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     longest = int(number(config, "max_position_embeddings", 2048, name))
     theta, scaling = _rope(config, longest, name)
     fields: dict[str, Any] = {key: bool(config.get(key, False)) for key in family.biases}
-    fields |= {key: config[key] for key in required} | {
+    fields |= {key: config[key] for key in SIZES} | {
         "num_key_value_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         "head_dim": _head_dim(config, where),
         "activation": _activation(config, name),
@@ -251,7 +238,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         "pad_token_id": config.get("pad_token_id"),
         "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
     }
-    spec = ModelSpec(name=name, family=model_type, **fields | family.read(config, name))
+    spec = ModelSpec(name=name, family=model_type, **fields | family.fields | family.read(config, name))
     if found := problems(spec):
         raise ConfigError(*found)
     return spec
@@ -293,8 +280,7 @@ def _activation(config: dict[str, Any], name: str) -> Any:
     """Gemma's files have both keys, and the second is what counts."""
     act = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if act not in ACTIVATIONS:
-        what, where = f"hidden_act {act!r} is not supported", f"config of {name}"
-        raise ConfigError(Problem("MOD001", what, where, f"hidden_act: {' or '.join(ACTIVATIONS)}"))
+        raise unsupported(f"hidden_act {act!r} is not supported", name, f"hidden_act: {' or '.join(ACTIVATIONS)}")
     return ACTIVATIONS[act]
 
 
@@ -316,7 +302,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)
-    config = {key: fields[key] for key in (*GENERIC, *family.biases)}
+    config = {key: fields[key] for key in (*SIZES, *HEADS, *NUMBERS, *TOKENS, *family.biases)}
     return config | {
         "architectures": [family.architecture],
         "model_type": spec.family,

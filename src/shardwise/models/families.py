@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.errors import ConfigError, Problem
-from shardwise.models.rope import number
+from shardwise.models.rope import number, unsupported
 
 Config = dict[str, Any]
 Fields = dict[str, Any]
@@ -51,7 +50,7 @@ class Family:
     ``read`` gives the fields that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say
     where biases are. ``within`` is the model_type of a model of text and images whose text part this is, and ``unused``
     matches the tensors of its other parts. ``brings_code``: the files name Python code, which transformers has made its
-    own since, and which is not needed here either."""
+    own since, and which is not needed here either. ``fields`` are those that all of its models share."""
 
     architecture: str
     names: Mapping[str, str]
@@ -62,6 +61,7 @@ class Family:
     within: str = ""
     unused: str = ""
     brings_code: bool = False
+    fields: Fields = field(default_factory=dict)
 
 
 def _optional(config: Config, key: str, name: str) -> float | None:
@@ -73,8 +73,7 @@ def _layers(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields
     window, count = _optional(config, "sliding_window", name), config["num_hidden_layers"]
     types = config.get("layer_types") or [SLIDING if sliding(layer) else FULL for layer in range(count)]
     if wrong := [kind for kind in types if kind not in (SLIDING, FULL)]:
-        what = f"layers of type {wrong[0]!r} are not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", f"layer_types: {FULL} or {SLIDING}"))
+        raise unsupported(f"layers of type {wrong[0]!r} are not supported", name, f"layer_types: {FULL} or {SLIDING}")
     if window is None or SLIDING not in types:
         return {}
     return {"sliding_window": int(window), "layer_types": tuple(types) if FULL in types else ()}
@@ -93,35 +92,31 @@ def _window(fields: Fields) -> Config:
     return {"sliding_window": fields["sliding_window"]}
 
 
+def _switched(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields:
+    """As :func:`_layers`, of a family that has a switch beside its window."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _layers({**config, "sliding_window": window}, name, sliding)
+
+
+def _write_switched(fields: Fields) -> Config:
+    switch = fields["sliding_window"] is not None
+    return _window(fields) | {"use_sliding_window": switch, "layer_types": _layer_types(fields)}
+
+
 def _qwen(config: Config, name: str) -> Fields:
     first = int(number(config, "max_window_layers", 28, name))
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return _layers({**config, "sliding_window": window}, name, lambda layer: layer >= first)
+    return _switched(config, name, lambda layer: layer >= first)
 
 
 def _write_qwen(fields: Fields) -> Config:
     types = _layer_types(fields)
-    return {
-        "use_sliding_window": fields["sliding_window"] is not None,
-        "sliding_window": fields["sliding_window"],
-        "max_window_layers": types.index(SLIDING) if SLIDING in types else len(types),
-        "layer_types": types,
-    }
-
-
-def _qwen2(config: Config, name: str) -> Fields:
-    return _qwen(config, name) | {"attention_bias": True, "attention_output_bias": False}
-
-
-def _qwen3(config: Config, name: str) -> Fields:
-    return _qwen(config, name) | {"qk_norm": "head"}
+    first = types.index(SLIDING) if SLIDING in types else len(types)
+    return _write_switched(fields) | {"max_window_layers": first}
 
 
 def _gemma2(config: Config, name: str) -> Fields:
     _refuse(config, "use_bidirectional_attention", name)
     return _layers(config, name, lambda layer: layer % 2 == 0) | {
-        "norm_placement": "both",
-        "norm_plus_one": True,
         "embedding_multiplier": config["hidden_size"] ** 0.5,
         "attention_scale": number(config, "query_pre_attn_scalar", None, name) ** -0.5,
         "attention_soft_cap": _optional(config, "attn_logit_softcapping", name),
@@ -142,20 +137,16 @@ def _write_gemma2(fields: Fields) -> Config:
 def _gemma3(config: Config, name: str) -> Fields:
     # transformers reads this key and then does nothing with it.
     _refuse(config, "attn_logit_softcapping", name)
-    every = int(number(config, "sliding_window_pattern", 6, name))
-    types = config.get("layer_types") or [FULL if (i + 1) % every == 0 else SLIDING for i in range(_count(config))]
+    every, count = int(number(config, "sliding_window_pattern", 6, name)), config["num_hidden_layers"]
+    types = config.get("layer_types") or [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
     local = (config.get("rope_parameters") or {}).get(SLIDING) or {}
     if local.get("rope_type", "default") != "default":
         what = f"rope scaling {local['rope_type']!r} in sliding layers is not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", "rope_type: default"))
+        raise unsupported(what, name, "rope_type: default")
     where, key = (local, "rope_theta") if "rope_theta" in local else (config, "rope_local_base_freq")
     theta = number(where, key, 10_000.0, name)
-    fields = _gemma2({**config, "layer_types": types}, name) | {"qk_norm": "head"}
+    fields = _gemma2({**config, "layer_types": types}, name)
     return fields | {"local_rope_theta": theta if SLIDING in types else None}
-
-
-def _count(config: Config) -> int:
-    return int(config["num_hidden_layers"])
 
 
 def _phi3(config: Config, name: str) -> Fields:
@@ -172,45 +163,33 @@ def _write_phi3(fields: Fields) -> Config:
 
 
 def _smollm3(config: Config, name: str) -> Fields:
-    every = int(number(config, "no_rope_layer_interval", 4, name))
-    roped = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(_count(config))]
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    nope = tuple(layer for layer, rotated in enumerate(roped[: _count(config)]) if not rotated)
-    return _layers({**config, "sliding_window": window}, name, lambda layer: layer in nope) | {"nope_layers": nope}
+    every, count = int(number(config, "no_rope_layer_interval", 4, name)), config["num_hidden_layers"]
+    roped = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
+    nope = tuple(layer for layer, rotated in enumerate(roped[:count]) if not rotated)
+    return _switched(config, name, lambda layer: layer in nope) | {"nope_layers": nope}
 
 
 def _write_smollm3(fields: Fields) -> Config:
-    count = fields["num_hidden_layers"]
-    return {
-        "no_rope_layers": [int(layer not in fields["nope_layers"]) for layer in range(count)],
-        "use_sliding_window": fields["sliding_window"] is not None,
-        "sliding_window": fields["sliding_window"],
-        "layer_types": _layer_types(fields),
-    }
+    roped = [int(layer not in fields["nope_layers"]) for layer in range(fields["num_hidden_layers"])]
+    return _write_switched(fields) | {"no_rope_layers": roped}
 
 
-def _olmo2(config: Config, name: str) -> Fields:
-    return {"norm_placement": "after", "qk_norm": "projection"}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Granite's keys that are fields by the same name."""
 
 
 def _granite(config: Config, name: str) -> Fields:
-    return {
-        "embedding_multiplier": number(config, "embedding_multiplier", 1.0, name),
-        "residual_multiplier": number(config, "residual_multiplier", 1.0, name),
-        "attention_scale": number(config, "attention_multiplier", 1.0, name),
-        "logits_scaling": number(config, "logits_scaling", 1.0, name),
-    }
+    scale = number(config, "attention_multiplier", 1.0, name)
+    return {key: number(config, key, 1.0, name) for key in _MULTIPLIERS} | {"attention_scale": scale}
 
 
 def _write_granite(fields: Fields) -> Config:
-    same = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-    return {key: fields[key] for key in same} | {"attention_multiplier": fields["attention_scale"]}
+    return {key: fields[key] for key in _MULTIPLIERS} | {"attention_multiplier": fields["attention_scale"]}
 
 
 def _refuse(config: Config, key: str, name: str) -> None:
     if config.get(key):
-        what = f"`{key}: {config[key]}` is not supported"
-        raise ConfigError(Problem("MOD001", what, f"config of {name}", f"{key}: null"))
+        raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: null")
 
 
 _GEMMA: Config = {
@@ -225,6 +204,8 @@ _GEMMA: Config = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_SANDWICH: Fields = {"norm_placement": "both", "norm_plus_one": True}
+"""Gemma's norms, on both sides of attention and MLP."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", EDGES | BEFORE | BLOCK, biases=("attention_bias", "mlp_bias")),
@@ -238,17 +219,19 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         EDGES | BEFORE | BLOCK,
-        _qwen2,
+        _qwen,
         _write_qwen,
         {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+        fields={"attention_bias": True, "attention_output_bias": False},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         EDGES | BEFORE | BLOCK | QK_NORM,
-        _qwen3,
+        _qwen,
         _write_qwen,
         {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
         ("attention_bias",),
+        fields={"qk_norm": "head"},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -263,6 +246,7 @@ FAMILIES: dict[str, Family] = {
             "final_logit_softcapping": 30.0,
         },
         ("attention_bias",),
+        fields=_SANDWICH,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -273,6 +257,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         "gemma3",
         r"vision_tower\.|multi_modal_projector\.",
+        fields=_SANDWICH | {"qk_norm": "head"},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -304,9 +289,9 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         EDGES | AFTER | BLOCK | QK_NORM,
-        _olmo2,
         defaults={"rms_norm_eps": 1e-5, "pad_token_id": 1},
         biases=("attention_bias",),
+        fields={"norm_placement": "after", "qk_norm": "projection"},
     ),
     "granite": Family(
         "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")

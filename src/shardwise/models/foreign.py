@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder, Finish
 from shardwise.models.foreign_spec import Foreign
 from shardwise.models.layers import soft_cap
 from shardwise.models.roles import is_linear, role
+from shardwise.models.rope import unsupported
 
 NAME = "shardwise"
 """Of our attention among transformers' own."""
@@ -97,7 +98,7 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
 
 def _refuse(name: str, what: str) -> NoReturn:
     fix = "a model of another family, or the module in a loop of your own (docs/own-loop.md)"
-    raise ConfigError(Problem("MOD001", f"not supported: {what}", f"config of {name}", fix))
+    raise unsupported(f"not supported: {what}", name, fix)
 
 
 def _build(config: dict[str, Any], attend: str) -> tuple[Any, list[str]]:

@@ -30,21 +30,19 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
     kind = role(name)
     if spec.foreign is not None and not is_adapter(name):
         mean, deviation = spec.foreign.drawn(name)
-        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)).view(
-            local
-        ) + mean
+        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
     if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
-    return _normal(name, shape, part, seed).mul_(deviation).view(local)
+    return _normal(name, shape, part, seed).mul_(deviation)
 
 
 def _normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -> Tensor:
-    """The values of ``part`` in row-major order, standard normal."""
+    """The values of ``part``, standard normal."""
     local = [p.stop - p.start for p in part]
     out = torch.empty(prod(local))
     if not out.numel():
-        return out
+        return out.view(local)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(p.start * stride for p, stride in zip(part, strides, strict=True))
     last = sum((p.stop - 1) * stride for p, stride in zip(part, strides, strict=True))
@@ -57,7 +55,7 @@ def _normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -
         inside, place = _places(start, stop, shape, part)
         if place.numel():
             out[place] = _draw(name, block, stop - start, seed)[inside]
-    return out
+    return out.view(local)
 
 
 def _places(start: int, stop: int, shape: Sequence[int], part: Sequence[slice]) -> tuple[Tensor, Tensor]:

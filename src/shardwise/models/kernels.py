@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models.blockwise import Rule, Saved
+from shardwise.models.layers import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -29,13 +30,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     if rule.documents is None:
         return flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
-    out, lse = None, None
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for row, tokens in _segments(q, rule.documents):
         part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal, scale=rule.scale)
-        if out is None or lse is None:
-            out, lse = torch.empty_like(q), part[1].new_empty(q.shape[:3])
         out[row, :, tokens], lse[row, :, tokens] = part
-    assert out is not None and lse is not None
     return out, lse
 
 

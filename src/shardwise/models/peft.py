@@ -30,6 +30,11 @@ _CONVERTED = ("pissa", "olora", "corda", "lora_ga")
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
+def _stored(modules: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
+    """Every tensor of an adapter by its name there: which of the three it is, and the parameters that it holds."""
+    return {f"{module}.{_WORDS[word]}": (word, held[word]) for module, held in modules.items() for word in held}
+
+
 def _modules(names: Iterable[str], spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
     """``layers.3.attention.q.lora_a.weight`` is in ``base_model.model.model.layers.3.self_attn.q_proj``, under lora_a;
     where the files of a family stack layers, with those of the layers beside it, in their order."""
@@ -63,9 +68,8 @@ def write_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     modules = _modules(shapes, spec)
     wide = {
-        f"{module}.{_WORDS[word]}": _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
-        for module, words in modules.items()
-        for word, names in words.items()
+        theirs: _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
+        for theirs, (word, names) in _stored(modules).items()
     }
 
     def values() -> Iterator[Tensor]:
@@ -115,9 +119,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
     problems = [*unserved, *_settings_differ(config, lora, where)]
-    theirs = {
-        f"{module}.{_WORDS[word]}": (word, names) for module, words in modules.items() for word, names in words.items()
-    }
+    theirs = _stored(modules)
     if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
         problems.append(Problem("CKPT003", what, where, _targets(config, linears)))
@@ -199,15 +201,10 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
 
 
 def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> list[Problem]:
-    pairs = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "use_dora": lora.dora}
-    keys = {"r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora", "use_dora": "lora.dora"}
-    return [
-        Problem(
-            "CKPT002",
-            f"the adapter has {key} {config.get(key)}, the recipe {value}",
-            where,
-            f"{keys[key]}: {config.get(key)}",
-        )
-        for key, value in pairs.items()
-        if config.get(key, False) != value
-    ]
+    problems = []
+    for key, field in {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}.items():
+        ours, theirs = vars(lora)[field], config.get(key)
+        if config.get(key, False) != ours:
+            what = f"the adapter has {key} {theirs}, the recipe {ours}"
+            problems.append(Problem("CKPT002", what, where, f"lora.{field}: {theirs}"))
+    return problems

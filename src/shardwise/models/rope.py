@@ -57,6 +57,11 @@ def number(values: dict[str, Any], key: str, default: float | None, name: str) -
     return float(value)
 
 
+def unsupported(what: str, name: str, fix: str) -> ConfigError:
+    """What a config asks for and nothing here does (MOD001)."""
+    return ConfigError(Problem("MOD001", what, f"config of {name}", fix))
+
+
 def read(values: dict[str, Any], longest: int, original: int | None, name: str) -> RopeScaling | None:
     """The scaling that ``rope_parameters`` or ``rope_scaling`` of a config mean, ``longest`` being its
     max_position_embeddings and ``original`` what the config itself says of the trained length."""
@@ -64,13 +69,11 @@ def read(values: dict[str, Any], longest: int, original: int | None, name: str) 
     if kind == "default":
         return None
     kind = "longrope" if kind == "su" else kind  # its name when Phi-3 came out
-    where = f"config of {name}"
     if kind not in REQUIRED:
-        what = f"rope scaling {kind!r} is not supported"
-        raise ConfigError(Problem("MOD001", what, where, f"one of: default, {', '.join(REQUIRED)}"))
+        raise unsupported(f"rope scaling {kind!r} is not supported", name, f"one of: default, {', '.join(REQUIRED)}")
     if missing := [key for key in REQUIRED[kind] if key not in values]:
         what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
-        raise ConfigError(Problem("MOD001", what, where, "take the values from the model's own config.json"))
+        raise unsupported(what, name, "take the values from the model's own config.json")
     if kind == "dynamic":
         trained = longest
     else:

@@ -24,7 +24,7 @@ def schedule(sheet: Sheet, plan: Plan, rank: int = 0) -> list[Event]:
     step.state()
     batches = min(plan.batch.accumulation, 3)
     for index in range(batches):
-        step.weights.begin(first=index == 0, last=index == batches - 1)
+        step.weights.begin(last=index == batches - 1)
         step.micro_batch(index)
     step.tape.mark("end of backward")
     return step.tape.events

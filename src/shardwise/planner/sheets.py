@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from shardwise.data.whole import write_whole
-from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
+from shardwise.models.config import TOKENS, LayerKind, ModelSpec, layer_kinds
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 
@@ -33,6 +33,19 @@ TRACED = (
     "planner/trace.py",
     "spec/sheet.py",
 )
+MARKS = ("input", "output", "gradient_in", "gradient_out")
+"""Fields of a unit that are tensors of its own."""
+UNTRACED: dict[str, Any] = {
+    **dict.fromkeys(("name", "family"), ""),
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 0,
+    **dict.fromkeys(("rope_theta", "initializer_range", "rms_norm_eps"), 0.0),
+    **dict.fromkeys((*TOKENS, "local_rope_theta", "sliding_window"), None),
+    **dict.fromkeys(("attention_scale", "attention_soft_cap", "final_soft_cap"), None),
+    **dict.fromkeys(("layer_types", "nope_layers"), ()),
+}
+"""Fields of ModelSpec that no sheet depends on, and what stands for them in its key: the number of blocks and what is
+told of each, names, and what changes numbers alone."""
 
 
 def variant(precision: Precision) -> str:
@@ -53,31 +66,9 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Shee
 
 
 def key(spec: ModelSpec, which: str) -> str:
-    """What the sheet depends on; neither the number of blocks nor the name of the model is among it, nor what changes
-    numbers alone."""
+    """What the sheet depends on."""
     kinds, _ = layer_kinds(spec)
-    dims = astuple(
-        replace(
-            spec,
-            name="",
-            family="",
-            num_hidden_layers=1,
-            rope_theta=0.0,
-            local_rope_theta=None,
-            max_position_embeddings=0,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-            initializer_range=0.0,
-            rms_norm_eps=0.0,
-            attention_scale=None,
-            attention_soft_cap=None,
-            final_soft_cap=None,
-            sliding_window=None,
-            layer_types=(),
-            nope_layers=(),
-        )
-    )
+    dims = astuple(replace(spec, **UNTRACED))
     theirs = [] if spec.foreign is None else [code_digest("models/foreign.py"), metadata.version("transformers")]
     sorts = [
         list(dict.fromkeys(_sort(kind, spec) for kind in kinds)),
@@ -138,35 +129,24 @@ def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
 
 
 def _pack_unit(unit: Unit) -> list[Any]:
-    marks = [unit.input, unit.output, unit.gradient_in, unit.gradient_out]
     return [
         unit.name,
         [[t.name, t.shape, t.dtype, t.category] for t in unit.weights],
         [[t.name, t.shape, t.dtype, t.category] for t in unit.tensors],
         [[astuple(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
-        marks,
+        [vars(unit)[mark] for mark in MARKS],
         unit.weight_gradients,
         sorted(unit.saved),
     ]
 
 
 def _unpack_unit(packed: list[Any]) -> Unit:
-    name, weights, tensors, ops, marks, gradients, saved = packed
-    forward, plain, backward = (tuple(_op(op) for op in listed) for listed in ops)
-    return Unit(
-        name=name,
-        weights=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in weights),
-        tensors=tuple(Tensor(n, tuple(shape), dtype, category) for n, shape, dtype, category in tensors),
-        forward=forward,
-        forward_plain=plain,
-        backward=backward,
-        input=marks[0],
-        output=marks[1],
-        gradient_in=marks[2],
-        gradient_out=marks[3],
-        weight_gradients=tuple((weight, tensor) for weight, tensor in gradients),
-        saved=frozenset(saved),
-    )
+    name, *held, ops, marks, listed, saved = packed
+    weights, tensors = (tuple(Tensor(n, tuple(shape), *types) for n, shape, *types in each) for each in held)
+    forward, plain, backward = (tuple(_op(op) for op in each) for each in ops)
+    gradients = tuple((weight, tensor) for weight, tensor in listed)
+    named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": gradients, "saved": frozenset(saved)}
+    return Unit(name, weights, tensors, forward, plain, backward, **named)
 
 
 def _op(packed: list[Any]) -> Op:

@@ -19,6 +19,11 @@ class Tape:
             self.events.append((key, category, size))
             self.alive[key] = None
 
+    def hold(self, key: Hashable, category: str, size: int) -> None:
+        """Make ``key``, unless it is there already: what is added to."""
+        if key not in self.alive:
+            self.make(key, category, size)
+
     def free(self, key: Hashable) -> None:
         if key in self.alive:
             del self.alive[key]

@@ -27,10 +27,10 @@ class Weights:
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
         self.embedding = sheet.stem.weights[0]
-        self.first = self.last = True
+        self.last = True
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        self.first, self.last = first, last
+    def begin(self, *, last: bool) -> None:
+        self.last = last
 
     def before_forward(self, group: int) -> None: ...
     def after_forward(self, group: int) -> None: ...
@@ -56,8 +56,8 @@ class Replicated(Weights):
         self.missing: list[int] = []
         self.sent = 0
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        super().begin(first=first, last=last)
+    def begin(self, *, last: bool) -> None:
+        super().begin(last=last)
         self.missing, self.sent = [len(names) for names in self.buckets], 0
 
     def cast(self, unit: Unit, name: Hashable) -> None:
@@ -86,8 +86,7 @@ class Replicated(Weights):
             self._arrived("head.weight", key)
 
     def _arrived(self, name: str, key: Hashable) -> None:
-        if self.first:
-            self.tape.make(("grad", name), "gradients", self.size[name])
+        self.tape.hold(("grad", name), "gradients", self.size[name])
         self.tape.free(key)
         if self.last and self.buckets:
             self.missing[self.bucket_of[name]] -= 1
@@ -171,18 +170,15 @@ class Sharded(Weights):
         size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
         if self.tied and weight is self.embedding:
             self.tape.free(("unsharded", group, "head"))
-        if ("unsharded", group, weight.name) not in self.tape.alive:
-            self.tape.make(("unsharded", group, weight.name), "accumulated gradients", size)
+        self.tape.hold(("unsharded", group, weight.name), "accumulated gradients", size)
         self.tape.free(key)
 
     def head_gradient(self, key: Hashable) -> None:
         size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
-        if ("unsharded", ROOT, "head") not in self.tape.alive:
-            self.tape.make(("unsharded", ROOT, "head"), "accumulated gradients", size)
+        self.tape.hold(("unsharded", ROOT, "head"), "accumulated gradients", size)
         self.tape.free(key)
 
     def after_backward(self, group: int) -> None:
-        size = self.groups[group]
         reduces = self.last or self.strategy != "zero1"
         if self.last or self.strategy == "zero3":
             self._drop(group)
@@ -191,10 +187,9 @@ class Sharded(Weights):
         ]
         if reduces:
             self._reduce(group, unsharded)
-        elif size.reduce_type != size.compute_type:
+        elif self.plan.precision.reduce != self.plan.precision.compute:
             # Gradients that wait for the last micro-batch wait in the type they are reduced in.
-            if ("accumulated", group) not in self.tape.alive:
-                self.tape.make(("accumulated", group), "accumulated gradients", size.accumulated_bytes)
+            self.tape.hold(("accumulated", group), "accumulated gradients", self.groups[group].accumulated_bytes)
             for key in unsharded:
                 self.tape.free(key)
 
@@ -212,13 +207,10 @@ class Sharded(Weights):
             self.tape.free(key)
         share = size.reduce_bytes // self.plan.layout.dp_shard
         self.tape.make(("scattered", group), "buffers", share)
-        hybrid = self.plan.layout.dp_replicate > 1
-        if hybrid and not self.last:
-            if ("partial", group) not in self.tape.alive:
-                self.tape.make(("partial", group), "gradients", share)
+        if self.plan.layout.dp_replicate > 1 and not self.last:
+            self.tape.hold(("partial", group), "gradients", share)
             self.tape.free(("scattered", group))
             return
         self.tape.free(("partial", group))
-        if ("grad", group) not in self.tape.alive:
-            self.tape.make(("grad", group), "gradients", size.gradient_bytes)
+        self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
         self.tape.free(("scattered", group))

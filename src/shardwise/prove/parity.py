@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from shardwise.data.batch import MicroBatch
-from shardwise.data.pack import IGNORE
+from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.pack import IGNORE, Sample
 from shardwise.methods import pretrain
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
@@ -230,44 +230,27 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone().cpu()
 
 
-def share_of_rank(rows: Sequence[MicroBatch], rank: int, plan: Plan) -> list[MicroBatch]:
+def share_of_rank(rows: Sequence[Sample], rank: int, plan: Plan) -> list[MicroBatch]:
     """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
     size, count = plan.batch.micro_batch_size, plan.batch.accumulation
     first = plan.layout.dp_rank(rank) * size * count
-    return [stack(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
+    return [collate(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
 
 
-def stack(rows: Sequence[MicroBatch]) -> MicroBatch:
-    """Rows [1,s] under each other."""
-    lengths = [row.ids.shape[1] for row in rows]
-    starts = [sum(lengths[:index]) for index in range(len(rows))]
-    documents = [
-        row.documents[:-1] + start for row, start in zip(rows, starts, strict=True) if row.documents is not None
-    ]
-    return MicroBatch(
-        torch.cat([row.ids for row in rows]),
-        torch.cat([row.labels for row in rows]),
-        torch.cat([row.positions for row in rows]),
-        torch.cat([*documents, torch.tensor([sum(lengths)])]).int(),
-        max(row.longest for row in rows),
-    )
-
-
-def batch_rows(job: Job, number: int) -> list[MicroBatch]:
+def batch_rows(job: Job, number: int) -> list[Sample]:
     """The rows of step ``number``. Each holds two documents, cut at another place, and another number of supervised
     tokens: row 0 has one, the last row all."""
     draw = torch.Generator().manual_seed(1_000 * job.seed + number)
     rows = []
     for index in range(job.rows):
-        tokens = torch.randint(job.spec.vocab_size, (1, job.seq_len + 1), generator=draw)
+        tokens = torch.randint(job.spec.vocab_size, (job.seq_len + 1,), generator=draw)
         border = int(torch.randint(1, job.seq_len, (), generator=draw))
-        labels = tokens[:, 1:].clone()
+        labels = tokens[1:].clone()
         learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
-        labels[0, torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
-        positions = torch.cat([torch.arange(border), torch.arange(job.seq_len - border)])[None]
-        documents = torch.tensor([0, border, job.seq_len], dtype=torch.int32)
-        longest = max(border, job.seq_len - border)
-        rows.append(MicroBatch(tokens[:, :-1].contiguous(), labels, positions, documents, longest))
+        labels[torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
+        segments = (border, job.seq_len - border)
+        positions = torch.cat([torch.arange(length) for length in segments])
+        rows.append(Sample(tokens[:-1].numpy(), labels.numpy(), positions.numpy(), segments, masked=True))
     return rows
 
 
@@ -285,7 +268,7 @@ def plain(job: Job) -> Trace:
     )
     losses, norms, first = [], [], {}
     for number in range(job.steps):
-        loss = plain_loss(model, merged(parameters, job), stack(batch_rows(job, number)), torch_type(job.compute))
+        loss = plain_loss(model, merged(parameters, job), collate(batch_rows(job, number)), torch_type(job.compute))
         optimizer.zero_grad()
         loss.backward()
         if number == 0:
@@ -303,15 +286,8 @@ def plain(job: Job) -> Trace:
 
 
 def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
-    """Every parameter by canonical name, whole, with its first value; adapters behind the weights they belong to."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(job.spec).items():
-        shapes[name] = shape
-        if job.lora is not None and len(shape) == 2 and lora.targets(job.lora, name):
-            layer = name.removesuffix("weight")
-            shapes |= {f"{layer}lora_a.weight": (job.lora.rank, shape[1])}
-            shapes |= {f"{layer}lora_b.weight": (shape[0], job.lora.rank)}
-            shapes |= {f"{layer}lora_m": shape[:1]} if job.lora.dora else {}
+    """Every parameter by canonical name, whole, with its first value; adapters behind the model's own."""
+    shapes = parameter_shapes(job.spec) | ({} if job.lora is None else lora.adapters(job.spec, job.lora))
     parameters = {}
     for name, shape in shapes.items():
         value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)

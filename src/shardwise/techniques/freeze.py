@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.pruning import prune
@@ -35,7 +34,7 @@ def frozen(name: str, plan: Plan) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     if not plan.frozen:
         return []
     if plan.lora is not None:
@@ -74,21 +73,16 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     flows = any(not frozen(weight.name, plan) for weight in sheet.stem.weights)
     stem = prune(sheet.stem, _held(sheet.stem, plan, ""), input_trained=False)
     kinds: dict[tuple[int, frozenset[str], bool], int] = {}
-    blocks: list[Unit] = []
     order = []
     for index, kind in enumerate(sheet.order):
-        block = sheet.blocks[kind]
-        held = _held(block, plan, f"layers.{index}.")
-        key = (kind, held, flows)
-        if key not in kinds:
-            kinds[key] = len(blocks)
-            blocks.append(prune(block, held, input_trained=flows))
-        order.append(kinds[key])
-        flows = flows or len(held) < len(block.weights)
+        held = _held(sheet.blocks[kind], plan, f"layers.{index}.")
+        order.append(kinds.setdefault((kind, held, flows), len(kinds)))
+        flows = flows or len(held) < len(sheet.blocks[kind].weights)
+    blocks = tuple(prune(sheet.blocks[kind], held, input_trained=before) for kind, held, before in kinds)
     tail = prune(sheet.tail, _held(sheet.tail, plan, ""), input_trained=flows)
     if not any(_rotates_back(block) for block in blocks):
         stem = dataclasses.replace(stem, saved=frozenset())
-    return dataclasses.replace(sheet, stem=stem, blocks=tuple(blocks), order=tuple(order), tail=tail)
+    return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
 
 
 def _rotates_back(block: Unit) -> bool:

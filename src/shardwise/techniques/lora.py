@@ -22,9 +22,9 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Number, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 if TYPE_CHECKING:
@@ -65,13 +65,18 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
-            layer = name.removesuffix("weight")
-            shapes |= {f"{layer}lora_m": shape[:1]} if lora.dora else {}
-            shapes |= {f"{layer}lora_a.weight": (lora.rank, shape[1]), f"{layer}lora_b.weight": (shape[0], lora.rank)}
+            shapes |= _added(name.removesuffix(".weight"), shape, lora)
     return shapes
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def _added(layer: str, shape: tuple[int, ...], lora: Lora) -> dict[str, tuple[int, ...]]:
+    """What an adapter adds to the layer whose weight is [out, in]."""
+    wide_out, wide_in = shape
+    sizes: dict[str, tuple[int, ...]] = {f"{layer}.lora_m": (wide_out,)} if lora.dora else {}
+    return sizes | {f"{layer}.lora_a.weight": (lora.rank, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
+
+
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     if plan.lora is None:
         return []
     problems, stacks = [], _stacks(spec)
@@ -114,54 +119,26 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
 
 
-@dataclasses.dataclass
-class _Draft:
-    """A block being rewritten. ``shapes`` are [out, in] of each linear layer's weight."""
+class _Draft(Draft):
+    """``shapes`` are [out, in] of the weight of each layer that gets an adapter; ``gathered`` is the type in which a
+    layer finds its adapter's parameters."""
 
-    shapes: dict[str, tuple[int, int]]
-    tensors: list[Tensor]
-    forward: list[Op]
-    plain: list[Op]
-    backward: list[Op]
-    saved: set[int]
-    gradients: dict[str, int]
-    gathered: str
-
-    def add(self, *shape: int | str, dtype: str = "compute") -> int:
-        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype))
-        return len(self.tensors) - 1
+    def __init__(self, unit: Unit, lora: Lora, gathered: str) -> None:
+        super().__init__(unit)
+        self.gathered = gathered
+        self.shapes = {
+            weight.name: (int(weight.shape[0]), int(weight.shape[1]))
+            for weight in unit.weights
+            if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
+        }
 
 
 def _adapted(unit: Unit, lora: Lora, gathered: str) -> Unit:
-    """``gathered``: the type in which a layer finds its adapter's parameters."""
-    shapes = {
-        weight.name: (int(weight.shape[0]), int(weight.shape[1]))
-        for weight in unit.weights
-        if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
-    }
-    draft = _Draft(
-        shapes,
-        list(unit.tensors),
-        list(unit.forward),
-        list(unit.forward_plain),
-        list(unit.backward),
-        set(unit.saved),
-        dict(unit.weight_gradients),
-        gathered,
-    )
+    draft = _Draft(unit, lora, gathered)
     for index in range(len(draft.forward) - 1, -1, -1):
-        if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in shapes:
+        if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in draft.shapes:
             _adapt(draft, index, lora)
-    return dataclasses.replace(
-        unit,
-        weights=tuple(_with_adapters(unit.weights, shapes, lora)),
-        tensors=tuple(draft.tensors),
-        forward=tuple(draft.forward),
-        forward_plain=tuple(draft.plain),
-        backward=tuple(draft.backward),
-        saved=frozenset(draft.saved),
-        weight_gradients=tuple(draft.gradients.items()),
-    )
+    return draft.done(_with_adapters(unit.weights, draft.shapes, lora))
 
 
 def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], lora: Lora) -> Iterator[Tensor]:
@@ -170,11 +147,8 @@ def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int
         yield weight
         module = weight.name.rpartition(".")[0]
         if f"{module}.weight" in shapes and (after is None or after.name.rpartition(".")[0] != module):
-            wide_out, wide_in = shapes[f"{module}.weight"]
-            if lora.dora:
-                yield Tensor(f"{module}.lora_m", (wide_out,), "weights", "weights")
-            yield Tensor(f"{module}.lora_a.weight", (lora.rank, wide_in), "weights", "weights")
-            yield Tensor(f"{module}.lora_b.weight", (wide_out, lora.rank), "weights", "weights")
+            for name, shape in _added(module, shapes[f"{module}.weight"], lora).items():
+                yield Tensor(name, shape, "weights", "weights")
 
 
 def _module(op: Op) -> str:
@@ -191,7 +165,7 @@ def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
     given, result = op.reads[0], op.allocates[0]
     down, scaled, up, total = (draft.add("b*s", size) for size in (rank, rank, wide_out, wide_out))
     read, mask = (draft.add("b*s", wide_in), draft.add("b*s", wide_in, dtype="bool")) if lora.dropout else (given, -1)
-    sized = _Sized.of(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
+    sized = _Sized(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
     last = sized.last if sized else total
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
         old, held = ops[index], () if keep else (scaled,)
@@ -215,29 +189,18 @@ def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
     _adapt_backward(draft, module, (read, mask, scaled), sized)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Sized:
     """DoRA's part of a layer: what the layer and its adapter made (``total``; ``bare`` without the layer's bias) times
     a magnitude over a norm; ``last`` is the result. Indices of tensors."""
 
-    module: str
-    total: int
-    bare: int
-    norm: int
-    gain: int
-    product: int
-    last: int
-    wide: int
-
-    @staticmethod
-    def of(draft: _Draft, module: str, total: int, *, biased: bool) -> _Sized:
+    def __init__(self, draft: _Draft, module: str, total: int, *, biased: bool) -> None:
         wide_out, wide_in = draft.shapes[f"{module}.weight"]
-        bare = draft.add("b*s", wide_out) if biased else total
-        norm, gain = draft.add(wide_out, dtype=draft.gathered), draft.add(wide_out)
-        product = draft.add("b*s", wide_out)
-        last = draft.add("b*s", wide_out) if biased else product
-        wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
-        return _Sized(module, total, bare, norm, gain, product, last, wide)
+        self.module, self.total = module, total
+        self.bare = draft.add("b*s", wide_out) if biased else total
+        self.norm, self.gain = draft.add(wide_out, dtype=draft.gathered), draft.add(wide_out)
+        self.product = draft.add("b*s", wide_out)
+        self.last = draft.add("b*s", wide_out) if biased else self.product
+        self.wide = draft.add(nf4_rows_at_once(wide_out, wide_in), wide_in, dtype="statistics")
 
     @property
     def saved(self) -> set[int]:
@@ -332,11 +295,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
 
     for part in parts:
         for name, module in list(part.named_modules()):
-            if (
-                isinstance(module, nn.Linear)
-                and f"{name}.weight" != "head.weight"
-                and targets(plan.lora, f"{name}.weight")
-            ):
+            if isinstance(module, nn.Linear) and targets(plan.lora, f"{name}.weight"):
                 _attach(module, plan.lora)
     return parts
 

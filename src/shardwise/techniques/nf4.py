@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def quantised(name: str) -> bool:
     return is_linear(name)
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     if plan.lora is None or not plan.lora.nf4:
         return []
     problems = []
@@ -73,9 +73,9 @@ def _small(unit: Unit, number: str) -> Unit:
         whole[module] = weight
         for name, shape in nf4_shapes(rows, columns).items():
             weights.append(Tensor(f"{module}.{name}", shape, "uint8", "weights", (), "uint8", trained=False))
-    tensors = list(unit.tensors)
+    draft = Draft(unit)
 
-    def made(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    def made(ops: list[Op]) -> list[Op]:
         found: list[Op] = []
         for op in ops:
             module = op.weight.rpartition(".")[0]
@@ -83,18 +83,15 @@ def _small(unit: Unit, number: str) -> Unit:
                 found.append(op)
                 continue
             rows, columns = (int(dim) for dim in whole[module].shape)
-            first, step = len(tensors), nf4_rows_at_once(rows, columns)
-            tensors.append(Tensor(f"{module}.whole", (rows, columns), number))
-            tensors.append(Tensor(f"{module}.sizes.wide", (rows, columns // NF4_BLOCK), "fp32"))
-            tensors.append(Tensor(f"{module}.wide", (step, columns + columns // 2), "fp32"))
-            found.append(Op("elementwise", "nf4", (first + 1, first, first + 2), (first + 1, first + 2)))
-            found.append(dataclasses.replace(op, frees=(*op.frees, first)))
-        return tuple(found)
+            matrix = draft.add(rows, columns, dtype=number)
+            sizes = draft.add(rows, columns // NF4_BLOCK, dtype="fp32")
+            wide = draft.add(nf4_rows_at_once(rows, columns), columns + columns // 2, dtype="fp32")
+            found.append(Op("elementwise", "nf4", (sizes, matrix, wide), (sizes, wide)))
+            found.append(dataclasses.replace(op, frees=(*op.frees, matrix)))
+        return found
 
-    forward, plain, backward = made(unit.forward), made(unit.forward_plain), made(unit.backward)
-    return dataclasses.replace(
-        unit, weights=tuple(weights), forward=forward, forward_plain=plain, backward=backward, tensors=tuple(tensors)
-    )
+    draft.forward, draft.plain, draft.backward = made(draft.forward), made(draft.plain), made(draft.backward)
+    return draft.done(weights)
 
 
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:

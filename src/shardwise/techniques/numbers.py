@@ -23,8 +23,7 @@ def compute_type(precision: Precision, module: str) -> Number:
 
 def kept_type(plan: Plan, name: str) -> Number:
     """The type that the parameter with this canonical name is kept in: under adapters the model's own has one apart."""
-    frozen = plan.lora is not None and not is_adapter(name)
-    return plan.lora.frozen if frozen and plan.lora else plan.precision.weights
+    return plan.precision.weights if plan.lora is None or is_adapter(name) else plan.lora.frozen
 
 
 def torch_type(number: Number) -> torch.dtype:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Optim
 from shardwise.spec.sheet import Collective, Sheet
@@ -46,7 +45,7 @@ class Settings:
     weight_decay: float
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     packed = plan.optim.name == "adamw8bit"
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
@@ -171,13 +170,9 @@ def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
         return optim.learning_rate
     if optim.schedule == "wsd":
         length = optim.decay_steps or max(1, round(max_steps * WSD_DECAY_SHARE))
-        done = _share(step - max(optim.warmup_steps, max_steps - length), length)
-        return low + span * (1.0 - done)
-    done = _share(step - optim.warmup_steps, optim.decay_steps or max_steps - optim.warmup_steps)
-    if optim.schedule == "linear":
-        return low + span * (1.0 - done)
-    return low + span * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _share(done: int, length: int) -> float:
-    return min(1.0, max(0.0, done / max(1, length)))
+        start = max(optim.warmup_steps, max_steps - length)
+    else:
+        start, length = optim.warmup_steps, optim.decay_steps or max_steps - optim.warmup_steps
+    done = min(1.0, max(0.0, (step - start) / max(1, length)))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
+    return low + span * left

@@ -6,25 +6,17 @@ instead of the one it was given; a norm in the type of statistics saves the wide
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardwise.spec.plan import Number
-from shardwise.spec.sheet import Op, Tensor, Unit
+from shardwise.spec.sheet import Op, Unit
+from shardwise.techniques.draft import Draft
 
 
-@dataclass
-class _Draft:
-    """A unit being rewritten."""
-
-    tensors: list[Tensor]
-    forward: list[Op]
-    plain: list[Op]
-    backward: list[Op]
-    saved: set[int]
-
-    def add(self, like: int, dtype: str) -> int:
-        self.tensors.append(replace(self.tensors[like], dtype=dtype))
-        return len(self.tensors) - 1
+class _Draft(Draft):
+    def converted(self, tensor: int, dtype: str) -> int:
+        """The index of a copy of ``tensor`` in another type."""
+        return self.add(*self.tensors[tensor].shape, dtype=dtype)
 
     def release(self, tensor: int, reads: int) -> None:
         """``tensor`` is no longer saved if no backward operation reads it (``reads`` counts those that still do)."""
@@ -39,32 +31,23 @@ class _Draft:
 
 def rewrite(unit: Unit, types: dict[str, Number]) -> Unit:
     """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
-    draft = _Draft([*unit.tensors], [*unit.forward], [*unit.forward_plain], [*unit.backward], {*unit.saved})
+    draft = _Draft(unit)
     for module, number in types.items():
         weight = f"{module}.weight"
         if any(op.weight == weight and op.kind == "matmul" for op in draft.forward):
-            _linear(draft, weight, number, dict(unit.weight_gradients)[weight])
+            _linear(draft, weight, number, draft.gradients[weight])
         elif module.endswith("norm"):
             _norm(draft, weight)
-    weights = tuple(
+    return draft.done(
         replace(weight, used_as=types.get(weight.name.removesuffix(".weight"), weight.used_as))
         for weight in unit.weights
-    )
-    return replace(
-        unit,
-        weights=weights,
-        tensors=tuple(draft.tensors),
-        forward=tuple(draft.forward),
-        forward_plain=tuple(draft.plain),
-        backward=tuple(draft.backward),
-        saved=frozenset(draft.saved),
     )
 
 
 def _linear(draft: _Draft, weight: str, number: Number, gradient: int) -> None:
     index = next(i for i, op in enumerate(draft.forward) if op.weight == weight and op.kind == "matmul")
     given, result = draft.forward[index].reads[0], draft.forward[index].allocates[0]
-    inside, product = draft.add(given, number), draft.add(result, number)
+    inside, product = draft.converted(given, number), draft.converted(result, number)
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
         op = ops[index]
         ops[index : index + 1] = [
@@ -85,9 +68,9 @@ def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[in
     first = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
     second = next(i for i, op in enumerate(draft.backward) if op.weight == weight and op.kind == "matmul")
     incoming = draft.backward[first].reads[0]
-    converted = draft.add(incoming, number)
+    converted = draft.converted(incoming, number)
     outgoing = draft.backward[second].allocates[0]
-    wide = draft.add(outgoing, number)
+    wide = draft.converted(outgoing, number)
     op = draft.backward[second]
     frees = (*(tensor for tensor in op.frees if tensor != given), inside, converted)
     draft.backward[second : second + 1] = [

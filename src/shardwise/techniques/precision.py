@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_adapter
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, kept_type, torch_type
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     precision = plan.precision
     problems = []
     if precision.compute == "fp16" and precision.weights == "fp16":
@@ -73,8 +72,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
 
     def typed(t: Tensor) -> Tensor:
-        dtype, used_as = real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as)
-        return Tensor(t.name, t.shape, dtype, t.category, t.shards, used_as, t.trained)
+        return t.typed(real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as))
 
     def kept(weight: Tensor) -> Tensor:
         return typed(weight if is_adapter(weight.name) else weight.typed(frozen, weight.used_as))
@@ -91,18 +89,14 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
     """Blocks in which other modules match a pattern become kinds of their own."""
     kinds: dict[tuple[int, tuple[tuple[str, Number], ...]], int] = {}
-    blocks: list[Unit] = []
     order = []
     for index, kind in enumerate(sheet.order):
         types = _own_types(sheet.blocks[kind], plan, f"layers.{index}.")
-        key = (kind, tuple(types.items()))
-        if key not in kinds:
-            kinds[key] = len(blocks)
-            blocks.append(rewrite(sheet.blocks[kind], types))
-        order.append(kinds[key])
+        order.append(kinds.setdefault((kind, tuple(types.items())), len(kinds)))
+    blocks = tuple(rewrite(sheet.blocks[kind], dict(types)) for kind, types in kinds)
     stem = rewrite(sheet.stem, _own_types(sheet.stem, plan, ""))
     tail = rewrite(sheet.tail, _own_types(sheet.tail, plan, ""))
-    return dataclasses.replace(sheet, stem=stem, blocks=tuple(blocks), order=tuple(order), tail=tail)
+    return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
 
 
 def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Number]:

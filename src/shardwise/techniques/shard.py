@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
-from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Axis
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
@@ -44,7 +43,7 @@ def units(part: nn.Module) -> list[nn.Module]:
     return [*blocks(part), part]
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
     layout, problems = plan.layout, []
     if plan.shard.strategy == "ddp" and layout.dp_shard > 1:
         what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
@@ -75,8 +74,6 @@ class Group:
     gradient_bytes: int
     accumulated_bytes: int
     cast_bytes: int
-    compute_type: str
-    reduce_type: str
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[int, Group]:
@@ -99,8 +96,6 @@ def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),
-        compute_type=precision.compute,
-        reduce_type=precision.reduce,
     )
 
 
@@ -149,28 +144,20 @@ def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tupl
     """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
     gathers what was let go after forward; not the root, and not a block that has no backward."""
     alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
-    common = tuple(weight for weight in weights if weight.used_as in alike)
-    sends = _sends(common, plan, again=again) if common else ()
-    others: dict[str, tuple[Tensor, ...]] = {}
+    gathered: dict[str, list[Tensor]] = {}
     for weight in weights:
-        if weight.used_as not in alike:
-            module = weight.name.rpartition(".")[0]
-            others[module] = (*others.get(module, ()), weight)
-    for own in others.values():
-        sends += _sends(own, plan, again=again)
-    return sends
+        module = "" if weight.used_as in alike else weight.name.rpartition(".")[0]
+        gathered.setdefault(module, []).append(weight)
+    return tuple(send for each in gathered.values() for send in _sends(tuple(each), plan, again=again))
 
 
 def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
     """What one group sends in a step."""
     group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
     k = plan.shard.reshard_after_forward
-    once = strategy in ("zero1", "zero2")
-    gathers = 1 if once else m
+    gathers = 1 if strategy != "zero3" else 2 * m if again and k is True else m
     sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, gathers)]
-    if not once and again and k is True:
-        sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, 2 * m)]
-    elif not once and again and k is not False:
+    if strategy == "zero3" and again and not isinstance(k, bool):
         sends.append(Collective("all_gather", f"dp_shard/{k}", "weights", _group_over(weights, plan, k), m))
     if group.reduce_bytes == 0:
         return tuple(sends)
@@ -234,14 +221,10 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The blocks that are frozen whole with all before them."""
-    idle: list[nn.Module] = []
     stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
-    if stem and not any(parameter.requires_grad for _, parameter in stem):
-        for block in blocks(part):
-            if any(parameter.requires_grad for parameter in block.parameters()):
-                break
-            idle.append(block)
-    return idle
+    if not stem or any(parameter.requires_grad for _, parameter in stem):
+        return []
+    return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 
 
 def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
