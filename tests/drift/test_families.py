@@ -12,6 +12,7 @@ from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import Sheet
@@ -54,10 +55,10 @@ def test_types_by_module_are_right_or_refused(family: str) -> None:
     """The plan knows how norms before attention and MLP change their type, and no others."""
     spec, plan = spec_of(family), Plan(Layout(dp_shard=8), Batch(2, 1, 32, 24), Shard("zero3"), TYPES)
     if family in ("llama", "mistral", "qwen2", "phi3"):
-        assert not precision.check(spec, plan)
+        assert not precision.check(spec, plan, parse_cluster("8xH100"))
         assert not drift(spec, plan).differences()
     else:
-        assert [problem.code for problem in precision.check(spec, plan)] == ["PLAN016"]
+        assert [problem.code for problem in precision.check(spec, plan, parse_cluster("8xH100"))] == ["PLAN016"]
 
 
 @pytest.mark.parametrize("number", [BF16, Precision()])

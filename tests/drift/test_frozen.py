@@ -11,6 +11,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
 
@@ -100,6 +101,9 @@ def test_peak(dial: str, what: str) -> None:
         assert abs(found.peak_error) < 0.03
 
 
+CLUSTER = parse_cluster("8xH100")
+
+
 @pytest.mark.parametrize(
     ("spec", "frozen", "what", "fix"),
     [
@@ -111,6 +115,6 @@ def test_peak(dial: str, what: str) -> None:
     ],
 )
 def test_patterns_that_cannot_be_meant(spec: ModelSpec, frozen: tuple[str, ...], what: str, fix: str) -> None:
-    (problem,) = techniques.check(spec, replace(plan_of("ddp", 8), frozen=frozen))
+    (problem,) = techniques.check(spec, replace(plan_of("ddp", 8), frozen=frozen), CLUSTER)
     assert (problem.code, problem.what, problem.where) == ("PLAN017", what, "model.frozen")
     assert fix in problem.fix

@@ -22,6 +22,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import read_spec
 from shardwise.models.resolve import resolve
 from shardwise.models.roles import role
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import precision
@@ -221,10 +222,10 @@ def test_configs_that_are_wrong_are_refused_as_such() -> None:
 
 
 def test_positions_that_are_learnt_end() -> None:
-    spec = spec_of("gpt2")
-    assert not techniques.check(spec, Plan(batch=Batch(seq_len=64)))
-    assert [p.code for p in techniques.check(spec, Plan(batch=Batch(seq_len=65)))] == ["PLAN008"]
-    assert not techniques.check(spec_of("gpt_neox"), Plan(batch=Batch(seq_len=65))), "rotated ones do not"
+    spec, cluster = spec_of("gpt2"), parse_cluster("1xH100")
+    assert not techniques.check(spec, Plan(batch=Batch(seq_len=64)), cluster)
+    assert [p.code for p in techniques.check(spec, Plan(batch=Batch(seq_len=65)), cluster)] == ["PLAN008"]
+    assert not techniques.check(spec_of("gpt_neox"), Plan(batch=Batch(seq_len=65)), cluster), "rotated ones do not"
 
 
 def test_a_head_that_differs_from_a_tied_embedding_is_told(tmp_path: Path) -> None:

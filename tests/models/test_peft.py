@@ -21,6 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.foreign import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.roles import is_adapter
+from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import lora
 from tests.models import families, foreign
@@ -330,7 +331,7 @@ PATTERNS = Precision("bf16", modules=(("*norm", "fp32"),))
     ],
 )
 def test_what_has_no_adapter_is_told_with_what_to_write(spec: ModelSpec, plan: Plan, fixes: list[str]) -> None:
-    problems = lora.check(spec, plan)
+    problems = lora.check(spec, plan, local_cluster())
     assert [problem.fix for problem in problems] == fixes and {problem.code for problem in problems} <= {"PLAN018"}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.techniques import optim
 from shardwise.techniques.moments import BLOCK, AdamW8bit, decode, encode, table
@@ -145,7 +146,7 @@ def test_large_ones_nearly() -> None:
 @pytest.mark.parametrize("number", ["fp64", "fp16"])
 def test_other_types_of_weights_are_refused(number: str) -> None:
     plan = Plan(optim=Optim("adamw8bit"), precision=Precision("fp32", number))  # type: ignore[arg-type]
-    (problem,) = optim.check(SPEC, plan)
+    (problem,) = optim.check(SPEC, plan, parse_cluster("1xH100"))
     assert (problem.code, problem.where) == ("PLAN012", "optim.name")
 
 

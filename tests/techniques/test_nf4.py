@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Plan, Shard
 from shardwise.techniques import fourbit, nf4
 
@@ -89,11 +90,11 @@ def test_the_layer_computes_with_the_whole_matrix() -> None:
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec("odd", 96, 48, 64, 2, 4, 2, 16)
     plan = Plan(lora=Lora(4, 8.0, nf4=True), compile=True)
-    problems = nf4.check(spec, plan)
+    problems = nf4.check(spec, plan, parse_cluster("1xH100"))
     assert [problem.where for problem in problems] == ["lora.frozen", "compile"]
     assert "layers.0.attention.q.weight has 48 columns" in problems[0].what
-    assert not nf4.check(replace(spec, hidden_size=64), replace(plan, compile=False))
+    assert not nf4.check(replace(spec, hidden_size=64), replace(plan, compile=False), parse_cluster("1xH100"))
     monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
     sharded = replace(plan, lora=Lora(4, 8.0, nf4=True), compile=False, shard=Shard("zero3"))
-    (problem,) = nf4.check(replace(spec, hidden_size=64), sharded)
+    (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))
     assert problem.what.endswith("here is 2.11.0+cu130")

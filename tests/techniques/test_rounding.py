@@ -19,6 +19,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime.loop import train
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
+from shardwise.spec.cluster import Cluster, find_device
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.spec.recipe import Optim as Settings
 from shardwise.techniques import optim
@@ -237,6 +238,7 @@ def test_the_recipe_says_so_and_a_resumed_run_is_the_uninterrupted_one(tmp_path:
 
 
 def test_what_they_cannot_be_kept_beside() -> None:
-    found = optim.check(SPEC, Plan(optim=Optim(moments="bf16"), precision=Precision("fp64", "fp64")))
+    cluster = Cluster(find_device("H100"))
+    found = optim.check(SPEC, Plan(optim=Optim(moments="bf16"), precision=Precision("fp64", "fp64")), cluster)
     assert [problem.code for problem in found] == ["PLAN012"] and "these are in fp64" in found[0].what
-    assert not optim.check(SPEC, Plan(optim=Optim(moments="bf16"), precision=Precision("bf16", "bf16")))
+    assert not optim.check(SPEC, Plan(optim=Optim(moments="bf16"), precision=Precision("bf16", "bf16")), cluster)

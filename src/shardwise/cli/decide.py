@@ -46,7 +46,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         nproc = plan.layout.world // cluster.nodes
         fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
         raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
-    if file and (problems := [*_other_recipe(plan, recipe, spec, file), *techniques.check(spec, plan)]):
+    if file and (problems := [*_other_recipe(plan, recipe, spec, file), *techniques.check(spec, plan, cluster)]):
         raise ConfigError(*problems)
     estimate = plan.estimate
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:

@@ -97,7 +97,7 @@ def _settings(
             model=spec.name,
             cluster=str(cluster),
         )
-        if problems := techniques.check(spec, plan):
+        if problems := techniques.check(spec, plan, cluster):
             raise ConfigError(*problems)
         yield price(sheet, plan, cluster)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, learnt_positions
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
-    """Everything that makes ``plan`` illegal for the model."""
-    problems = [problem for technique in ORDER for problem in technique.check(spec, plan)]
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    """Everything that makes ``plan`` illegal for the model and the cluster."""
+    problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
     if plan.layout.world != plan.layout.dp:
         what = "tensor, pipeline, context and expert parallelism are not there yet: `layout` must have 1 for them"
         problems.append(Problem("PLAN016", what, "layout", "dp_replicate and dp_shard alone"))

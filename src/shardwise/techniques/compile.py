@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return []
 
 

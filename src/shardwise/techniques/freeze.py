@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.pruning import prune
@@ -34,7 +35,7 @@ def frozen(name: str, plan: Plan) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if not plan.frozen:
         return []
     if plan.lora is not None:

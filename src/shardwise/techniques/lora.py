@@ -22,6 +22,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Number, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
@@ -76,7 +77,7 @@ def _added(layer: str, shape: tuple[int, ...], lora: Lora) -> dict[str, tuple[in
     return sizes | {f"{layer}.lora_a.weight": (lora.rank, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None:
         return []
     problems, stacks = [], _stacks(spec)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
@@ -35,7 +36,7 @@ def quantised(name: str) -> bool:
     return is_linear(name)
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None or not plan.lora.nf4:
         return []
     problems = []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Optim
 from shardwise.spec.sheet import Collective, Sheet
@@ -45,7 +46,7 @@ class Settings:
     weight_decay: float
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     packed = plan.optim.name == "adamw8bit"
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_adapter
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, kept_type, torch_type
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     precision = plan.precision
     problems = []
     if precision.compute == "fp16" and precision.weights == "fp16":

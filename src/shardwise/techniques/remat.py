@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Op, Sheet
 
@@ -38,7 +39,7 @@ def treated(plan: Plan, block: int) -> bool:
     return plan.remat.mode != "none" and block % plan.remat.every == 0
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.remat.mode != "none" and plan.remat.every > spec.num_hidden_layers:
         what = f"every {plan.remat.every} blocks, but the model has {spec.num_hidden_layers}"
         return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]

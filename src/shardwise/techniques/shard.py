@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Axis
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
@@ -43,7 +44,7 @@ def units(part: nn.Module) -> list[nn.Module]:
     return [*blocks(part), part]
 
 
-def check(spec: ModelSpec, plan: Plan) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     layout, problems = plan.layout, []
     if plan.shard.strategy == "ddp" and layout.dp_shard > 1:
         what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
