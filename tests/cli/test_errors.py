@@ -234,6 +234,12 @@ def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
     assert code == 78 and err.startswith("error[PLAN012]: gradients of fp64 would be reduced in bf16")
 
 
+def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
+    pattern = 'precision.modules={"*attention_norm": bf16}'
+    code, _, err = shardwise("train", "--nproc", "1", "--dry-run", "precision.compute=fp32", pattern)
+    assert code == 78 and err.startswith("error[PLAN012]: norms are asked to compute in bf16")
+
+
 def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
     """Both ranks would read the same rows, and halve the gradients."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(tp=2, ranks_per_node=2))))

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import known
 from shardwise.models.config import RopeScaling, from_hf, parameter_count, to_hf
-from shardwise.models.load import load_spec
+from shardwise.models.load import load_spec, read_spec
 from tests.models.llama import random_config
 
 # Parameters as the models' pages on the Hub give them.
@@ -168,6 +168,20 @@ def test_what_is_refused(change: dict[str, Any], error: type[ShardwiseError], co
         from_hf(SMALL | change, "x")
     assert caught.value.problems[0].code == code
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3", "text_config": None},
+        {"model_type": ["llama"]},
+        {**SMALL, "rope_scaling": "yarn"},
+        {**SMALL, "rope_scaling": {"rope_type": ["yarn"]}},
+    ],
+)
+def test_a_value_of_another_kind_is_told(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"CFG004.*of another kind than is expected"):
+        read_spec(config, "odd")
 
 
 def test_all_faults_are_told_at_once() -> None:

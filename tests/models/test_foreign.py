@@ -231,7 +231,8 @@ def test_positions_that_are_learnt_end() -> None:
 def test_a_head_that_differs_from_a_tied_embedding_is_told(tmp_path: Path) -> None:
     theirs_of("cohere2").save_pretrained(tmp_path)
     named = load_file(tmp_path / "model.safetensors")
-    for head, told in ((named["model.embed_tokens.weight"].clone(), False), (torch.randn(90, 64), True)):
+    same = named["model.embed_tokens.weight"].clone()
+    for head, told in ((same, False), (torch.randn(90, 64), True), (torch.cat((same, same[:1])), True)):
         save_file(named | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(DataError, match="head and embedding differ") if told else nullcontext():
             hf.check_weights(str(tmp_path), None, spec_of("cohere2"))

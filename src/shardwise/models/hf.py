@@ -214,12 +214,14 @@ def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
-    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers alone are read."""
+    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers alone are read, and
+    an output layer that is said to be the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
     embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
     whole = tuple(slice(0, size) for size in embed.shape)
-    if spec.tie_word_embeddings and head is not None and not torch.equal(head.read(whole), embed.read(whole)):
+    tied = spec.tie_word_embeddings and head is not None
+    if tied and (head.shape != embed.shape or not torch.equal(head.read(whole), embed.read(whole))):
         what = "head and embedding differ in the files, and the config says that they are one"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
 from shardwise.spec.hub import fetch
@@ -15,8 +15,13 @@ from shardwise.spec.hub import fetch
 
 def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec of what a Hugging Face ``config.json`` describes: of our decoder, or of transformers' own modules."""
-    if family_of(config, name) is not None:
-        return from_hf(config, name)
+    try:
+        if family_of(config, name) is not None:
+            return from_hf(config, name)
+    except (TypeError, AttributeError) as error:  # a list where a word belongs, a word where settings do
+        what = f"the config has something of another kind than is expected there: {error}"
+        fix = "take the values from the model's own config.json"
+        raise ConfigError(Problem("CFG004", what, f"config of {name}", fix)) from error
     from shardwise.models import foreign
 
     return foreign.read(config, name)

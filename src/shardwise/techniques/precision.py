@@ -15,8 +15,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec
-from shardwise.models.roles import is_adapter
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Number, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
@@ -52,9 +52,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"the output layer is asked to compute in {head}, but it is one with the loss, which computes in "
         fix = "leave `head` out of precision.modules"
         problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
-    norm = compute_type(precision, "norm")
-    if norm not in (precision.compute, "fp32"):
-        what = f"norms are asked to compute in {norm}"
+    norms = [name.rpartition(".")[0] for name in parameter_shapes(spec) if precision.modules and role(name) == "norm"]
+    asked = {compute_type(precision, norm) for norm in norms} - {precision.compute, "fp32"}
+    if asked:
+        what = f"norms are asked to compute in {', '.join(sorted(asked))}"
         problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
     return problems
 
