@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
@@ -160,28 +160,25 @@ def _find_one(name: str) -> Iterator[Source]:
     if path.is_file():
         yield _source(path, path.name)
     elif path.is_dir():
-        files = list(_walk(path, set()))
-        if not files:
+        found = _sources(path, _walk(path, set()))
+        if not found:
             what = f"`{name}` is a directory without files"
             raise MissingInputError(Problem("DATA001", what, _WHERE, "name another"))
-        for file in files:
-            yield _source(file, file.relative_to(path).as_posix())
+        yield from found
     elif has_magic(name):
-        files = [Path(match) for match in sorted(glob(str(path), recursive=True)) if Path(match).is_file()]
-        if not files:
+        first_magic = next(index for index, part in enumerate(path.parts) if has_magic(part))
+        matches = map(Path, sorted(glob(str(path), recursive=True)))
+        found = _sources(Path(*path.parts[:first_magic]), filter(Path.is_file, matches))
+        if not found:
             raise _nothing(name, f"`{name}` matches no file")
-        root = _fixed_part(path)
-        for file in files:
-            yield _source(file, file.relative_to(root).as_posix())
+        yield from found
     else:
         raise _nothing(name, f"`{name}` does not exist")
 
 
-def _fixed_part(pattern: Path) -> Path:
-    """The directories in front of the first wildcard."""
-    fixed = list(pattern.parts)
-    magic = next(index for index, part in enumerate(fixed) if has_magic(part))
-    return Path(*fixed[:magic])
+def _sources(root: Path, files: Iterable[Path]) -> list[Source]:
+    """``files``, named relative to ``root``."""
+    return [_source(file, file.relative_to(root).as_posix()) for file in files]
 
 
 def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
@@ -232,10 +229,9 @@ def _nothing(name: str, what: str) -> MissingInputError:
 
 def _stdlib() -> Iterator[Source]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in _walk(root, _STDLIB_LEFT_OUT) if path.suffix == ".py"]
-    sources = [_source(path, path.relative_to(root).as_posix()) for path in files]
+    sources = _sources(root, (path for path in _walk(root, _STDLIB_LEFT_OUT) if path.suffix == ".py"))
     total = sum(source.stop for source in sources)
     if total < _STDLIB_LEAST_BYTES:
-        what = f"the Python in {root} comes without its library's sources: {len(files)} .py files, {total:,} bytes"
+        what = f"the Python in {root} comes without its library's sources: {len(sources)} .py files, {total:,} bytes"
         raise MissingInputError(Problem("DATA001", what, _WHERE, "data.path=<a directory of text>, or a full Python"))
     yield from sources
