@@ -50,12 +50,6 @@ class _Reading:
     notices: list[str]
     root: Schema
 
-    def unknown(self, dotted: str, where: str) -> None:
-        self.problems.append(unknown_key(dotted, where, self.keys))
-
-    def nullable(self, key: str) -> bool:
-        return {"type": "null"} in self.keys.leaves[key].get("anyOf", [])
-
     def takes(self, key: str, kind: str) -> bool:
         schema = self.keys.leaves[key]
         return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
@@ -128,18 +122,19 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     """Record one setting under its canonical key."""
     key = reading.keys.canonical(dotted)
     if key is None:
-        return reading.unknown(dotted, where)
+        reading.problems.append(unknown_key(dotted, where, reading.keys))
+        return
     if key != dotted:
         alias = dotted.rpartition(".")[2]
         value = translate(key, alias, value)
         if value is DROP:
-            return None
+            return
         if alias != key.rpartition(".")[2] or not replace:
             reading.notices.append(f"{where}: `{dotted}` is read as `{key}`")
     if key in reading.settings and not replace:
         first = reading.settings[key][1]
         reading.problems.append(Problem("CFG003", f"`{key}` is set twice", f"{first} and {where}", "remove one"))
-        return None
+        return
     if key in SIZES and isinstance(value, str):
         size = read_size(value, SIZES[key])
         if size is not None:
@@ -147,7 +142,6 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
                 reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
             value = size
     reading.settings[key] = (value, where)
-    return None
 
 
 def _override(reading: _Reading, argument: str) -> None:
@@ -198,7 +192,7 @@ def _validate(reading: _Reading) -> Recipe:
     problems = reading.problems
     nested: dict[str, Any] = {}
     for key, (value, where) in reading.settings.items():
-        bad = numbers_out_of_bounds(key, value, where, reading.nullable(key))
+        bad = numbers_out_of_bounds(key, value, where, reading.takes(key, "null"))
         problems += bad
         if bad:
             continue
