@@ -15,16 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    CollectionEndEvent,
-    DocumentStartEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceStartEvent,
-)
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem
 
@@ -124,32 +116,32 @@ def _compose(text: str, document: Document) -> None:
     nodes = documents = 0
     for event in YAML(typ="safe", pure=True).parse(text):
         line = event.start_mark.line + 1
-        if isinstance(event, DocumentStartEvent):
+        if isinstance(event, events.DocumentStartEvent):
             documents += 1
             if documents > 1:
                 raise ValueError(f"a second document starts at line {line}; one file holds one document")
-        elif isinstance(event, (MappingStartEvent, SequenceStartEvent)):
+        elif isinstance(event, (events.MappingStartEvent, events.SequenceStartEvent)):
             _refuse_tag(event.tag, document.name, line)
             if stack and isinstance(stack[-1].value, dict) and stack[-1].key is None:
                 raise ValueError(f"line {line}: a key must be text, not a collection")
             if len(stack) >= MAX_DEPTH:
                 _too_large(f"{document.name}:{line}", f"is nested more than {MAX_DEPTH} deep (limit)")
             nodes += 1
-            value: dict[str, Any] | list[Any] = {} if isinstance(event, MappingStartEvent) else []
+            value: dict[str, Any] | list[Any] = {} if isinstance(event, events.MappingStartEvent) else []
             path = (*stack[-1].path, _place_in(stack[-1])) if stack else ()
             stack.append(_Open(value, path, event.anchor, nodes))
-        elif isinstance(event, CollectionEndEvent):
+        elif isinstance(event, events.CollectionEndEvent):
             done = stack.pop()
             if done.anchor:
                 anchors[done.anchor] = (done.value, nodes - done.first_node + 1)
             _put(stack, document, done.value, line, is_key=False)
-        elif isinstance(event, ScalarEvent):
+        elif isinstance(event, events.ScalarEvent):
             nodes += 1
             scalar = _scalar(event, document.name, line)
             if event.anchor:
                 anchors[event.anchor] = (scalar, 1)
             _put(stack, document, scalar, line, is_key=True, text=event.value)
-        elif isinstance(event, AliasEvent):
+        elif isinstance(event, events.AliasEvent):
             if event.anchor not in anchors:
                 raise ValueError(f"line {line}: alias *{event.anchor} refers to nothing before it")
             aliased, size = anchors[event.anchor]
@@ -187,7 +179,7 @@ def _put(stack: list[_Open], document: Document, value: Any, line: int, *, is_ke
         parent.key = None
 
 
-def _scalar(event: ScalarEvent, name: str, line: int) -> Any:
+def _scalar(event: events.ScalarEvent, name: str, line: int) -> Any:
     _refuse_tag(event.tag, name, line)
     refuse_interpolation(event.value, f"{name}:{line}")
     if any("\ud800" <= character <= "\udfff" for character in event.value):
