@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.formats import Conversation, Fault, Segment
-from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template, special_tokens
+from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
+from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from shardwise.data import formats, tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.formats import Conversation, Fault
 from shardwise.data.read import Part, fault, records
-from shardwise.data.template import Template, find_template, special_tokens
+from shardwise.data.template import Template, find_template
 from shardwise.spec.recipe import PREFERENCE
 
 _BATCH = 64
@@ -46,7 +46,7 @@ class Rules:
 @cache
 def _chat(tokenizer: Path, rules: Rules) -> Chat:
     text = rules.template if rules.template is not None else find_template(None, tokenizer)
-    return Chat(Template(text, special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
+    return Chat(Template(text, tokens.special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
 
 
 @cache
