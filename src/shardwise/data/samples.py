@@ -49,15 +49,9 @@ def _chat(tokenizer: Path, rules: Rules) -> Chat:
     return Chat(Template(text, tokens.special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
 
 
-@cache
-def _encoder(tokenizer: Path) -> Encoder:
-    return Encoder(tokenizer)
-
-
-@cache
-def tokenizer_of(directory: Path) -> tokens.Tokenizer:
-    """The tokenizer of a directory, opened once in the life of a process."""
-    return tokens.open_directory(directory)
+_encoder = cache(Encoder)
+tokenizer_of = cache(tokens.open_directory)
+"""The tokenizer of a directory, opened once in the life of a process."""
 
 
 _Pieces = tuple[Rendered | Encoded, ...]
