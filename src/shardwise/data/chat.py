@@ -91,10 +91,9 @@ class Encoder:
         self._true_ids = np.arange(largest + 1)
         for alias, token in zip(aliases, added, strict=True):
             self._true_ids[self._backend.token_to_id(alias.content)] = token["id"]
-        texts = [token["content"] for token in added]
-        self._numbers = {text: i for i, text in enumerate(texts)}
-        self._texts = texts
-        longest_first = sorted(texts, key=len, reverse=True)
+        self._texts = [token["content"] for token in added]
+        self._numbers = {text: i for i, text in enumerate(self._texts)}
+        longest_first = sorted(self._texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.disarmed = 0
 
