@@ -104,8 +104,7 @@ def _lines(a: History, b: History) -> list[str]:
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
     memory = [facts["memory_bytes"] for facts in (one, two)]
     rows.append(("memory of rank 0", *("-" if m is None else show_bytes(m) for m in memory), _change(*memory)))
-    if measured := [facts["measured"].get("memory a rank", "-") for facts in (one, two)]:
-        rows.append(("torch's share of it", *measured, ""))
+    rows.append(("torch's share of it", *(facts["measured"].get("memory a rank", "-") for facts in (one, two)), ""))
     lines = columns(rows, "<>>>")
     if losses := common_losses(a, b):
         table = [("step", "A", "B", "B - A")]
