@@ -48,7 +48,6 @@ class _Reading:
     settings: dict[str, tuple[Any, str]]
     problems: list[Problem]
     notices: list[str]
-    root: Schema
 
     def takes(self, key: str, kind: str) -> bool:
         schema = self.keys.leaves[key]
@@ -68,8 +67,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
     """As :func:`load_recipe`, with notices and the place of each given key."""
-    root = recipe_schema()
-    reading = _Reading(keys_of(root), {}, [], [], root)
+    reading = _Reading(keys_of(recipe_schema()), {}, [], [])
     if path is not None:
         document = read(Path(path))
         mapping = _mapping(document, "recipe")
@@ -212,7 +210,7 @@ def _validate(reading: _Reading) -> Recipe:
     try:
         recipe = Recipe.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(*problems, *describe_findings(error.errors(), reading.keys, reading.root, place)) from None
+        raise ConfigError(*problems, *describe_findings(error.errors(), reading.keys, recipe_schema(), place)) from None
     problems += cross_check(recipe, lambda key: place((key,)))
     if problems:
         raise ConfigError(*problems)
