@@ -29,11 +29,13 @@ _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-package
 _STDLIB_LEAST_BYTES = 2 * 2**20
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".gz": "gunzip -k", ".zst": "zstd -d"}
-_TABLES = {".parquet", ".arrow"}
 _LARGEST_ID_BYTES = 8
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
+Kind = Literal["text", "jsonl", "other", "ids"]
+_KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
+"""By suffix; all else is text."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Source:
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl", "other", "ids"]
+    kind: Kind
     start: int
     stop: int
     origin: Path | None = None
@@ -94,9 +96,7 @@ def divide(sources: Sequence[Source], share: float) -> Sources:
         return Sources(tuple(sources), (), 0.0)
     if len(texts) == 1 and not lines:
         cut = int(texts[0].stop * (1 - share))
-        cut = (
-            cut // _LARGEST_ID_BYTES * _LARGEST_ID_BYTES if texts[0].kind == "ids" else _line_start(texts[0].path, cut)
-        )
+        cut = cut - cut % _LARGEST_ID_BYTES if texts[0].kind == "ids" else _line_start(texts[0].path, cut)
         head, tail = replace(texts[0], stop=cut), replace(texts[0], start=cut)
         return Sources((head,), (tail,) if tail.start < tail.stop else (), share)
     ranked = sorted(texts, key=lambda source: unit_hash(source.name))
@@ -202,9 +202,7 @@ def _source(path: Path, name: str) -> Source:
     except OSError as error:
         fix = f"chmod +r {path}"
         raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
-    kind: Literal["text", "jsonl", "other", "ids"] = "other" if lines or path.suffix in _TABLES else "text"
-    kind = "ids" if path.suffix == ".bin" else kind
-    return Source(path.resolve(), name, "jsonl" if path.suffix in _JSONL else kind, 0, size)
+    return Source(path.resolve(), name, "other" if lines else _KINDS.get(path.suffix, "text"), 0, size)
 
 
 def _nothing(name: str, what: str) -> MissingInputError:
