@@ -73,10 +73,8 @@ def mark(text: str) -> str:
 def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int) -> list[tuple[str, bool]]:
     """The text of one sample (of a long document its first 400 tokens), cut where what is learnt begins and ends."""
     begin, end, _ = store.sample(index)
-    ids = store.read(begin, end)
     packed = store.split.packs is not None
-    if not packed:
-        ids = ids[:400]
+    ids = store.read(begin, end if packed else min(end, begin + 400))
     learnt = store.read_mask(begin, end).tolist() if packed else [1] * len(ids)
     found = []
     for supervised, group in groupby(zip(ids.tolist(), learnt, strict=True), key=lambda pair: pair[1]):
