@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from shardwise.data import tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Fault, parse
-from shardwise.data.template import SHIPPED, Template, find_template, special_tokens
+from shardwise.data.template import SHIPPED, Template, find_template
+from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, PolicyError
 from tests.data import chat_templates
 from tests.data.conftest import prose

@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from shardwise.cli.curves import KINDS, Curve, draw
 from shardwise.cli.history import History, read_history
+from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say, visible
 from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.spec.units import columns, show_bytes
@@ -24,14 +25,12 @@ ROWS = 6
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Compare two runs, finished or not: recipes, losses, validation, speed and memory."""
 
     run_a: Annotated[Path, Argument(metavar="RUN_A", help="A run's directory.")]
     run_b: Annotated[Path, Argument(metavar="RUN_B", help="Another run's directory.")]
     plot: Annotated[Path | None, Option("--plot", help="Draw both loss curves: a .svg, .png or .pdf.")] = None
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:
@@ -105,8 +104,7 @@ def _lines(a: History, b: History) -> list[str]:
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
     memory = [facts["memory_bytes"] for facts in (one, two)]
     rows.append(("memory of rank 0", *("-" if m is None else show_bytes(m) for m in memory), _change(*memory)))
-    if measured := [facts["measured"].get("memory a rank", "-") for facts in (one, two)]:
-        rows.append(("torch's share of it", *measured, ""))
+    rows.append(("torch's share of it", *(facts["measured"].get("memory a rank", "-") for facts in (one, two)), ""))
     lines = columns(rows, "<>>>")
     if losses := common_losses(a, b):
         table = [("step", "A", "B", "B - A")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option, Typer
 
 from shardwise.cli import preview
-from shardwise.cli.options import DataWords, add_command, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, DataWords, add_command, recipe_or_quickstart, sort_words
 from shardwise.cli.show import print_json, say
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
@@ -24,19 +24,12 @@ app = Typer(help="Prepare text for training.", no_args_is_help=True, add_complet
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Tokenise the data of a recipe into memory-mapped shards with checksums, in parallel."""
 
     words: DataWords = field(default_factory=list)
     out: Annotated[Path | None, Option("-o", "--out", help="Directory to write; the cache if left out.")] = None
     force: Annotated[bool, Option("--force", help="Make it anew even if it is there.")] = False
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
-
-
-@app.callback()
-def _data() -> None:
-    """Prepare text for training."""
 
 
 def run(options: Options) -> None:

@@ -61,7 +61,8 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
     """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
     another recipe's."""
-    dial = "auto" if plan.layout.dp == 1 else recipe.parallel.strategy
+    dp = plan.layout.dp
+    dial = "auto" if dp == 1 else recipe.parallel.strategy
     asked: dict[str, tuple[object, object]] = {
         "lora": (plan.lora, lora.settings(recipe.lora, plan.precision)),
         "frozen": (plan.frozen, tuple(recipe.model.frozen)),
@@ -70,10 +71,7 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
         "optim.moments": (plan.optim.moments, recipe.optim.moments),
         "precision.weights": (plan.precision.weights, recipe.precision.weights),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
-        "train.global_batch_size": (
-            plan.batch.global_batch_size(plan.layout.dp),
-            batch(recipe.train, plan.layout.dp)[2],
-        ),
+        "train.global_batch_size": (plan.batch.global_batch_size(dp), batch(recipe.train, dp)[2]),
         "parallel.strategy": (plan.shard.strategy, "zero3" if dial in ("fsdp", "hsdp") else dial),
         "recompute.mode": (plan.remat.mode, recipe.recompute.mode),
         "precision.compute": (plan.precision.compute, recipe.precision.compute),

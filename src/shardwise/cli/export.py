@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.options import recipe_file
+from shardwise.cli.options import Common, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
 from shardwise.errors import Problem, UsageError
@@ -19,7 +19,7 @@ from shardwise.spec.load import load_recipe
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Write a checkpoint of a run as a Hugging Face model directory."""
 
     run: Annotated[Path, Argument(help="The run's directory.")]
@@ -30,8 +30,6 @@ class Options:
         bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
     ] = False
     out: Annotated[Path | None, Option("-o", "--output", help="Where to write; RUN/hf if left out.")] = None
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.options import recipe_file
+from shardwise.cli.options import Common, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Continue a text with a run's model, or with any model directory that transformers can read; --chat answers."""
 
     path: Annotated[Path, Argument(help="A run's directory (its hf/ is used), or a model's.")]
@@ -40,8 +40,6 @@ class Options:
     ] = None
     temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.0
     seed: Annotated[int, Option("--seed", min=0)] = 0
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:

@@ -23,6 +23,14 @@ LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
 
 
+@dataclass(kw_only=True)
+class Common:
+    """The options of nearly every command; in its help they come last."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+
+
 def add_command(
     app: typer.Typer, options: type, run: Callable[[Any], int | None], name: str, *, loose: bool = True
 ) -> None:
@@ -33,7 +41,7 @@ def add_command(
         return run(options(**values))
 
     parameters, kind = [], inspect.Parameter.KEYWORD_ONLY
-    for item in fields(options):
+    for item in sorted(fields(options), key=lambda item: item.kw_only):
         default = inspect.Parameter.empty if item.default is MISSING else item.default
         default = default if item.default_factory is MISSING else []
         parameters.append(inspect.Parameter(item.name, kind, default=default, annotation=hints[item.name]))
@@ -97,10 +105,8 @@ def _flag(text: str, rest: list[str], keys: Keys) -> str:
     return f"{name}={rest.pop(0)}"
 
 
-def recipe_file(path: Path | None) -> Path | None:
+def recipe_file(path: Path) -> Path:
     """The recipe that ``path`` names: a file, a run directory, or one that ships with the package (``quickstart``)."""
-    if path is None:
-        return None
     if os.path.isdir(path):
         if not os.path.isfile(path / "recipe.yaml"):
             fix = "name a recipe, or a run directory with a recipe.yaml"

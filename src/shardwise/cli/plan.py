@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of
-from shardwise.cli.options import recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
@@ -25,7 +25,7 @@ TOPICS = ("memory", "network", "why")
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
     config.json.
 
@@ -41,8 +41,6 @@ class Options:
     plan: Annotated[Path | None, Option("--plan", help="Show this plan; nothing is searched.")] = None
     explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
     out: Annotated[Path | None, Option("-o", "--output", help="Write the chosen plan there, as YAML.")] = None
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
-from shardwise.cli.options import DataWords, recipe_or_quickstart, sort_words
-from shardwise.cli.show import coloured, on_terminal, print_json, say, visible
+from shardwise.cli.options import Common, DataWords, recipe_or_quickstart, sort_words
+from shardwise.cli.show import coloured, print_json, say, visible
 from shardwise.data import tokens
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
@@ -30,14 +31,12 @@ LEFT_OUT = {
 
 
 @dataclass
-class Options:
+class Options(Common):
     """Show samples with what is learnt in them, the share learnt, lengths, and how well windows are filled."""
 
     words: DataWords = field(default_factory=list)
     samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3
     split: Annotated[Literal["train", "validation"], Option("--split")] = "train"
-    json: Annotated[bool, Option("--json", help="One JSON object.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
 
 
 def run(options: Options) -> None:
@@ -68,16 +67,14 @@ def run(options: Options) -> None:
 
 def mark(text: str) -> str:
     """What is learnt: green on a terminal, in « » elsewhere."""
-    return coloured(text, "green") if on_terminal() else f"«{text}»"
+    return coloured(text, "green") if sys.stdout.isatty() else f"«{text}»"
 
 
 def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int) -> list[tuple[str, bool]]:
     """The text of one sample (of a long document its first 400 tokens), cut where what is learnt begins and ends."""
     begin, end, _ = store.sample(index)
-    ids = store.read(begin, end)
     packed = store.split.packs is not None
-    if not packed:
-        ids = ids[:400]
+    ids = store.read(begin, end if packed else min(end, begin + 400))
     learnt = store.read_mask(begin, end).tolist() if packed else [1] * len(ids)
     found = []
     for supervised, group in groupby(zip(ids.tolist(), learnt, strict=True), key=lambda pair: pair[1]):

@@ -66,11 +66,6 @@ def output_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def on_terminal() -> bool:
-    """Whether results go to a terminal."""
-    return sys.stdout.isatty()
-
-
 def coloured(text: str, colour: str) -> str:
     """``text`` in red, yellow or green on a terminal."""
     if not sys.stdout.isatty():

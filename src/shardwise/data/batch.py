@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -38,10 +38,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on ``device``; asynchronous where the memory is pinned."""
-        tensors = (self.ids, self.labels, self.positions, self.documents, self.answers, self.references)
-        ids, labels, positions, *rest = (t if t is None else t.to(device, non_blocking=True) for t in tensors)
-        assert ids is not None and labels is not None and positions is not None
-        return MicroBatch(ids, labels, positions, rest[0], self.longest, *rest[1:])
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
     def supervised_tokens(self) -> int:
         """Labels that are learnt."""

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.formats import Conversation, Fault, Segment
-from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template, special_tokens
+from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
+from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _ALIAS, _GUARD, _RESERVED_END = 0x100000, 0x108000, 0x10FFFD
 _RESERVED = re.compile(f"[{chr(_ALIAS)}-{chr(_RESERVED_END)}]")
+_GUARDED = re.compile(f"[{chr(_GUARD)}-{chr(_RESERVED_END)}]")
 _CLOSING = re.compile(f"[{chr(_ALIAS)}-{chr(_GUARD - 1)}\\s]")
 _GROUP = re.compile(f"\\s*[{chr(_ALIAS)}-{chr(_GUARD - 1)}]+")
 Spans = list[tuple[int, int]]
@@ -40,12 +42,10 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A sample as text, special tokens as private characters, and the [start, stop) of characters that are learnt.
-    ``end``: where the last learnt turn ends."""
+    """A sample as text, special tokens as private characters, and the [start, stop) of characters that are learnt."""
 
     text: str
     spans: Spans
-    end: int
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,9 @@ class Encoder:
         self._true_ids = np.arange(largest + 1)
         for alias, token in zip(aliases, added, strict=True):
             self._true_ids[self._backend.token_to_id(alias.content)] = token["id"]
-        texts = [token["content"] for token in added]
-        self._numbers = {text: i for i, text in enumerate(texts)}
-        self._texts = texts
-        longest_first = sorted(texts, key=len, reverse=True)
+        self._texts = [token["content"] for token in added]
+        self._numbers = {text: i for i, text in enumerate(self._texts)}
+        longest_first = sorted(self._texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.disarmed = 0
 
@@ -133,20 +132,14 @@ class Encoder:
 
     def _disguise_no_more(self, sample: Rendered) -> Rendered:
         """The data's own text again, spans moved along."""
-        places = [match.start() for match in re.finditer(f"[{chr(_GUARD)}-{chr(_RESERVED_END)}]", sample.text)]
-        if not places:
+
+        def opened(text: str) -> str:
+            return _GUARDED.sub(lambda found: self._texts[ord(found.group()) - _GUARD], text)
+
+        if not _GUARDED.search(sample.text):
             return sample
-        grown = [len(self._texts[ord(sample.text[place]) - _GUARD]) - 1 for place in places]
-
-        def moved(at: int) -> int:
-            return at + sum(size for place, size in zip(places, grown, strict=True) if place < at)
-
-        pieces, last = [], 0
-        for place in places:
-            pieces += [sample.text[last:place], self._texts[ord(sample.text[place]) - _GUARD]]
-            last = place + 1
-        text = "".join([*pieces, sample.text[last:]])
-        return Rendered(text, [(moved(start), moved(stop)) for start, stop in sample.spans], moved(sample.end))
+        spans = [(len(opened(sample.text[:start])), len(opened(sample.text[:stop]))) for start, stop in sample.spans]
+        return Rendered(opened(sample.text), spans)
 
     def _mask(self, sample: Rendered, encoding: Encoding) -> Encoded:
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -189,7 +182,7 @@ class Chat:
         tools = self.encoder.guard(talk.tools)
         if talk.trained is None:
             text = self._text(messages, tools)
-            return [Rendered(text, [(0, len(text))], len(text))]
+            return [Rendered(text, [(0, len(text))])]
         if self.template.marked:
             return [self._marked(messages, tools, talk)]
         samples: list[Rendered] = []
@@ -197,10 +190,10 @@ class Chat:
             whole, start = self._turn(messages, tools, k)
             span = start, self._end(whole, start)
             last = samples[-1] if samples else None
-            if last is not None and whole.startswith(last.text[: last.end]):
-                samples[-1] = Rendered(whole, [*last.spans, span], span[1])
+            if last is not None and whole.startswith(last.text[: last.spans[-1][1]]):
+                samples[-1] = Rendered(whole, [*last.spans, span])
             else:
-                samples.append(Rendered(whole, [span], span[1]))
+                samples.append(Rendered(whole, [span]))
         return samples
 
     def ask(self, messages: list[dict[str, Any]]) -> Asked:
@@ -209,7 +202,7 @@ class Chat:
         turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
         whole, start = self._turn(turns, None, len(messages))
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
-        given, ending = self.encoder.encode([Rendered(text, [], len(text)) for text in (whole[:start], closing)])
+        given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
         return Asked(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
 
@@ -273,7 +266,7 @@ class Chat:
             marks = [mark for mark, want in zip(marks, wanted, strict=True) if want]
         if not self.end_of_turn:
             marks = [(start, self._end(text[:stop], start)) for start, stop in marks]
-        return Rendered(text, marks, len(text))
+        return Rendered(text, marks)
 
 
 def _unmarked(text: str) -> tuple[str, Spans]:
@@ -296,10 +289,10 @@ def lay(segments: Sequence[Segment], encoder: Encoder, eot_id: int, end_of_turn:
     found = []
     for segment in segments:
         text = encoder.alias(segment.text) if segment.special else encoder.guard(segment.text)
-        found.append(Rendered(text, [(0, len(text))] if segment.supervised else [], len(text)))
+        found.append(Rendered(text, [(0, len(text))] if segment.supervised else []))
     eot = encoder.eot(eot_id)
     learnt = segments[-1].supervised and end_of_turn
-    return (*found, Rendered(eot, [(0, len(eot))] if learnt else [], len(eot)))
+    return (*found, Rendered(eot, [(0, len(eot))] if learnt else []))
 
 
 def ask(tokenizer: Path, question: str) -> Asked:

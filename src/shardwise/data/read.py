@@ -77,7 +77,8 @@ def pieces(part: Part, text_key: str, share: float) -> Iterator[Piece]:
     """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held
     out."""
     if part.source.kind == "jsonl":
-        yield from _jsonl(part, text_key, share)
+        for offset, line, held_out in _documents(part, share):
+            yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
     else:
         yield from _text(part)
 
@@ -135,11 +136,6 @@ def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
     yield Piece(text[start:], last, held_out)
 
 
-def _jsonl(part: Part, text_key: str, share: float) -> Iterator[Piece]:
-    for offset, line, held_out in _documents(part, share):
-        yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
-
-
 def _documents(part: Part, share: float) -> Iterator[tuple[int, bytes, bool]]:
     """(offset, line, held out) for each line of jsonl that is to be read: a source that is read more than once has its
     held-out documents once, and of one read in part some are passed over."""
@@ -148,11 +144,9 @@ def _documents(part: Part, share: float) -> Iterator[tuple[int, bytes, bool]]:
         if not line.strip():
             continue
         held_out = share > 0 and unit_hash(f"{part.name}:{offset}") < share
-        if held_out and source.copy:
-            continue
-        if not held_out and source.keep < 1 and unit_hash(f"keep:{part.name}:{offset}") >= source.keep:
-            continue
-        yield offset, line, held_out
+        kept = not source.copy if held_out else unit_hash(f"keep:{part.name}:{offset}") < source.keep
+        if kept:
+            yield offset, line, held_out
 
 
 def records(part: Part, share: float) -> Iterator[tuple[int, dict[str, Any], bool]]:

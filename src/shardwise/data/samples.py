@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from shardwise.data import formats, tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.formats import Conversation, Fault
 from shardwise.data.read import Part, fault, records
-from shardwise.data.template import Template, find_template, special_tokens
+from shardwise.data.template import Template, find_template
 from shardwise.spec.recipe import PREFERENCE
 
 _BATCH = 64
@@ -46,32 +47,41 @@ class Rules:
 @cache
 def _chat(tokenizer: Path, rules: Rules) -> Chat:
     text = rules.template if rules.template is not None else find_template(None, tokenizer)
-    return Chat(Template(text, special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
+    return Chat(Template(text, tokens.special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
 
 
-@cache
-def _encoder(tokenizer: Path) -> Encoder:
-    return Encoder(tokenizer)
+_encoder = cache(Encoder)
+tokenizer_of = cache(tokens.open_directory)
+"""The tokenizer of a directory, opened once in the life of a process."""
 
 
-@cache
-def tokenizer_of(directory: Path) -> tokens.Tokenizer:
-    """The tokenizer of a directory, opened once in the life of a process."""
-    return tokens.open_directory(directory)
-
-
-_Laid = tuple[tuple[Rendered, ...] | Encoded, tuple[int, ...]]
-"""Pieces that are encoded apart, or what is encoded already; and the tokens to begin with."""
+_Pieces = tuple[Rendered | Encoded, ...]
+"""A sample in pieces, which are encoded apart or are encoded already."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A sample on its way to the tokenizer, in pieces that are encoded apart, or past it."""
+    """A sample on its way to the tokenizer."""
 
     offset: int
     held_out: bool
-    sample: tuple[Rendered, ...] | Encoded
-    prefix: tuple[int, ...] = ()
+    pieces: _Pieces
+
+    def texts(self) -> list[Rendered]:
+        """What is not encoded yet."""
+        return [piece for piece in self.pieces if isinstance(piece, Rendered)]
+
+
+@contextmanager
+def _told(part: Part, offset: int, rules: Rules, counts: Counter[str]) -> Iterator[None]:
+    """A fault in the block as a DataError that tells the line; where the recipe lets it pass, the record is counted as
+    bad and the rest of the block left out."""
+    try:
+        yield
+    except Fault as found:
+        if not (rules.skip_bad and found.code == "CHAT002"):
+            raise fault(part, offset, found.code, found.what, found.fix) from found
+        counts["bad"] += 1
 
 
 def encode(
@@ -84,15 +94,10 @@ def encode(
     before = encoder.disarmed
     waiting: list[_Waiting] = []
     for offset, record, held_out in records(part, share):
-        try:
+        with _told(part, offset, rules, counts):
             made = list(_render(record, tokenizer, rules))
-        except Fault as found:
-            if not (rules.skip_bad and found.code == "CHAT002"):
-                raise fault(part, offset, found.code, found.what, found.fix) from found
-            counts["bad"] += 1
-            continue
-        counts["divided"] += len(made) - (2 if rules.pairs else 1)
-        waiting += [_Waiting(offset, held_out, sample, prefix) for sample, prefix in made]
+            counts["divided"] += len(made) - (2 if rules.pairs else 1)
+            waiting += [_Waiting(offset, held_out, sample) for sample in made]
         if len(waiting) >= _BATCH:
             yield from _finish(part, waiting, encoder, rules, counts)
             waiting = []
@@ -100,83 +105,66 @@ def encode(
     counts["disarmed"] += encoder.disarmed - before
 
 
-def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Laid]:
+def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
     """What a record becomes: of pairs two, else one or more."""
     if not rules.pairs:
         yield from _lay(formats.parse(record, rules.form, rules.train_on, rules.text_key), tokenizer, rules)
         return
     sides = [list(_lay(side, tokenizer, rules)) for side in formats.parse_pair(record)]
-    texts = [sample[0] for (sample, _), *_ in sides if isinstance(sample, tuple) and len(sample) == 1]
-    prompts = {text.text[: text.spans[0][0]] for text in texts}
+    turns = [sample[0] for sample, *_ in sides if len(sample) == 1]  # of conversations; texts have an end-of-text too
+    prompts = {turn.text[: turn.spans[0][0]] for turn in turns if isinstance(turn, Rendered)}
     if max(map(len, sides)) > 1 or len(prompts) > 1:
         what = "the chat template renders what is before an answer otherwise once the answer is there"
         raise Fault("CHAT003", what, "one turn of the assistant an answer, or another data.chat_template")
     yield from (side for (side,) in sides)
 
 
-def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Laid]:
+def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
     own = tokenizer_of(tokenizer)
     if isinstance(found, Conversation):
         for sample in _chat(tokenizer, rules).render(found):
-            yield (sample,), ()
+            yield (sample,)
     elif isinstance(found, formats.Tokens):
         ids, labels = np.array(found.ids, dtype=np.int64), np.array(found.labels, dtype=np.int64)
         if ids.max() >= own.vocab_size:
             what = f"id {ids.max()} at token {int(ids.argmax())} >= vocab {own.vocab_size}"
             raise Fault("DATA009", what, "data.tokenizer.path=<the tokenizer that these ids are of>")
-        yield Encoded(ids, (labels >= 0).astype(np.uint8), 0), ()
+        yield (Encoded(ids, (labels >= 0).astype(np.uint8), 0),)
     else:
-        yield lay(found, _encoder(tokenizer), own.eot_id, rules.end_of_turn), own.prefix
+        prefix = Encoded(np.array(own.prefix, dtype=np.int64), np.zeros(len(own.prefix), dtype=np.uint8), 0)
+        yield (prefix, *lay(found, _encoder(tokenizer), own.eot_id, rules.end_of_turn))
 
 
 def _finish(
     part: Part, waiting: list[_Waiting], encoder: Encoder, rules: Rules, counts: Counter[str]
 ) -> Iterator[tuple[bool, Encoded]]:
-    texts = [piece for item in waiting if isinstance(item.sample, tuple) for piece in item.sample]
     try:
-        encoded = iter(encoder.encode(texts))
+        encoded = iter(encoder.encode([text for item in waiting for text in item.texts()]))
     except Fault:  # find out whose it is
         for item in waiting:
-            if isinstance(item.sample, tuple):
-                try:
-                    encoder.encode(item.sample)
-                except Fault as found:
-                    raise fault(part, item.offset, found.code, found.what, found.fix) from found
+            with _told(part, item.offset, rules, counts):
+                encoder.encode(item.texts())
         raise
     whole = [
-        _join([next(encoded) for _ in item.sample]) if isinstance(item.sample, tuple) else item.sample
-        for item in waiting
+        _join([next(encoded) if isinstance(piece, Rendered) else piece for piece in item.pieces]) for item in waiting
     ]
-    begun = [_begin(sample, item.prefix) for sample, item in zip(whole, waiting, strict=True)]
     for first in range(0, len(waiting), 2 if rules.pairs else 1):
         item = waiting[first]
-        try:
-            kept = (
-                _fit_pair(begun[first : first + 2], rules, counts) if rules.pairs else _fit(begun[first], rules, counts)
+        with _told(part, item.offset, rules, counts):
+            fit = (
+                _fit_pair(whole[first : first + 2], rules, counts) if rules.pairs else _fit(whole[first], rules, counts)
             )
-        except Fault as found:
-            if not (rules.skip_bad and found.code == "CHAT002"):
-                raise fault(part, item.offset, found.code, found.what, found.fix) from found
-            counts["bad"] += 1
-            continue
-        yield from ((item.held_out, sample) for sample in kept)
+            yield from ((item.held_out, sample) for sample in fit)
 
 
 def _join(pieces: list[Encoded]) -> Encoded:
-    if len(pieces) == 1:
-        return pieces[0]
+    """The sample of ``pieces``. Nothing comes before its first token, so that is never learnt."""
     ids = np.concatenate([piece.ids for piece in pieces])
     supervised = np.concatenate([piece.supervised for piece in pieces])
-    return Encoded(ids, supervised, sum(piece.text_bytes for piece in pieces))
-
-
-def _begin(sample: Encoded, prefix: tuple[int, ...]) -> Encoded:
-    """With the tokenizer's own begin-of-text in front; and nothing comes before the first token, so that it is never
-    learnt."""
-    ids = np.concatenate([np.array(prefix, dtype=np.int64), sample.ids])
-    supervised = np.concatenate([np.zeros(len(prefix), dtype=np.uint8), sample.supervised])
-    supervised[:1] = 0
-    return _learn(sample, ids, supervised)
+    whole = Encoded(ids, supervised, sum(piece.text_bytes for piece in pieces))
+    learnt = supervised.copy()
+    learnt[:1] = 0
+    return _learn(whole, ids, learnt)
 
 
 def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
@@ -49,9 +49,9 @@ class Run:
     documents: NDArray[np.uint64]
     text_bytes: int
     empty: int
-    masks: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    hashes: tuple[int, ...] = ()
-    counts: Counter[str] = field(default_factory=Counter)
+    masks: NDArray[np.uint8]
+    hashes: tuple[int, ...]
+    counts: Counter[str]
 
 
 def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
@@ -73,9 +73,9 @@ def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
                 target = gathered[job.splits[int(piece.held_out)]]
                 ids = tokenizer.encode([piece.text])[0]
                 if ids and not opened:
-                    target.ids.extend(tokenizer.prefix)
+                    target.take(tokenizer.prefix)
                     opened = True
-                target.ids.extend(ids)
+                target.take(ids)
                 target.text_bytes += len(piece.text.encode())
                 if piece.last:
                     target.close(tokenizer.eot_id if opened else None)
@@ -88,29 +88,29 @@ def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
 
 class _Gathered:
     def __init__(self) -> None:
-        self.ids: list[int] = []
+        self.ids = [np.empty(0, dtype=np.int64)]
+        self.masks = [np.empty(0, dtype=np.uint8)]
         self.documents: list[tuple[int, int]] = []
-        self.text_bytes = 0
-        self.empty = 0
-        self.parts: list[NDArray[np.int64]] = []
-        self.before = 0
-        self.masks: list[NDArray[np.uint8]] = []
+        self.tokens = self.text_bytes = self.empty = 0
         self.hashes: list[int] = []
         self.counts: Counter[str] = Counter()
 
+    def take(self, ids: Sequence[int] | NDArray[np.int64]) -> None:
+        self.ids.append(np.asarray(ids, dtype=np.int64))
+        self.tokens += len(ids)
+
     def add(self, sample: Encoded) -> None:
         """One sample for supervised fine-tuning."""
-        self._take(sample.ids)
+        self.take(sample.ids)
         self.masks.append(sample.supervised)
         self.text_bytes += sample.text_bytes
-        self.documents.append((self.before, self.text_bytes))
+        self.documents.append((self.tokens, self.text_bytes))
         self.hashes.append(xxhash.xxh3_64_intdigest(sample.ids.tobytes()))
 
     def add_ids(self, ids: NDArray[np.int64], ends: NDArray[np.int64], empty: int) -> None:
         """Documents that are tokens already; of their text nothing is known."""
-        self._take(np.empty(0, dtype=np.int64))
-        self.documents += [(self.before + end, self.text_bytes) for end in ends.tolist()]
-        self._take(ids)
+        self.documents += [(self.tokens + end, self.text_bytes) for end in ends.tolist()]
+        self.take(ids)
         self.empty += empty
 
     def close(self, eot_id: int | None) -> None:
@@ -118,19 +118,12 @@ class _Gathered:
         if eot_id is None:
             self.empty += 1
         else:
-            self.ids.append(eot_id)
-            self.documents.append((self.before + len(self.ids), self.text_bytes))
-
-    def _take(self, ids: NDArray[np.int64]) -> None:
-        """``ids`` after those in the list, without making numbers of Python's of them."""
-        self.parts += [np.array(self.ids, dtype=np.int64), ids]
-        self.before += len(self.ids) + len(ids)
-        self.ids = []
+            self.take([eot_id])
+            self.documents.append((self.tokens, self.text_bytes))
 
     def run(self) -> Run:
         documents = np.array(self.documents, dtype=np.uint64).reshape(-1, 2)
-        masks = np.concatenate([np.empty(0, dtype=np.uint8), *self.masks])
-        ids = np.concatenate([*self.parts, np.array(self.ids, dtype=np.int64)])
+        ids, masks = np.concatenate(self.ids), np.concatenate(self.masks)
         return Run(ids, documents, self.text_bytes, self.empty, masks, tuple(self.hashes), self.counts)
 
 
@@ -193,26 +186,25 @@ class SplitWriter:
     def add(self, run: Run) -> None:
         documents = run.documents + np.array([self.tokens, self.text_bytes], dtype=np.uint64)
         self.boundaries.write(documents.astype("<u8").tobytes())
-        ids, masks = run.ids, run.masks
-        while ids.size:
-            room = -self.tokens % SHARD_TOKENS
-            if room == 0:
-                self.shards.append(_File(self.directory, f"{self.name}/tokens-{len(self.shards):05}.bin"))
-                if masks.size:
-                    self.masks.append(_File(self.directory, f"{self.name}/mask-{len(self.masks):05}.bin"))
-                room = SHARD_TOKENS
-            taken, ids = ids[:room], ids[room:]
-            self.shards[-1].write(taken.astype(self.dtype).tobytes(), int(taken.max()))
-            if masks.size:
-                self.masks[-1].write(masks[:room].tobytes())
-                masks = masks[room:]
-            self.tokens += taken.size
+        self._write(self.shards, "tokens", run.ids.astype(self.dtype))
+        self._write(self.masks, "mask", run.masks)
+        self.tokens += run.ids.size
         self.supervised_tokens += int(run.masks.sum())
         self.hashes.update(run.hashes)
         self.counts.update(run.counts)
         self.documents += len(documents)
         self.text_bytes += run.text_bytes
         self.empty += run.empty
+
+    def _write(self, files: list[_File], kind: str, values: NDArray[np.generic]) -> None:
+        """``values`` of tokens, behind those of the tokens before, in files of one length."""
+        at = self.tokens
+        while values.size:
+            if at % SHARD_TOKENS == 0:
+                files.append(_File(self.directory, f"{self.name}/{kind}-{len(files):05}.bin"))
+            room = SHARD_TOKENS - at % SHARD_TOKENS
+            files[-1].write(values[:room].tobytes())
+            values, at = values[room:], at + room
 
     def close(self, rules: Rules | None = None) -> Split:
         """Finish the files; with ``rules``, pack the samples into windows."""
@@ -240,17 +232,13 @@ class _File:
         self.name = name
         self.file = (directory / name).open("xb")
         self.digest = xxhash.xxh3_128()
-        self.size = 0
-        self.largest = -1
 
-    def write(self, data: bytes, largest: int = -1) -> None:
+    def write(self, data: bytes) -> None:
         self.file.write(data)
         self.digest.update(data)
-        self.size += len(data)
-        self.largest = max(self.largest, largest)
 
     def close(self) -> FileSum:
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
-        return FileSum(self.name, self.size, self.digest.hexdigest(), self.largest)
+            return FileSum(self.name, self.file.tell(), self.digest.hexdigest())

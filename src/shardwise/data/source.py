@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
@@ -29,11 +29,13 @@ _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-package
 _STDLIB_LEAST_BYTES = 2 * 2**20
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".gz": "gunzip -k", ".zst": "zstd -d"}
-_TABLES = {".parquet", ".arrow"}
 _LARGEST_ID_BYTES = 8
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
+Kind = Literal["text", "jsonl", "other", "ids"]
+_KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
+"""By suffix; all else is text."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Source:
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl", "other", "ids"]
+    kind: Kind
     start: int
     stop: int
     origin: Path | None = None
@@ -94,9 +96,7 @@ def divide(sources: Sequence[Source], share: float) -> Sources:
         return Sources(tuple(sources), (), 0.0)
     if len(texts) == 1 and not lines:
         cut = int(texts[0].stop * (1 - share))
-        cut = (
-            cut // _LARGEST_ID_BYTES * _LARGEST_ID_BYTES if texts[0].kind == "ids" else _line_start(texts[0].path, cut)
-        )
+        cut = cut - cut % _LARGEST_ID_BYTES if texts[0].kind == "ids" else _line_start(texts[0].path, cut)
         head, tail = replace(texts[0], stop=cut), replace(texts[0], start=cut)
         return Sources((head,), (tail,) if tail.start < tail.stop else (), share)
     ranked = sorted(texts, key=lambda source: unit_hash(source.name))
@@ -160,28 +160,25 @@ def _find_one(name: str) -> Iterator[Source]:
     if path.is_file():
         yield _source(path, path.name)
     elif path.is_dir():
-        files = list(_walk(path, set()))
-        if not files:
+        found = _sources(path, _walk(path, set()))
+        if not found:
             what = f"`{name}` is a directory without files"
             raise MissingInputError(Problem("DATA001", what, _WHERE, "name another"))
-        for file in files:
-            yield _source(file, file.relative_to(path).as_posix())
+        yield from found
     elif has_magic(name):
-        files = [Path(match) for match in sorted(glob(str(path), recursive=True)) if Path(match).is_file()]
-        if not files:
+        first_magic = next(index for index, part in enumerate(path.parts) if has_magic(part))
+        matches = map(Path, sorted(glob(str(path), recursive=True)))
+        found = _sources(Path(*path.parts[:first_magic]), filter(Path.is_file, matches))
+        if not found:
             raise _nothing(name, f"`{name}` matches no file")
-        root = _fixed_part(path)
-        for file in files:
-            yield _source(file, file.relative_to(root).as_posix())
+        yield from found
     else:
         raise _nothing(name, f"`{name}` does not exist")
 
 
-def _fixed_part(pattern: Path) -> Path:
-    """The directories in front of the first wildcard."""
-    fixed = list(pattern.parts)
-    magic = next(index for index, part in enumerate(fixed) if has_magic(part))
-    return Path(*fixed[:magic])
+def _sources(root: Path, files: Iterable[Path]) -> list[Source]:
+    """``files``, named relative to ``root``."""
+    return [_source(file, file.relative_to(root).as_posix()) for file in files]
 
 
 def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
@@ -205,9 +202,7 @@ def _source(path: Path, name: str) -> Source:
     except OSError as error:
         fix = f"chmod +r {path}"
         raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
-    kind: Literal["text", "jsonl", "other", "ids"] = "other" if lines or path.suffix in _TABLES else "text"
-    kind = "ids" if path.suffix == ".bin" else kind
-    return Source(path.resolve(), name, "jsonl" if path.suffix in _JSONL else kind, 0, size)
+    return Source(path.resolve(), name, "other" if lines else _KINDS.get(path.suffix, "text"), 0, size)
 
 
 def _nothing(name: str, what: str) -> MissingInputError:
@@ -232,10 +227,9 @@ def _nothing(name: str, what: str) -> MissingInputError:
 
 def _stdlib() -> Iterator[Source]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in _walk(root, _STDLIB_LEFT_OUT) if path.suffix == ".py"]
-    sources = [_source(path, path.relative_to(root).as_posix()) for path in files]
+    sources = _sources(root, (path for path in _walk(root, _STDLIB_LEFT_OUT) if path.suffix == ".py"))
     total = sum(source.stop for source in sources)
     if total < _STDLIB_LEAST_BYTES:
-        what = f"the Python in {root} comes without its library's sources: {len(files)} .py files, {total:,} bytes"
+        what = f"the Python in {root} comes without its library's sources: {len(sources)} .py files, {total:,} bytes"
         raise MissingInputError(Problem("DATA001", what, _WHERE, "data.path=<a directory of text>, or a full Python"))
     yield from sources

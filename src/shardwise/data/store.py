@@ -40,13 +40,11 @@ ALWAYS_VERIFIED_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class FileSum:
-    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes (and the largest id,
-    for tokens)."""
+    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes."""
 
     name: str
     size_bytes: int
     xxh3: str
-    largest_id: int = -1
 
 
 @dataclass(frozen=True)

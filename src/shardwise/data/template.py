@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, PolicyError, Problem
 
 _NO_TOOLS = (
@@ -186,22 +187,9 @@ def find_template(named: str | None, tokenizer: Path) -> str:
     fix = f"data.chat_template={' or '.join(SHIPPED)}, a file, or the text of a template"
     if named is not None:
         raise DataError(Problem("CHAT001", f"`{named}` is no chat template and no file", _WHERE, fix))
-    stored = _config(tokenizer).get("chat_template")
+    stored = read_facts(tokenizer / FILES[1]).get("chat_template")
     if isinstance(stored, list):
         stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
     if not isinstance(stored, str):
         raise DataError(Problem("CHAT001", "the tokenizer has no chat template", _WHERE, fix))
     return stored
-
-
-def special_tokens(tokenizer: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and so on, as templates name them."""
-    facts = {key: value for key, value in _config(tokenizer).items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in facts.items()}
-    return {key: value for key, value in texts.items() if isinstance(value, str)}
-
-
-def _config(tokenizer: Path) -> dict[str, Any]:
-    path = tokenizer / "tokenizer_config.json"
-    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    return found

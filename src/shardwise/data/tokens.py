@@ -94,7 +94,8 @@ def open_directory(directory: Path) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True
-    eot = _end_of_text(directory)
+    named = (special_tokens(directory, name).get("eos_token") for name in (FILES[1], "special_tokens_map.json"))
+    eot = next((token for token in named if token is not None), None)
     eot_id = backend.token_to_id(eot) if eot else None
     if eot is None or eot_id is None:
         what = f"no end-of-text token: `{eot}` is not in the vocabulary" if eot else "no end-of-text token"
@@ -107,14 +108,16 @@ def open_directory(directory: Path) -> Tokenizer:
     return Tokenizer(directory, digest([meaning, eot]), vocab_size, eot_id, tuple(full[:at]), backend)
 
 
-def _end_of_text(directory: Path) -> str | None:
-    for name in (FILES[1], "special_tokens_map.json"):
-        if (directory / name).is_file():
-            token: Any = json.loads((directory / name).read_bytes()).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                return token
-    return None
+def special_tokens(tokenizer: Path, name: str = FILES[1]) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and so on, as a file of the tokenizer says them and chat templates name them."""
+    facts = {key: value for key, value in read_facts(tokenizer / name).items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in facts.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing, where it is not there."""
+    return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def _candidate(backend: Backend) -> str:

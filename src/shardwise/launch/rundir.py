@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.runtime.manifest import candidates
 from shardwise.runtime.outcome import read_exit
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
@@ -18,7 +19,6 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_STEP = re.compile(r"step-(\d{8,})")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk may become while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
@@ -67,8 +67,7 @@ def newest_run(out: Path, stem: str) -> Path | None:
 
 def newest_step(directory: Path) -> int | None:
     """The step of the newest committed checkpoint, by name."""
-    steps = [_STEP.fullmatch(path.name) for path in (directory / "checkpoints").glob("step-*")]
-    return max((int(match.group(1)) for match in steps if match), default=None)
+    return next((step for step, _ in candidates(directory / "checkpoints")), None)
 
 
 def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | None:

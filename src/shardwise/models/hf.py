@@ -214,7 +214,7 @@ def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
-    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers alone are read, and
+    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers are read, and
     an output layer that is said to be the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)

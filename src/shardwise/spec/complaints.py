@@ -145,14 +145,12 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     exceeds("optim.warmup_steps", optim.warmup_steps, "train.max_steps", train.max_steps)
     exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
     exceeds("optim.min_learning_rate", optim.min_learning_rate, "optim.learning_rate", optim.learning_rate)
-    sizes = (train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps)
-    if sizes[0] is not None:
-        unit = (sizes[1] or 1) * (sizes[2] or 1)
-        if sizes[0] % unit:
-            product = f"micro {sizes[1] or 1} × accumulation {sizes[2] or 1} = {unit}"
-            what = f"global_batch_size {sizes[0]} is not a multiple of {product}"
-            fix = f"`train.global_batch_size: {-(-sizes[0] // unit) * unit}`, or drop one of the three"
-            problems.append(Problem("CFG008", what, place("train.global_batch_size"), fix))
+    whole, micro = train.global_batch_size or 0, train.micro_batch_size or 1
+    accumulation = train.gradient_accumulation_steps or 1
+    unit = micro * accumulation
+    what = f"global_batch_size {whole} is not a multiple of micro {micro} × accumulation {accumulation} = {unit}"
+    fix = f"`train.global_batch_size: {-(-whole // unit) * unit}`, or drop one of the three"
+    refuse(whole % unit != 0, "train.global_batch_size", what, fix)
     best, data = recipe.checkpoint.keep_best, recipe.data
     what, fix = "`checkpoint.keep_best` needs validation at intervals", "`evaluate.eval_steps: 100`"
     refuse(best and recipe.evaluate.eval_steps is None, "checkpoint.keep_best", what, fix)

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    CollectionEndEvent,
-    DocumentStartEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceStartEvent,
-)
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem
 
@@ -62,18 +54,6 @@ class Document:
         return self.name
 
 
-@dataclass
-class _Open:
-    """A collection whose end has not been seen yet."""
-
-    value: dict[str, Any] | list[Any]
-    path: KeyPath
-    anchor: str | None
-    first_node: int
-    key: str | None = None
-    key_line: int = 0
-
-
 def resolve(text: str) -> Any:
     """A plain scalar by the YAML 1.2 core schema: ``1e-3`` is a number, ``no`` and ``1:30`` are text, ``010`` is 10."""
     for pattern, convert in _CORE:
@@ -109,7 +89,7 @@ def parse(text: str, name: str) -> Document:
     """The one document of ``text``. ``name`` is used in messages."""
     document = Document(name)
     try:
-        _compose(text, document)
+        _Composer(text, document).compose()
     except MarkedYAMLError as error:
         raise ConfigError(_invalid(error, text, name)) from None
     except (YAMLError, ValueError) as error:
@@ -118,77 +98,77 @@ def parse(text: str, name: str) -> Document:
     return document
 
 
-def _compose(text: str, document: Document) -> None:
-    stack: list[_Open] = []
-    anchors: dict[str, tuple[Any, int]] = {}
-    nodes = documents = 0
-    for event in YAML(typ="safe", pure=True).parse(text):
-        line = event.start_mark.line + 1
-        if isinstance(event, DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise ValueError(f"a second document starts at line {line}; one file holds one document")
-        elif isinstance(event, (MappingStartEvent, SequenceStartEvent)):
-            _refuse_tag(event.tag, document.name, line)
-            if stack and isinstance(stack[-1].value, dict) and stack[-1].key is None:
-                raise ValueError(f"line {line}: a key must be text, not a collection")
-            if len(stack) >= MAX_DEPTH:
-                _too_large(f"{document.name}:{line}", f"is nested more than {MAX_DEPTH} deep (limit)")
-            nodes += 1
-            value: dict[str, Any] | list[Any] = {} if isinstance(event, MappingStartEvent) else []
-            path = (*stack[-1].path, _place_in(stack[-1])) if stack else ()
-            stack.append(_Open(value, path, event.anchor, nodes))
-        elif isinstance(event, CollectionEndEvent):
-            done = stack.pop()
-            if done.anchor:
-                anchors[done.anchor] = (done.value, nodes - done.first_node + 1)
-            _put(stack, document, done.value, line, is_key=False)
-        elif isinstance(event, ScalarEvent):
-            nodes += 1
-            scalar = _scalar(event, document.name, line)
-            if event.anchor:
-                anchors[event.anchor] = (scalar, 1)
-            _put(stack, document, scalar, line, is_key=True, text=event.value)
-        elif isinstance(event, AliasEvent):
-            if event.anchor not in anchors:
-                raise ValueError(f"line {line}: alias *{event.anchor} refers to nothing before it")
-            aliased, size = anchors[event.anchor]
-            nodes += size
-            _put(stack, document, aliased, line, is_key=isinstance(aliased, str), text=str(aliased))
-        if nodes > MAX_NODES:
-            _too_large(document.name, f"expands to more than {MAX_NODES:,} nodes (limit)")
+class _Composer:
+    """Builds values from the events of one document. ``anchors``: each with the nodes it expands to."""
+
+    def __init__(self, text: str, document: Document) -> None:
+        self.events = _untagged(YAML(typ="safe", pure=True).parse(text), document.name)
+        self.document = document
+        self.anchors: dict[str, tuple[Any, int]] = {}
+        self.nodes = 0
+
+    def compose(self) -> None:
+        started = False
+        for event in self.events:
+            if isinstance(event, events.DocumentStartEvent):
+                if started:
+                    raise ValueError(f"a second document starts at line {_line(event)}; one file holds one document")
+                started = True
+            elif isinstance(event, events.NodeEvent):
+                self.document.data = self._value(event, ())
+
+    def _value(self, event: Any, path: KeyPath) -> Any:
+        """What begins with ``event``, at ``path``."""
+        name, line, before = self.document.name, _line(event), self.nodes
+        aliased = isinstance(event, events.AliasEvent)
+        if aliased and event.anchor not in self.anchors:
+            raise ValueError(f"line {line}: alias *{event.anchor} refers to nothing before it")
+        value, size = self.anchors[event.anchor] if aliased else (None, 1)
+        self.nodes += size
+        if self.nodes > MAX_NODES:
+            _too_large(name, f"expands to more than {MAX_NODES:,} nodes (limit)")
+        if aliased:
+            return value
+        if isinstance(event, events.ScalarEvent):
+            value = _scalar(event, name, line)
+        elif len(path) >= MAX_DEPTH:
+            _too_large(f"{name}:{line}", f"is nested more than {MAX_DEPTH} deep (limit)")
+        else:
+            value = self._mapping(path) if isinstance(event, events.MappingStartEvent) else self._list(path)
+        if event.anchor:
+            self.anchors[event.anchor] = value, self.nodes - before
+        return value
+
+    def _list(self, path: KeyPath) -> list[Any]:
+        found: list[Any] = []
+        while not isinstance(event := next(self.events), events.CollectionEndEvent):
+            here = (*path, len(found))
+            self.document.lines[here] = _line(event)
+            found.append(self._value(event, here))
+        return found
+
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), events.CollectionEndEvent):
+            key = None if isinstance(event, events.CollectionStartEvent) else self._value(event, path)
+            key = event.value if isinstance(event, events.ScalarEvent) else key
+            if not isinstance(key, str):
+                raise ValueError(f"line {_line(event)}: a key must be text, not a collection")
+            here = (*path, key)
+            if key in found:
+                dotted = ".".join(str(part) for part in here)
+                places = f"{self.document.name}:{self.document.lines[here]} and :{_line(event)}"
+                self.document.problems.append(Problem("CFG003", f"`{dotted}` is set twice", places, "remove one"))
+            self.document.lines[here] = _line(event)
+            found[key] = self._value(next(self.events), here)
+        return found
 
 
-def _place_in(parent: _Open) -> str | int:
-    return len(parent.value) if isinstance(parent.value, list) else parent.key or ""
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
-def _put(stack: list[_Open], document: Document, value: Any, line: int, *, is_key: bool, text: str = "") -> None:
-    """Place a finished value into the open collection: as an item, as a key, or as the value of the waiting key."""
-    if not stack:
-        document.data = value
-        return
-    parent = stack[-1]
-    if isinstance(parent.value, list):
-        document.lines[(*parent.path, len(parent.value))] = line
-        parent.value.append(value)
-    elif parent.key is None:
-        if not is_key:
-            raise ValueError(f"line {line}: a key must be text, not a collection")
-        parent.key, parent.key_line = text, line
-    else:
-        path = (*parent.path, parent.key)
-        if parent.key in parent.value:
-            dotted = ".".join(str(part) for part in path)
-            places = f"{document.name}:{document.lines[path]} and :{parent.key_line}"
-            document.problems.append(Problem("CFG003", f"`{dotted}` is set twice", places, "remove one"))
-        document.lines[path] = parent.key_line
-        parent.value[parent.key] = value
-        parent.key = None
-
-
-def _scalar(event: ScalarEvent, name: str, line: int) -> Any:
-    _refuse_tag(event.tag, name, line)
+def _scalar(event: events.ScalarEvent, name: str, line: int) -> Any:
     refuse_interpolation(event.value, f"{name}:{line}")
     if any("\ud800" <= character <= "\udfff" for character in event.value):
         raise ValueError(f"line {line}: half of a surrogate pair is not a character")
@@ -203,11 +183,17 @@ def refuse_interpolation(text: str, where: str) -> None:
         raise PolicyError(Problem("SEC003", what, where, "write the value, or pass key=value"))
 
 
-def _refuse_tag(tag: Any, name: str, line: int) -> None:
-    if tag is None or str(tag) in ("", "None"):
-        return
-    shown = str(tag).replace("tag:yaml.org,2002:", "!!")
-    where = f"{name}:{line}"
+def _untagged(found: Iterable[Any], name: str) -> Iterator[Any]:
+    """The events, up to one with a tag, which is refused."""
+    for event in found:
+        tagged = isinstance(event, events.ScalarEvent | events.CollectionStartEvent)
+        if tagged and str(event.tag) not in ("", "None"):
+            _refuse_tag(str(event.tag), f"{name}:{_line(event)}")
+        yield event
+
+
+def _refuse_tag(tag: str, where: str) -> None:
+    shown = tag.replace("tag:yaml.org,2002:", "!!")
     if "include" in shown:
         raise PolicyError(Problem("SEC003", f"`{shown}`: includes are refused", where, "write the text into this file"))
     kind = "a Python object tag" if "python" in shown else "a tag"

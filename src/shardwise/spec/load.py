@@ -12,14 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.spec.complaints import (
-    cross_check,
-    describe_findings,
-    dotted_name,
-    numbers_out_of_bounds,
-    show_value,
-    unknown_key,
-)
+from shardwise.spec import complaints
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
 from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
@@ -48,13 +41,6 @@ class _Reading:
     settings: dict[str, tuple[Any, str]]
     problems: list[Problem]
     notices: list[str]
-    root: Schema
-
-    def unknown(self, dotted: str, where: str) -> None:
-        self.problems.append(unknown_key(dotted, where, self.keys))
-
-    def nullable(self, key: str) -> bool:
-        return {"type": "null"} in self.keys.leaves[key].get("anyOf", [])
 
     def takes(self, key: str, kind: str) -> bool:
         schema = self.keys.leaves[key]
@@ -74,8 +60,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
     """As :func:`load_recipe`, with notices and the place of each given key."""
-    root = recipe_schema()
-    reading = _Reading(keys_of(root), {}, [], [], root)
+    reading = _Reading(keys_of(recipe_schema()), {}, [], [])
     if path is not None:
         document = read(Path(path))
         mapping = _mapping(document, "recipe")
@@ -93,11 +78,11 @@ def _mapping(document: Document, noun: str) -> dict[str, Any]:
     if document.data is None:
         raise ConfigError(Problem("CFG007", f"{document.name} is empty", document.name, f"write a {noun}"))
     if not isinstance(document.data, dict):
-        what = f"{document.name} must hold `key: value` lines, got {show_value(document.data)}"
+        what = f"{document.name} must hold `key: value` lines, got {complaints.show_value(document.data)}"
         raise ConfigError(Problem("CFG007", what, document.name, "start with `train:`"))
     written = document.data.get("format", FORMAT)
     if isinstance(written, bool):
-        what = f"`format` must be {FORMAT}, got {show_value(written)}"
+        what = f"`format` must be {FORMAT}, got {complaints.show_value(written)}"
         raise ConfigError(Problem("CFG004", what, document.place(("format",)), f"`format: {FORMAT}`"))
     if isinstance(written, int) and written > FORMAT:
         what = f"written for format {written}, this program reads up to {FORMAT}"
@@ -116,7 +101,7 @@ def _flatten(
             if dotted in SHORT and value is not None:
                 yield f"{dotted}.{SHORT[dotted]}", value, where
             elif value is not None:
-                what = f"`{dotted}` is a section, got {show_value(value)}"
+                what = f"`{dotted}` is a section, got {complaints.show_value(value)}"
                 reading.problems.append(Problem("CFG004", what, where, f"indent its keys under `{dotted}:`"))
         elif isinstance(value, dict) and value and reading.keys.canonical(dotted) is None:
             yield from _flatten(value, here, document, reading)
@@ -128,18 +113,19 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     """Record one setting under its canonical key."""
     key = reading.keys.canonical(dotted)
     if key is None:
-        return reading.unknown(dotted, where)
+        reading.problems.append(complaints.unknown_key(dotted, where, reading.keys))
+        return
     if key != dotted:
         alias = dotted.rpartition(".")[2]
         value = translate(key, alias, value)
         if value is DROP:
-            return None
+            return
         if alias != key.rpartition(".")[2] or not replace:
             reading.notices.append(f"{where}: `{dotted}` is read as `{key}`")
     if key in reading.settings and not replace:
         first = reading.settings[key][1]
         reading.problems.append(Problem("CFG003", f"`{key}` is set twice", f"{first} and {where}", "remove one"))
-        return None
+        return
     if key in SIZES and isinstance(value, str):
         size = read_size(value, SIZES[key])
         if size is not None:
@@ -147,7 +133,6 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
                 reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
             value = size
     reading.settings[key] = (value, where)
-    return None
 
 
 def _override(reading: _Reading, argument: str) -> None:
@@ -198,7 +183,7 @@ def _validate(reading: _Reading) -> Recipe:
     problems = reading.problems
     nested: dict[str, Any] = {}
     for key, (value, where) in reading.settings.items():
-        bad = numbers_out_of_bounds(key, value, where, reading.nullable(key))
+        bad = complaints.numbers_out_of_bounds(key, value, where, reading.takes(key, "null"))
         problems += bad
         if bad:
             continue
@@ -209,7 +194,7 @@ def _validate(reading: _Reading) -> Recipe:
         target[leaf] = value
 
     def place(path: tuple[str | int, ...]) -> str:
-        name = dotted_name(path)
+        name = complaints.dotted_name(path)
         for key, (_, where) in reading.settings.items():
             if name == key or name.startswith((key + ".", key + "[")):
                 return where
@@ -218,8 +203,9 @@ def _validate(reading: _Reading) -> Recipe:
     try:
         recipe = Recipe.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(*problems, *describe_findings(error.errors(), reading.keys, reading.root, place)) from None
-    problems += cross_check(recipe, lambda key: place((key,)))
+        found = complaints.describe_findings(error.errors(), reading.keys, recipe_schema(), place)
+        raise ConfigError(*problems, *found) from None
+    problems += complaints.cross_check(recipe, lambda key: place((key,)))
     if problems:
         raise ConfigError(*problems)
     return recipe
@@ -236,8 +222,8 @@ def load_plan(path: str | Path) -> Plan:
     for path_, dotted, value in _leaves(mapping, (), keys):
         where = document.place(path_)
         if dotted not in keys.leaves and dotted not in keys.sections:
-            problems.append(unknown_key(dotted, where, keys))
-        problems += numbers_out_of_bounds(dotted, value, where, False)
+            problems.append(complaints.unknown_key(dotted, where, keys))
+        problems += complaints.numbers_out_of_bounds(dotted, value, where, False)
         if path_[0] in ("layout", "batch", "remat") and type(value) is int and value < 1:
             what = f"`{dotted}` must be a whole number ≥ 1, got {value}"
             problems.append(Problem("CFG005", what, where, "give 1 or more"))
@@ -246,7 +232,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         return adapter.validate_json(json.dumps(mapping), strict=True)
     except ValidationError as error:
-        raise ConfigError(*describe_findings(error.errors(), keys, root, document.place)) from None
+        raise ConfigError(*complaints.describe_findings(error.errors(), keys, root, document.place)) from None
 
 
 def _leaves(mapping: dict[str, Any], path: KeyPath, keys: Keys) -> Iterator[tuple[KeyPath, str, Any]]:
