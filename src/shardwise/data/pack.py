@@ -56,20 +56,18 @@ class Windows:
             raise IndexError(f"window {k} of {len(self)}")
         start = k * self.seq_len
         tokens = self.store.read(start, start + self.seq_len + 1)
-        ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
-        ids[: len(tokens)] = tokens[: self.seq_len]
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        labels[: len(tokens) - 1] = tokens[1:]
-        positions = np.arange(self.seq_len, dtype=np.int64)
+        sample = self.padding()
+        sample.ids[: len(tokens)] = tokens[: self.seq_len]
+        sample.labels[: len(tokens) - 1] = tokens[1:]
         if not self.mask_documents:
-            return Sample(ids, labels, positions, (self.seq_len,), masked=False)
+            return sample
         ends = self.store.document_ends(start, start + self.seq_len) - start
-        labels[ends - 1] = IGNORE
+        sample.labels[ends - 1] = IGNORE
         starts = np.unique(np.concatenate(([0], ends, [len(tokens)])))
         starts = starts[starts < self.seq_len]
         segments = np.diff(starts, append=self.seq_len)
-        positions -= np.repeat(starts, segments)
-        return Sample(ids, labels, positions, tuple(segments.tolist()), masked=True)
+        positions = sample.positions - np.repeat(starts, segments)
+        return replace(sample, positions=positions, segments=tuple(segments.tolist()))
 
     def text_bytes(self, k: int) -> float:
         """Bytes of text that window k's labels stand for: a document's bytes are shared out evenly over its tokens
@@ -97,15 +95,13 @@ class Packs:
     def __getitem__(self, k: int) -> Sample:
         if not 0 <= k < len(self):
             raise IndexError(f"window {k} of {len(self)}")
-        ids = np.full(self.seq_len, self.store.eot_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        lengths: list[int] = []
+        blank, lengths = self.padding(), list[int]()
         at = 0
         for index in self.store.window(k):
             begin, end, _ = self.store.sample(index)
             tokens, learnt = self.store.read(begin, end), self.store.read_mask(begin, end)
-            ids[at : at + len(tokens)] = tokens
-            labels[at : at + len(tokens) - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
+            blank.ids[at : at + len(tokens)] = tokens
+            blank.labels[at : at + len(tokens) - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
             lengths.append(len(tokens))
             at += len(tokens)
         if at < self.seq_len:
@@ -115,7 +111,7 @@ class Packs:
         if self.store.split.pairs:
             pairs = self.pairs(k)
             references = np.zeros(len(pairs)) if self.reference is None else self.reference[pairs]
-        return Sample(ids, labels, positions, tuple(lengths), True, references)
+        return replace(blank, positions=positions, segments=tuple(lengths), references=references)
 
     def pairs(self, k: int) -> list[int]:
         """The numbers of the pairs in window k."""

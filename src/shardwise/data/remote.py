@@ -29,6 +29,7 @@ TRUST_S = 600.0
 _BLOCK_BYTES = 2**23
 _FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5hash", "contentmd5", "digest", "blobid"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+_PACKAGES |= {"http": "aiohttp requests", "https": "aiohttp requests", "hf": '"shardwise[hub]"'}
 _FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".bin"}
 _WHERE = "data.path"
 
@@ -43,10 +44,7 @@ def check(paths: str | list[str]) -> list[str]:
     DATA016."""
     names = [paths] if isinstance(paths, str) else paths
     for name in filter(is_remote, names):
-        if _is_dataset(name):
-            _datasets(name)
-        else:
-            _listing(name)
+        (_datasets if _is_dataset(name) else _listing)(name)
     return [name for name in names if not is_remote(name)]
 
 
@@ -148,11 +146,8 @@ def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
 
 
 def _datasets(name: str) -> Any:
-    try:
+    with _explained(name):
         import datasets
-    except ImportError as error:
-        what = f"`{name}` is read with datasets, which is not installed"
-        raise UnavailableError(Problem("DATA016", what, _WHERE, 'pip install "shardwise[hub]"')) from error
     return datasets
 
 
@@ -186,7 +181,7 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
 def _explained(url: str) -> Iterator[None]:
     """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
     scheme = url.partition("://")[0]
-    package = _PACKAGES.get(scheme, "aiohttp requests" if scheme.startswith("http") else "")
+    package = _PACKAGES.get(scheme, "")
     try:
         yield
     except ImportError as error:
