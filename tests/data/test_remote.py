@@ -7,6 +7,7 @@ import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,61 @@ def test_no_access_is_told(bucket: Any, settings: Settings, monkeypatch: pytest.
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
     said = fails(UnavailableError, lambda: check_sources(settings("memory://talks.jsonl")))
     assert "cannot be read: NoCredentialsError Unable to locate credentials" in said and "credentials are those" in said
+
+
+def test_an_object_whose_name_holds_a_wildcard_is_that_object(bucket: Any, settings: Settings) -> None:
+    lines = {"1": 10, "[1]": 20, "?": 30, "22": 40}
+    bucket.pipe({f"/odd/a{name}.jsonl": b'{"text": "a line"}\n' * count for name, count in lines.items()})
+    listed = [documents(prepare(settings(url))) for url in remote.listed("memory://odd", 1)]
+    assert sorted(listed) == sorted(lines.values())
+    bucket.rm("/odd/a1.jsonl")
+    for name, count in (("a[1].jsonl", 20), ("a?.jsonl", 30), ("a[2]2.jsonl", 40), ("a*.jsonl", 90)):
+        assert documents(prepare(settings(f"memory://odd/{name}"))) == count, name
+
+
+@pytest.mark.parametrize("url", ["memory://corpus", "memory://corpus/**"])
+def test_markers_of_directories_are_no_files(
+    bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Empty objects with a slash at the end, which consoles make and s3fs lists as files."""
+    expected = documents(prepare(settings(url)))
+    for name in ("find", "glob"):
+        plain = getattr(MemoryFileSystem, name)
+
+        def marked(self: Any, path: str, plain: Any = plain, **more: Any) -> Any:
+            markers = ("/corpus/", "/corpus/inner/")
+            return {place: {"name": place, "size": 0, "type": "file"} for place in markers} | plain(self, path, **more)
+
+        monkeypatch.setattr(MemoryFileSystem, name, marked)
+    assert documents(prepare(settings(url))) == expected
+    assert not any(place.endswith("/") for place in remote.listed(url, 1))
+
+
+def test_an_object_is_the_same_alone_and_in_a_list(
+    bucket: Any, settings: Settings, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3fs tells its size twice in a list, and its time in the zone of the machine."""
+    made, here = datetime(2026, 5, 1, 12, tzinfo=UTC), timezone(timedelta(hours=2))
+    plain = MemoryFileSystem.find, MemoryFileSystem.info
+
+    def told(facts: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in facts.items() if key != "created"}
+
+    def find(self: Any, path: str, **more: Any) -> Any:
+        known = {"LastModified": made.astimezone(here)}
+        return {
+            place: {**told(facts), **known, "Size": facts["size"]}
+            for place, facts in plain[0](self, path, **more).items()
+        }
+
+    monkeypatch.setattr(MemoryFileSystem, "find", find)
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *args, **more: {**told(plain[1](*args, **more)), "LastModified": made}
+    )
+    together = prepare(settings(["memory://corpus", "memory://corpus/inner/1.txt"]))
+    assert documents(together) == 6 and len(opened) == 6
+    prepare(settings("memory://corpus/inner/1.txt"))
+    assert len(opened) == 6
 
 
 def test_a_web_address_has_a_name_without_its_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

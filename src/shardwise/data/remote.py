@@ -12,8 +12,9 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
-from glob import has_magic
+from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,14 +71,15 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
 
 
 def listed(url: str, unknown: int) -> dict[str, int]:
-    """The files that ``url`` names, as URLs, with their bytes; ``unknown`` where the store does not tell. Raises
-    DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
+    """The files that ``url`` names, as URLs that name them alone, with their bytes; ``unknown`` where the store does
+    not tell. Raises DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
     if _is_dataset(url):
         what, fix = f"`data.streaming` reads files; `{url}` is a dataset", f"data.path={HUB}<org>/<name>/**/*.parquet"
         raise ConfigError(Problem("CFG008", what, _WHERE, fix))
     files, found = _listing(url)
     sizes = {files.unstrip_protocol(place): told.get("size", "") for place, told in found.values()}
-    return {place: int(size) if size.isdecimal() else unknown for place, size in sizes.items()}
+    alone = (lambda place: place) if url.startswith("http") else escape
+    return {alone(place): int(size) if size.isdecimal() else unknown for place, size in sizes.items()}
 
 
 def _is_dataset(name: str) -> bool:
@@ -96,7 +98,8 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
         if has_magic(path) and not web:
             parts = path.split("/")
             root = "/".join(parts[: next(i for i, part in enumerate(parts) if has_magic(part))])
-            found = {name: facts for name, facts in files.glob(path, detail=True).items() if facts["type"] == "file"}
+            matches = files.glob(path, detail=True) or files.glob(escape(path), detail=True)
+            found = {name: facts for name, facts in matches.items() if facts["type"] == "file"}
         else:
             facts = files.info(path)
             root, found = path, files.find(path, detail=True) if facts["type"] == "directory" else {path: facts}
@@ -104,9 +107,10 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
     for place in sorted(found):
         name = urlsplit(place).path if web else place
         name = PurePosixPath(name).name if place == root else name.removeprefix(root).lstrip("/")
-        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
-            told = {key: str(value) for key, value in found[place].items() if re.sub("[-_]", "", key.lower()) in _FACTS}
-            listed[name] = place, told
+        # What ends in a slash is the mark of a directory, or a page that lists one.
+        if not place.endswith("/") and not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
+            listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
     if not listed:
         raise MissingInputError(Problem("DATA001", f"`{url}` holds no file", _WHERE, "name a file, or another pattern"))
     return files, listed
@@ -143,6 +147,11 @@ def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
     with _explained(url), files.open(place, "rb") as source:
         while block := source.read(_BLOCK_BYTES):
             yield block
+
+
+def _told(value: Any) -> str:
+    """A fact in one form: stores tell times in this zone and that."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
 def _datasets(name: str) -> Any:
