@@ -28,6 +28,8 @@ HUB = "hf://datasets/"
 TRUST_S = 600.0
 """Ranks take what their launcher has just fetched: many of them must not all ask the store."""
 _BLOCK_BYTES = 2**23
+_WAITS_S = (5.0, 30.0, 0.0)
+"""Between attempts at a file of the web. Other stores' packages have patience of their own."""
 _FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5hash", "contentmd5", "digest", "blobid"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _PACKAGES |= {"http": "aiohttp requests", "https": "aiohttp requests", "hf": '"shardwise[hub]"'}
@@ -92,9 +94,14 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
     """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, what is told of it)."""
     import fsspec
 
+    web, patience = url.startswith("http"), {}
     with _explained(url):
-        files, path = fsspec.core.url_to_fs(url)
-        web = url.startswith("http")
+        if web:
+            from fsspec.implementations.http import aiohttp
+
+            # aiohttp's own limit is five minutes for a whole answer, however long the file is.
+            patience = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=60)}
+        files, path = fsspec.core.url_to_fs(url, **patience)
         if has_magic(path) and not web:
             parts = path.split("/")
             root = "/".join(parts[: next(i for i, part in enumerate(parts) if has_magic(part))])
@@ -111,6 +118,9 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
         if not place.endswith("/") and not any(part.startswith(".") for part in PurePosixPath(name).parts):
             facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
             listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
+            if facts.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
+                what, fix = f"`{url}` is a web page, not a file", "the address under which the file itself is"
+                raise MissingInputError(Problem("DATA001", what, _WHERE, fix))
     if not listed:
         raise MissingInputError(Problem("DATA001", f"`{url}` holds no file", _WHERE, "name a file, or another pattern"))
     return files, listed
@@ -122,11 +132,17 @@ def _fetch_files(url: str, cache: Path) -> Path:
     places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
     def copy(name: str, directory: Path) -> None:
-        size, last = 0, PurePosixPath(name).name
-        with (directory / last).open("xb") as out:
-            for block in _blocks(files, listed[name][0], url):
-                size += out.write(block)
-        due = listed[name][1].get("size", "None")
+        (place, told), last = listed[name], PurePosixPath(name).name
+        for wait_s in _WAITS_S if url.startswith("http") else (0.0,):
+            try:
+                with (directory / last).open("wb") as out:
+                    size = sum(map(out.write, _blocks(files, place, url)))
+                break
+            except UnavailableError:
+                if not wait_s:
+                    raise
+                time.sleep(wait_s)
+        due = told.get("size", "None")
         if due not in ("None", str(size)):
             what = f"{last} ended at byte {size:,} of {int(due):,}"
             raise DataError(Problem("DATA008", what, url, "start again; what was fetched whole is kept"))
@@ -144,7 +160,9 @@ def _fetch_files(url: str, cache: Path) -> Path:
 
 
 def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
-    with _explained(url), files.open(place, "rb") as source:
+    # Of the web one answer is read to its end: not every server has ranges, and a file may change between two of them.
+    whole = {"block_size": 0} if url.startswith("http") else {}
+    with _explained(url), files.open(place, "rb", **whole) as source:
         while block := source.read(_BLOCK_BYTES):
             yield block
 
@@ -190,17 +208,22 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
 def _explained(url: str) -> Iterator[None]:
     """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
     scheme = url.partition("://")[0]
+    web = scheme.startswith("http")
     package = _PACKAGES.get(scheme, "")
     try:
         yield
     except ImportError as error:
         what, fix = f"`{url}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
-    except (FileNotFoundError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0] or "nothing is there"
-        fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
-        raise MissingInputError(Problem("DATA001", f"`{url}` cannot be found: {said}", _WHERE, fix)) from error
     except Exception as error:
-        said = f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]}".strip()
+        # To fsspec whatever goes wrong on the web is a file that is not there; the cause tells what it was.
+        cause, gone = error.__cause__ or error, isinstance(error, FileNotFoundError | ValueError)
+        gone = gone and (not web or cause is error or str(cause).startswith("404"))
+        said = (" ".join(str(cause if web or not gone else error).split()))[:300]
+        if gone:
+            fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
+            what = f"`{url}` cannot be found: {said or 'nothing is there'}"
+            raise MissingInputError(Problem("DATA001", what, _WHERE, fix)) from error
+        what = f"`{url}` cannot be read: {type(cause).__name__} {said}".strip()
         fix = "look at the network and at your access: credentials are those that the store's own programs use"
-        raise UnavailableError(Problem("DATA016", f"`{url}` cannot be read: {said}", _WHERE, fix)) from error
+        raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
