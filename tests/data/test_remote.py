@@ -250,6 +250,15 @@ def test_an_object_is_the_same_alone_and_in_a_list(
     assert len(opened) == 6
 
 
+def test_what_is_wrong_in_a_fetched_file_is_told_of_its_url(bucket: Any, settings: Settings) -> None:
+    bucket.pipe("/faulty/in/a.jsonl", b'{"text": "a"}\n{"text": oops}\n')
+    bucket.pipe("/archives/x.tar.gz", b"123")
+    for named in ("memory://faulty", "memory://faulty/in/a.jsonl"):
+        said = fails(DataError, lambda named=named: prepare(settings(named)))  # type: ignore[misc]
+        assert "where: memory:///faulty/in/a.jsonl\n" in said and "sed -n 2p memory:///faulty/in/a.jsonl" in said
+    assert "where: memory:///archives/x.tar.gz\n" in fails(DataError, lambda: prepare(settings("memory://archives")))
+
+
 # The web ------------------------------------------------------------------------------------------------------------
 
 
@@ -333,13 +342,13 @@ def test_what_fails_on_the_way_is_fetched_again(
         ("Cannot connect to host\nexample.org:443", UnavailableError, "Cannot connect to host example.org:443"),
     ],
 )
-def test_what_the_web_answers_is_told(
+def test_what_the_web_answers_is_told_without_what_is_secret_in_an_address(
     web: type[Web], settings: Settings, status: str, kind: type[ShardwiseError], said: str
 ) -> None:
-    url = "https://example.org/d/talks.jsonl"
+    url = "https://me:hush@example.org/d/talks.jsonl?X-Amz-Signature=hush"
     web.error = Exception(status.format(url=url))
     message = fails(kind, lambda: check_sources(settings(url)))
-    assert "`https://example.org/d/talks.jsonl` cannot be" in message and said in message
+    assert "`https://example.org/d/talks.jsonl` cannot be" in message and said in message and "hush" not in message
 
 
 def test_a_page_in_place_of_a_file_is_refused(web: type[Web], settings: Settings) -> None:

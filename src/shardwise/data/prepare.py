@@ -39,6 +39,7 @@ _TRAINING_TEXT_BYTES = 2**29
 """A tokenizer is trained on at most about this much, taken evenly from all of the text."""
 
 
+@remote.of_their_urls()
 def prepare(
     data: Data,
     out: Path | None = None,

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from glob import escape, has_magic
@@ -34,7 +35,7 @@ _FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5has
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _PACKAGES |= {"http": "aiohttp requests", "https": "aiohttp requests", "hf": '"shardwise[hub]"'}
 _FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".bin"}
-_WHERE = "data.path"
+_WHERE, _ORIGIN = "data.path", ".url"
 
 
 def is_remote(name: str) -> bool:
@@ -119,10 +120,11 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
             facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
             listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
             if facts.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
-                what, fix = f"`{url}` is a web page, not a file", "the address under which the file itself is"
+                what, fix = f"`{_shown(url)}` is a web page, not a file", "the address under which the file itself is"
                 raise MissingInputError(Problem("DATA001", what, _WHERE, fix))
     if not listed:
-        raise MissingInputError(Problem("DATA001", f"`{url}` holds no file", _WHERE, "name a file, or another pattern"))
+        what = f"`{_shown(url)}` holds no file"
+        raise MissingInputError(Problem("DATA001", what, _WHERE, "name a file, or another pattern"))
     return files, listed
 
 
@@ -133,6 +135,7 @@ def _fetch_files(url: str, cache: Path) -> Path:
 
     def copy(name: str, directory: Path) -> None:
         (place, told), last = listed[name], PurePosixPath(name).name
+        (directory / _ORIGIN).write_text(_shown(files.unstrip_protocol(place)), encoding="utf-8")
         for wait_s in _WAITS_S if url.startswith("http") else (0.0,):
             try:
                 with (directory / last).open("wb") as out:
@@ -145,7 +148,7 @@ def _fetch_files(url: str, cache: Path) -> Path:
         due = told.get("size", "None")
         if due not in ("None", str(size)):
             what = f"{last} ended at byte {size:,} of {int(due):,}"
-            raise DataError(Problem("DATA008", what, url, "start again; what was fetched whole is kept"))
+            raise DataError(Problem("DATA008", what, _shown(url), "start again; what was fetched whole is kept"))
 
     def link(directory: Path) -> None:
         for name, target in places.items():
@@ -170,6 +173,23 @@ def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
 def _told(value: Any) -> str:
     """A fact in one form: stores tell times in this zone and that."""
     return str(value.timestamp() if isinstance(value, datetime) else value)
+
+
+def _shown(text: str) -> str:
+    """Without what may be secret in an address: who asks, and a signature."""
+    return re.sub(r"(https?://[^\s?'`]*)\?[^\s'`]*", r"\1", re.sub(r"://[^/\s:@]*:[^/\s@]*@", "://", text))
+
+
+@contextmanager
+def of_their_urls() -> Iterator[None]:
+    """What is wrong with a file that was fetched is told of where it came from."""
+    try:
+        yield
+    except DataError as error:
+        fetched = {p: Path(p.where).resolve().parent / _ORIGIN for p in error.problems if "fetched" in p.where}
+        urls = {problem: note.read_text(encoding="utf-8") for problem, note in fetched.items() if note.is_file()}
+        told = (replace(p, where=u, fix=p.fix.replace(p.where, u)) if (u := urls.get(p)) else p for p in error.problems)
+        raise DataError(*told) from error
 
 
 def _datasets(name: str) -> Any:
@@ -207,23 +227,24 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
     """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
-    scheme = url.partition("://")[0]
+    scheme, shown = url.partition("://")[0], _shown(url)
     web = scheme.startswith("http")
     package = _PACKAGES.get(scheme, "")
     try:
         yield
     except ImportError as error:
-        what, fix = f"`{url}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
+        what, fix = f"`{shown}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
     except Exception as error:
         # To fsspec whatever goes wrong on the web is a file that is not there; the cause tells what it was.
         cause, gone = error.__cause__ or error, isinstance(error, FileNotFoundError | ValueError)
         gone = gone and (not web or cause is error or str(cause).startswith("404"))
-        said = (" ".join(str(cause if web or not gone else error).split()))[:300]
+        said = _shown(" ".join(str(cause if web or not gone else error).split()))[:300]
         if gone:
             fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
-            what = f"`{url}` cannot be found: {said or 'nothing is there'}"
+            what = f"`{shown}` cannot be found: {said or 'nothing is there'}"
             raise MissingInputError(Problem("DATA001", what, _WHERE, fix)) from error
-        what = f"`{url}` cannot be read: {type(cause).__name__} {said}".strip()
+        what = f"`{shown}` cannot be read: {type(cause).__name__} {said}".strip()
         fix = "look at the network and at your access: credentials are those that the store's own programs use"
+        fix += "; for a public bucket FSSPEC_S3_ANON=true" if package == "s3fs" else ""
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
