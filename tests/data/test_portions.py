@@ -240,13 +240,27 @@ def test_a_file_that_changed_since_it_was_read_is_told_apart(recipe: Recipe, tmp
         run.step()
     shutil.rmtree(root / "portion-00001")
     changed = Path(lay(recipe.data, 3, records=False)[1][0])
+    was = changed.read_text()
     changed.write_text(prose(100, seed=99))
     cursor = int(str(visits(root)[0][0]))
     with pytest.raises(DataError, match="portion 1 is not what it was"):
         Run(recipe, root, cursor=cursor).step()
+    assert not (root / "portion-00001").exists()
+    changed.write_text(was)
+    Run(recipe, root, cursor=cursor).step()
     other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seq_len": 8})})
     with pytest.raises(DataError, match="the run was started on other data"):
         Run(other, root)
+
+
+def test_a_file_that_changed_is_told_in_the_next_epoch_too(recipe: Recipe, tmp_path: Path) -> None:
+    run = Run(recipe, tmp_path / "stream")
+    while len(visits(tmp_path / "stream")) < run.leader.count:
+        run.step()
+    for portion in lay(recipe.data, 3, records=False)[1:-1]:
+        Path(portion[0]).write_text(prose(100, seed=99))
+    with pytest.raises(DataError, match="is not what it was: files changed since the run began"):
+        run.steps(200)
 
 
 def test_records_for_fine_tuning_are_streamed_too(tmp_path: Path, settings: Settings) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import fsspec
 import pyarrow
@@ -192,23 +195,168 @@ def test_no_access_is_told(bucket: Any, settings: Settings, monkeypatch: pytest.
     assert "cannot be read: NoCredentialsError Unable to locate credentials" in said and "credentials are those" in said
 
 
-def test_a_web_address_has_a_name_without_its_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A question mark is no wildcard there; aiohttp is not installed, so the store is played by the one in memory."""
+def test_an_object_whose_name_holds_a_wildcard_is_that_object(bucket: Any, settings: Settings) -> None:
+    lines = {"1": 10, "[1]": 20, "?": 30, "22": 40}
+    bucket.pipe({f"/odd/a{name}.jsonl": b'{"text": "a line"}\n' * count for name, count in lines.items()})
+    listed = [documents(prepare(settings(url))) for url in remote.listed("memory://odd", 1)]
+    assert sorted(listed) == sorted(lines.values())
+    bucket.rm("/odd/a1.jsonl")
+    for name, count in (("a[1].jsonl", 20), ("a?.jsonl", 30), ("a[2]2.jsonl", 40), ("a*.jsonl", 90)):
+        assert documents(prepare(settings(f"memory://odd/{name}"))) == count, name
+
+
+@pytest.mark.parametrize("url", ["memory://corpus", "memory://corpus/**"])
+def test_markers_of_directories_are_no_files(
+    bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Empty objects with a slash at the end, which consoles make and s3fs lists as files."""
+    expected = documents(prepare(settings(url)))
+    for name in ("find", "glob"):
+        plain = getattr(MemoryFileSystem, name)
+
+        def marked(self: Any, path: str, plain: Any = plain, **more: Any) -> Any:
+            markers = ("/corpus/", "/corpus/inner/")
+            return {place: {"name": place, "size": 0, "type": "file"} for place in markers} | plain(self, path, **more)
+
+        monkeypatch.setattr(MemoryFileSystem, name, marked)
+    assert documents(prepare(settings(url))) == expected
+    assert not any(place.endswith("/") for place in remote.listed(url, 1))
+
+
+def test_an_object_is_the_same_alone_and_in_a_list(
+    bucket: Any, settings: Settings, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3fs tells its size twice in a list, and its time in the zone of the machine."""
+    made, here = datetime(2026, 5, 1, 12, tzinfo=UTC), timezone(timedelta(hours=2))
+    plain = MemoryFileSystem.find, MemoryFileSystem.info
+
+    def told(facts: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in facts.items() if key != "created"}
+
+    def find(self: Any, path: str, **more: Any) -> Any:
+        known = {"LastModified": made.astimezone(here)}
+        return {
+            place: {**told(facts), **known, "Size": facts["size"]}
+            for place, facts in plain[0](self, path, **more).items()
+        }
+
+    monkeypatch.setattr(MemoryFileSystem, "find", find)
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *args, **more: {**told(plain[1](*args, **more)), "LastModified": made}
+    )
+    together = prepare(settings(["memory://corpus", "memory://corpus/inner/1.txt"]))
+    assert documents(together) == 6 and len(opened) == 6
+    prepare(settings("memory://corpus/inner/1.txt"))
+    assert len(opened) == 6
+
+
+def test_what_is_wrong_in_a_fetched_file_is_told_of_its_url(bucket: Any, settings: Settings) -> None:
+    bucket.pipe("/faulty/in/a.jsonl", b'{"text": "a"}\n{"text": oops}\n')
+    bucket.pipe("/archives/x.tar.gz", b"123")
+    for named in ("memory://faulty", "memory://faulty/in/a.jsonl"):
+        said = fails(DataError, lambda named=named: prepare(settings(named)))  # type: ignore[misc]
+        assert "where: memory:///faulty/in/a.jsonl\n" in said and "sed -n 2p memory:///faulty/in/a.jsonl" in said
+    assert "where: memory:///archives/x.tar.gz\n" in fails(DataError, lambda: prepare(settings("memory://archives")))
+
+
+# The web ------------------------------------------------------------------------------------------------------------
+
+
+class Web(MemoryFileSystem):
+    """aiohttp is not installed, so the web is played by the store in memory."""
+
+    facts: ClassVar[dict[str, Any]] = {}
+    asked: ClassVar[list[dict[str, Any]]] = []
+    error: ClassVar[Exception | None] = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path
+
+    def info(self, path: str, **more: Any) -> dict[str, Any]:
+        if self.error:
+            raise FileNotFoundError(path) from self.error
+        return {"name": path, "size": None, "type": "file", "ETag": "abc", **self.facts}
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        self.asked.append(more)
+        return super()._open(path, mode)
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> type[Web]:
+    def url_to_fs(url: str, **more: Any) -> tuple[Web, str]:
+        Web.asked.append(more)
+        return Web(), url
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+    aiohttp = SimpleNamespace(ClientTimeout=dict)
+    monkeypatch.setitem(sys.modules, "fsspec.implementations.http", SimpleNamespace(aiohttp=aiohttp))
+    Web.store, Web.facts, Web.asked, Web.error = {}, {}, [], None
+    return Web
+
+
+def test_a_web_address_has_a_name_without_its_query(web: type[Web], tmp_path: Path) -> None:
+    """A question mark is no wildcard there."""
     url = "https://example.org/d/talks.jsonl?download=1"
-
-    class Web(MemoryFileSystem):
-        @classmethod
-        def _strip_protocol(cls, path: str) -> str:
-            return path
-
-        def info(self, path: str, **more: Any) -> dict[str, Any]:
-            return {"name": path, "size": None, "type": "file", "ETag": "abc"}
-
-    Web.store = {url: MemoryFileSystem().open("/x", "wb")}
-    Web.store[url].write(b'{"text": "a"}\n')
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Web(), path))
+    web.store = {url: MemoryFileSystem().open("/x", "wb")}
+    web.store[url].write(b'{"text": "a"}\n')
     found = Path(str(bring(Data(path=url), tmp_path).path))
     assert found.name == "talks.jsonl" and found.read_bytes() == b'{"text": "a"}\n'
+    # One answer, read to its end: servers may have no ranges, and a long file may take longer than five minutes.
+    assert web.asked[-1]["block_size"] == 0
+    assert web.asked[0]["timeout"]["total"] is None and web.asked[0]["timeout"]["sock_read"] == 60
+
+
+def test_what_fails_on_the_way_is_fetched_again(
+    web: type[Web], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages of other stores try again themselves."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    failures = 2
+
+    def broken(files: Any, place: str, url: str) -> Iterator[bytes]:
+        with remote._explained(url):
+            yield b"half of a line"
+            if len(waits) < failures:
+                raise OSError("the line is dead")
+
+    monkeypatch.setattr(remote, "_blocks", broken)
+    found = Path(str(bring(Data(path="https://example.org/a.txt"), tmp_path).path))
+    assert found.read_bytes() == b"half of a line" and len(waits) == 2
+    failures = 9
+    said = fails(UnavailableError, lambda: bring(Data(path="https://example.org/b.txt"), tmp_path))
+    assert "the line is dead" in said and len(waits) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        ("404, message='Not Found', url='{url}'", MissingInputError, "cannot be found: 404, message='Not Found'"),
+        (
+            "403, message='Forbidden', url='{url}'",
+            UnavailableError,
+            "cannot be read: Exception 403, message='Forbidden'",
+        ),
+        ("Cannot connect to host\nexample.org:443", UnavailableError, "Cannot connect to host example.org:443"),
+    ],
+)
+def test_what_the_web_answers_is_told_without_what_is_secret_in_an_address(
+    web: type[Web], settings: Settings, status: str, kind: type[ShardwiseError], said: str
+) -> None:
+    url = "https://me:hush@example.org/d/talks.jsonl?X-Amz-Signature=hush"
+    web.error = Exception(status.format(url=url))
+    message = fails(kind, lambda: check_sources(settings(url)))
+    assert "`https://example.org/d/talks.jsonl` cannot be" in message and said in message and "hush" not in message
+
+
+def test_a_page_in_place_of_a_file_is_refused(web: type[Web], settings: Settings) -> None:
+    """Such as the one that asks who you are, or shows the file with line numbers."""
+    web.facts = {"mimetype": "text/html"}
+    said = fails(MissingInputError, lambda: check_sources(settings("https://example.org/blob/main/a.txt")))
+    assert "error[DATA001]: `https://example.org/blob/main/a.txt` is a web page, not a file" in said
+    check_sources(settings("https://example.org/a.html"))
 
 
 # Datasets -----------------------------------------------------------------------------------------------------------

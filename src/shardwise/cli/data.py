@@ -44,8 +44,7 @@ def run(options: Options) -> None:
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = options.json or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        stages = _Stages(bar)
-        prepared = prepare(data_of(recipe), options.out, options.force, stages, recipe.sample_tokens)
+        prepared = prepare(data_of(recipe), options.out, options.force, _Stages(bar), recipe.sample_tokens)
     prepared.verify()
     if options.json:
         splits = {name: asdict(split) for name, split in prepared.manifest.splits.items()}
@@ -85,11 +84,8 @@ def describe(prepared: Prepared) -> str:
     lines += preview.report(manifest.counts)
     if manifest.empty_documents:
         lines.append(f"left out    {manifest.empty_documents:,} empty documents")
-    lines += [
-        f"tokenizer   {manifest.vocab_size:,} ids, end-of-text {manifest.eot_id}, hash {manifest.tokenizer_hash[:8]}",
-        f"directory   {prepared.directory}",
-    ]
-    return "\n".join(lines)
+    known = f"{manifest.vocab_size:,} ids, end-of-text {manifest.eot_id}, hash {manifest.tokenizer_hash[:8]}"
+    return "\n".join([*lines, f"tokenizer   {known}", f"directory   {prepared.directory}"])
 
 
 add_command(app, Options, run, "prepare")

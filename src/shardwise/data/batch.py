@@ -53,17 +53,10 @@ class MicroBatch:
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Lay windows of one length under each other."""
     lengths = [length for sample in samples for length in sample.segments]
+    rows = zip(*((sample.ids, sample.labels, sample.positions) for sample in samples), strict=True)
+    ids, labels, positions = (torch.stack([torch.from_numpy(row) for row in part]) for part in rows)
     documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if samples[0].masked else None
-    answers, references = _pairs(samples)
-    return MicroBatch(
-        ids=torch.stack([torch.from_numpy(sample.ids) for sample in samples]),
-        labels=torch.stack([torch.from_numpy(sample.labels) for sample in samples]),
-        positions=torch.stack([torch.from_numpy(sample.positions) for sample in samples]),
-        documents=documents,
-        longest=max(lengths),
-        answers=answers,
-        references=references,
-    )
+    return MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples))
 
 
 def _pairs(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:

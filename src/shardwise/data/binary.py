@@ -76,8 +76,7 @@ def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int6
         inside = ends[(ends > first) & (ends <= stop)] - first - 1
         closes = np.zeros(len(ids), dtype=bool)
         closes[inside] = True
-    last = part.stop == part.source.stop and len(ids) > 0
-    if last:
+    if part.stop == part.source.stop and len(ids) > 0:
         closes[-1] = True
     missing = closes & (ids != eot_id)
     # An end-of-text that follows a document's end, or the beginning of all, closes nothing.

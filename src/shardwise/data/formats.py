@@ -23,16 +23,8 @@ from typing import Any
 
 Record = dict[str, Any]
 _SKIP = "data.on_bad_sample=skip, or leave the line out"
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-}
+_ROLES = {"human": "user", "observation": "tool", "function": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant")
 
 
 class Fault(Exception):
@@ -72,14 +64,18 @@ class Tokens:
 Sample = Conversation | list[Segment] | Tokens
 
 
+def _keys(record: Record) -> str:
+    return ", ".join(list(record)[:12]) or "none"
+
+
 def detect(record: Record) -> str:
     """The name of a record's format. Raises Fault DATA005 where the fields are those of none."""
     for name, (fields, _) in _FORMATS.items():
         if all(field in record for field in fields):
             return name
-    keys = ", ".join(list(record)[:12]) or "none"
     known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _FORMATS.items())
-    raise Fault("DATA005", f"is in no known format; its keys are {keys}", f"rename them to those of one: {known}")
+    what = f"is in no known format; its keys are {_keys(record)}"
+    raise Fault("DATA005", what, f"rename them to those of one: {known}")
 
 
 def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> Sample:
@@ -93,8 +89,7 @@ def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> S
         return [Segment(_text(record, text_key), True)]
     for field in fields:
         if field not in record:
-            keys = ", ".join(list(record)[:12]) or "none"
-            what = f"has no `{field}`, which {name} has; its keys are {keys}"
+            what = f"has no `{field}`, which {name} has; its keys are {_keys(record)}"
             raise Fault("DATA005", what, "data.format=auto, or the name of its format")
     return read(record, train_on)
 
@@ -105,9 +100,8 @@ def parse_pair(record: Record) -> tuple[Sample, Sample]:
     empty or the same."""
     missing = [field for field in ("chosen", "rejected") if record.get(field) is None]
     if missing:
-        keys = ", ".join(list(record)[:12]) or "none"
         fix = '{"prompt": ..., "chosen": ..., "rejected": ...}, or method: sft for records with one answer'
-        raise Fault("DATA005", f"has no `{missing[0]}`, which method dpo compares; its keys are {keys}", fix)
+        raise Fault("DATA005", f"has no `{missing[0]}`, which method dpo compares; its keys are {_keys(record)}", fix)
     prompt, chosen, rejected = (record.get(key) for key in ("prompt", "chosen", "rejected"))
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
         asked = [] if prompt is None else [Segment(_text(record, "prompt"), False)]
@@ -299,8 +293,7 @@ def _list(record: Record, key: str) -> list[Any]:
 def _text(record: Record, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        keys = ", ".join(list(record)[:12])
-        what = f"`{key}` is not a text" if key in record else f"has no `{key}`; its keys are {keys}"
+        what = f"`{key}` is not a text" if key in record else f"has no `{key}`; its keys are {_keys(record)}"
         raise Fault("DATA005", what, f"make `{key}` a text, or leave the line out")
     return value
 

@@ -110,19 +110,15 @@ class Portions:
         return int(np.searchsorted(self._starts, k, "right")) - 1
 
     def _open(self, visit: int) -> Windows | Packs:
-        """Waits for whoever prepares it; prepares it if nobody does. Raises DATA013 when it is not what it was."""
+        """Waits for whoever prepares it; prepares it if nobody does. Raises what that raises."""
         if visit not in self._opened:
             prepared = store.load(whole.once(self._path(visit), self._maker(visit)) / "data")
             windows = open_windows(prepared.train, self.recipe.train.seq_len, self.recipe.data.mask_documents)
-            found = [len(windows), prepared.manifest.fingerprint]
             if visit == len(self._visits):
-                self._visits.append(found)
+                self._visits.append([len(windows), prepared.manifest.fingerprint])
                 self._starts.append(self._starts[-1] + len(windows))
                 if self.leader:
                     whole.write_whole(self._file, json.dumps(self._told))
-            if self._visits[visit] != found:
-                what = f"portion {self._number(visit)} is not what it was: files changed since the run began"
-                raise DataError(Problem("DATA013", what, str(self.root), "bring them back, or start another run"))
             self._opened[visit] = windows
         return self._opened[visit]
 
@@ -131,7 +127,9 @@ class Portions:
         if self._number(visit):
             tokenizer = Tokenizer(path=str(self._path(0) / "data" / "tokenizer"))
             own |= {"tokenizer": tokenizer, "validation_path": None, "validation_share": 0.0}
-        return partial(_make, self.data.model_copy(update=own), self.recipe.sample_tokens)
+        known = {self._number(before): fingerprint for before, (_, fingerprint) in enumerate(self._visits)}
+        named = self._number(visit), known.get(self._number(visit))
+        return partial(_make, self.data.model_copy(update=own), self.recipe.sample_tokens, named)
 
     def _look_ahead(self, visit: int, end: int) -> None:
         """Delete what is of no visit in [visit, end), but the first portion, and have the next one prepared."""
@@ -145,10 +143,14 @@ class Portions:
             self._ahead.start()
 
 
-def _make(data: Data, sample_tokens: int | None, directory: Path) -> None:
-    """Prepare one portion in ``directory``; what is fetched or converted for it goes again."""
+def _make(data: Data, sample_tokens: int | None, named: tuple[int, str | None], directory: Path) -> None:
+    """Prepare one portion in ``directory``; what is fetched or converted for it goes again. ``named``: its number, and
+    its fingerprint where it has been visited. Raises DATA013 when it is not what it was; nothing of it stays then."""
     scratch = directory / "scratch"
-    prepare(data.model_copy(update={"cache": str(scratch)}), out=directory / "data", sample_tokens=sample_tokens)
+    made = prepare(data.model_copy(update={"cache": str(scratch)}), out=directory / "data", sample_tokens=sample_tokens)
+    if named[1] not in (None, made.manifest.fingerprint):
+        what = f"portion {named[0]} is not what it was: files changed since the run began"
+        raise DataError(Problem("DATA013", what, str(directory.parent), "bring them back, or start another run"))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

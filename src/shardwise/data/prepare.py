@@ -39,6 +39,7 @@ _TRAINING_TEXT_BYTES = 2**29
 """A tokenizer is trained on at most about this much, taken evenly from all of the text."""
 
 
+@remote.of_their_urls()
 def prepare(
     data: Data,
     out: Path | None = None,
@@ -184,15 +185,13 @@ class _Ingredients:
 
     def identity(self, group: Sequence[Source]) -> list[list[Any]]:
         """Names and contents, wherever the files lie."""
-        mixed = self.data.mixture_weights is not None
-        more: list[list[Any]] = [[s.copy, s.keep] if mixed else [] for s in group]
-        for source_, extra in zip(group, more, strict=True):
-            if source_.kind == "ids" and (index := index_of(source_.path)):
-                extra.append(store.checksum(index))
-        return [
-            [s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"], *extra]
-            for s, extra in zip(group, more, strict=True)
-        ]
+        mixed, told = self.data.mixture_weights is not None, list[list[Any]]()
+        for s in group:
+            told.append([s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"]])
+            told[-1] += [s.copy, s.keep] if mixed else []
+            if s.kind == "ids" and (index := index_of(s.path)):
+                told[-1].append(store.checksum(index))
+        return told
 
     def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
         both = [self.identity(self.sources.train), self.identity(self.sources.validation)]

@@ -12,8 +12,10 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
 from functools import partial
-from glob import has_magic
+from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,10 +29,13 @@ HUB = "hf://datasets/"
 TRUST_S = 600.0
 """Ranks take what their launcher has just fetched: many of them must not all ask the store."""
 _BLOCK_BYTES = 2**23
+_WAITS_S = (5.0, 30.0, 0.0)
+"""Between attempts at a file of the web. Other stores' packages have patience of their own."""
 _FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5hash", "contentmd5", "digest", "blobid"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+_PACKAGES |= {"http": "aiohttp requests", "https": "aiohttp requests", "hf": '"shardwise[hub]"'}
 _FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".bin"}
-_WHERE = "data.path"
+_WHERE, _ORIGIN = "data.path", ".url"
 
 
 def is_remote(name: str) -> bool:
@@ -43,10 +48,7 @@ def check(paths: str | list[str]) -> list[str]:
     DATA016."""
     names = [paths] if isinstance(paths, str) else paths
     for name in filter(is_remote, names):
-        if _is_dataset(name):
-            _datasets(name)
-        else:
-            _listing(name)
+        (_datasets if _is_dataset(name) else _listing)(name)
     return [name for name in names if not is_remote(name)]
 
 
@@ -72,14 +74,15 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
 
 
 def listed(url: str, unknown: int) -> dict[str, int]:
-    """The files that ``url`` names, as URLs, with their bytes; ``unknown`` where the store does not tell. Raises
-    DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
+    """The files that ``url`` names, as URLs that name them alone, with their bytes; ``unknown`` where the store does
+    not tell. Raises DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
     if _is_dataset(url):
         what, fix = f"`data.streaming` reads files; `{url}` is a dataset", f"data.path={HUB}<org>/<name>/**/*.parquet"
         raise ConfigError(Problem("CFG008", what, _WHERE, fix))
     files, found = _listing(url)
     sizes = {files.unstrip_protocol(place): told.get("size", "") for place, told in found.values()}
-    return {place: int(size) if size.isdecimal() else unknown for place, size in sizes.items()}
+    alone = (lambda place: place) if url.startswith("http") else escape
+    return {alone(place): int(size) if size.isdecimal() else unknown for place, size in sizes.items()}
 
 
 def _is_dataset(name: str) -> bool:
@@ -92,13 +95,19 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
     """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, what is told of it)."""
     import fsspec
 
+    web, patience = url.startswith("http"), {}
     with _explained(url):
-        files, path = fsspec.core.url_to_fs(url)
-        web = url.startswith("http")
+        if web:
+            from fsspec.implementations.http import aiohttp
+
+            # aiohttp's own limit is five minutes for a whole answer, however long the file is.
+            patience = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=60, sock_read=60)}
+        files, path = fsspec.core.url_to_fs(url, **patience)
         if has_magic(path) and not web:
             parts = path.split("/")
             root = "/".join(parts[: next(i for i, part in enumerate(parts) if has_magic(part))])
-            found = {name: facts for name, facts in files.glob(path, detail=True).items() if facts["type"] == "file"}
+            matches = files.glob(path, detail=True) or files.glob(escape(path), detail=True)
+            found = {name: facts for name, facts in matches.items() if facts["type"] == "file"}
         else:
             facts = files.info(path)
             root, found = path, files.find(path, detail=True) if facts["type"] == "directory" else {path: facts}
@@ -106,11 +115,16 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
     for place in sorted(found):
         name = urlsplit(place).path if web else place
         name = PurePosixPath(name).name if place == root else name.removeprefix(root).lstrip("/")
-        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
-            told = {key: str(value) for key, value in found[place].items() if re.sub("[-_]", "", key.lower()) in _FACTS}
-            listed[name] = place, told
+        # What ends in a slash is the mark of a directory, or a page that lists one.
+        if not place.endswith("/") and not any(part.startswith(".") for part in PurePosixPath(name).parts):
+            facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
+            listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
+            if facts.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
+                what, fix = f"`{_shown(url)}` is a web page, not a file", "the address under which the file itself is"
+                raise MissingInputError(Problem("DATA001", what, _WHERE, fix))
     if not listed:
-        raise MissingInputError(Problem("DATA001", f"`{url}` holds no file", _WHERE, "name a file, or another pattern"))
+        what = f"`{_shown(url)}` holds no file"
+        raise MissingInputError(Problem("DATA001", what, _WHERE, "name a file, or another pattern"))
     return files, listed
 
 
@@ -120,14 +134,21 @@ def _fetch_files(url: str, cache: Path) -> Path:
     places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
     def copy(name: str, directory: Path) -> None:
-        size, last = 0, PurePosixPath(name).name
-        with (directory / last).open("xb") as out:
-            for block in _blocks(files, listed[name][0], url):
-                size += out.write(block)
-        due = listed[name][1].get("size", "None")
+        (place, told), last = listed[name], PurePosixPath(name).name
+        (directory / _ORIGIN).write_text(_shown(files.unstrip_protocol(place)), encoding="utf-8")
+        for wait_s in _WAITS_S if url.startswith("http") else (0.0,):
+            try:
+                with (directory / last).open("wb") as out:
+                    size = sum(map(out.write, _blocks(files, place, url)))
+                break
+            except UnavailableError:
+                if not wait_s:
+                    raise
+                time.sleep(wait_s)
+        due = told.get("size", "None")
         if due not in ("None", str(size)):
             what = f"{last} ended at byte {size:,} of {int(due):,}"
-            raise DataError(Problem("DATA008", what, url, "start again; what was fetched whole is kept"))
+            raise DataError(Problem("DATA008", what, _shown(url), "start again; what was fetched whole is kept"))
 
     def link(directory: Path) -> None:
         for name, target in places.items():
@@ -142,17 +163,38 @@ def _fetch_files(url: str, cache: Path) -> Path:
 
 
 def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
-    with _explained(url), files.open(place, "rb") as source:
+    # Of the web one answer is read to its end: not every server has ranges, and a file may change between two of them.
+    whole = {"block_size": 0} if url.startswith("http") else {}
+    with _explained(url), files.open(place, "rb", **whole) as source:
         while block := source.read(_BLOCK_BYTES):
             yield block
 
 
-def _datasets(name: str) -> Any:
+def _told(value: Any) -> str:
+    """A fact in one form: stores tell times in this zone and that."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
+
+
+def _shown(text: str) -> str:
+    """Without what may be secret in an address: who asks, and a signature."""
+    return re.sub(r"(https?://[^\s?'`]*)\?[^\s'`]*", r"\1", re.sub(r"://[^/\s:@]*:[^/\s@]*@", "://", text))
+
+
+@contextmanager
+def of_their_urls() -> Iterator[None]:
+    """What is wrong with a file that was fetched is told of where it came from."""
     try:
+        yield
+    except DataError as error:
+        fetched = {p: Path(p.where).resolve().parent / _ORIGIN for p in error.problems if "fetched" in p.where}
+        urls = {problem: note.read_text(encoding="utf-8") for problem, note in fetched.items() if note.is_file()}
+        told = (replace(p, where=u, fix=p.fix.replace(p.where, u)) if (u := urls.get(p)) else p for p in error.problems)
+        raise DataError(*told) from error
+
+
+def _datasets(name: str) -> Any:
+    with _explained(name):
         import datasets
-    except ImportError as error:
-        what = f"`{name}` is read with datasets, which is not installed"
-        raise UnavailableError(Problem("DATA016", what, _WHERE, 'pip install "shardwise[hub]"')) from error
     return datasets
 
 
@@ -185,18 +227,24 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
     """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
-    scheme = url.partition("://")[0]
-    package = _PACKAGES.get(scheme, "aiohttp requests" if scheme.startswith("http") else "")
+    scheme, shown = url.partition("://")[0], _shown(url)
+    web = scheme.startswith("http")
+    package = _PACKAGES.get(scheme, "")
     try:
         yield
     except ImportError as error:
-        what, fix = f"`{url}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
+        what, fix = f"`{shown}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
-    except (FileNotFoundError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0] or "nothing is there"
-        fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
-        raise MissingInputError(Problem("DATA001", f"`{url}` cannot be found: {said}", _WHERE, fix)) from error
     except Exception as error:
-        said = f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]}".strip()
+        # To fsspec whatever goes wrong on the web is a file that is not there; the cause tells what it was.
+        cause, gone = error.__cause__ or error, isinstance(error, FileNotFoundError | ValueError)
+        gone = gone and (not web or cause is error or str(cause).startswith("404"))
+        said = _shown(" ".join(str(cause if web or not gone else error).split()))[:300]
+        if gone:
+            fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
+            what = f"`{shown}` cannot be found: {said or 'nothing is there'}"
+            raise MissingInputError(Problem("DATA001", what, _WHERE, fix)) from error
+        what = f"`{shown}` cannot be read: {type(cause).__name__} {said}".strip()
         fix = "look at the network and at your access: credentials are those that the store's own programs use"
-        raise UnavailableError(Problem("DATA016", f"`{url}` cannot be read: {said}", _WHERE, fix)) from error
+        fix += "; for a public bucket FSSPEC_S3_ANON=true" if package == "s3fs" else ""
+        raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error

@@ -109,17 +109,13 @@ class Template:
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
         """The text, with ``OPEN`` and ``CLOSE`` around marked parts; ``generate`` adds what an answer begins with.
         Raises RenderError; SEC009 where it takes too long or writes too much."""
+        given: dict[str, Any] = {"messages": list(map(_same_reasoning, messages)), "tools": tools, "documents": None}
+        given |= {"add_generation_prompt": generate, **self._tokens}
         pieces: list[str] = []
         size = 0
         try:
             with _limited():
-                for piece in self._compiled.generate(
-                    messages=[_same_reasoning(message) for message in messages],
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=generate,
-                    **self._tokens,
-                ):
+                for piece in self._compiled.generate(given):
                     pieces.append(piece)
                     size += len(piece)
                     if size > LIMIT_CHARACTERS:

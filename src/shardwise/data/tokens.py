@@ -157,11 +157,6 @@ def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens([AddedToken(EOT, special=True, normalized=False)])
     backend.save(str(directory / FILES[0]))
-    facts = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOT,
-        "pad_token": EOT,
-        "model_max_length": 10**9,
-        "clean_up_tokenization_spaces": False,
-    }
+    facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOT, "pad_token": EOT}
+    facts |= {"model_max_length": 10**9, "clean_up_tokenization_spaces": False}
     (directory / FILES[1]).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
