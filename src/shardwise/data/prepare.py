@@ -185,12 +185,14 @@ class _Ingredients:
 
     def identity(self, group: Sequence[Source]) -> list[list[Any]]:
         """Names and contents, wherever the files lie."""
-        mixed, told = self.data.mixture_weights is not None, list[list[Any]]()
+        mixed = self.data.mixture_weights is not None
+        told: list[list[Any]] = []
         for s in group:
-            told.append([s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"]])
-            told[-1] += [s.copy, s.keep] if mixed else []
+            facts = [s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"]]
+            facts += [s.copy, s.keep] if mixed else []
             if s.kind == "ids" and (index := index_of(s.path)):
-                told[-1].append(store.checksum(index))
+                facts.append(store.checksum(index))
+            told.append(facts)
         return told
 
     def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
