@@ -96,7 +96,7 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
 def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:
     code, out, _ = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 0
-    assert "model   llama-5.4m" in out and "plan    DDP over 1" in out and "nothing was started" in out
+    assert "model   llama-5.3m" in out and "plan    DDP over 1" in out and "nothing was started" in out
     assert list(Path().iterdir()) == []
     _, out, _ = shardwise("train", "--dry-run", "--nproc", "1", "--json")
     assert json.loads(out)["run"] == "runs/quickstart-1"

@@ -294,7 +294,7 @@ def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(train.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
     code, _, err = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 73
-    assert err.startswith("error[OUT003]: a checkpoint is ~64.8 MB, keep 2 + 1 in flight needs 216.")
+    assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, keep 2 + 1 in flight needs 211.")
 
 
 class _Usage:

@@ -110,10 +110,6 @@ def test_the_tiny_tuning_takes_adapters_from_its_second_line(tmp_path: Path) -> 
 def test_the_quickstart_is_the_model_that_it_says() -> None:
     recipe = load_recipe(recipes_directory() / "quickstart.yaml")
     spec = resolve(recipe)
-    assert (spec.num_hidden_layers, spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads) == (
-        6,
-        256,
-        8,
-        4,
-    )
-    assert spec.name == "llama-5.4m"
+    heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    assert (spec.num_hidden_layers, spec.hidden_size, heads) == (3, 352, (4, 2, 64))
+    assert spec.name == "llama-5.3m"
