@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       install into $(VENV) and train the quickstart (4 to 9 minutes on two cores)"
+	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
 	@echo "make test       the tests"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests"
 	@echo "make fix        format, and mend what the linter can"

@@ -10,7 +10,8 @@ from shardwise.runtime.job import Job
 from shardwise.runtime.state import TrainState
 
 PROMPT_TOKENS, MOST_TOKENS = 16, 256
-SAMPLE = Sampling(max_new_tokens=48)
+SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
+"""The likeliest token each time goes round in circles where little has been learnt."""
 
 
 def sample(job: Job, state: TrainState) -> str:
