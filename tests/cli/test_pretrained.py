@@ -137,3 +137,16 @@ def test_a_dry_run_looks_for_the_adapter_and_tries_the_place(
     assert capfd.readouterr().err.startswith("error[OUT002]: cannot write file")
     assert main([*WORDS, "--run", "a", "--dry-run", "--out", "deep/er"]) == 0
     assert not started and not Path("deep").exists()
+
+
+def test_nothing_is_fetched_to_plan_or_to_print_the_lines_of_nodes(
+    started: list[object], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A model whose dimensions are known, on a machine that cannot reach its files."""
+    monkeypatch.setattr("shardwise.spec.hub._reachable", lambda url: False)
+    words = ["train", "model.path=HuggingFaceTB/SmolLM2-135M", *WORDS[2:], "--run", "a"]
+    assert main(words) == 69
+    assert capfd.readouterr().err.startswith("error[MOD003]: no directory HuggingFaceTB/SmolLM2-135M")
+    assert main([*words, "--dry-run"]) == 0
+    assert main([*words, "run.nodes=2"]) == 0
+    assert "torchrun" in capfd.readouterr().out and not started

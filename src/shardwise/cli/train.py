@@ -17,7 +17,7 @@ from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
-from shardwise.errors import PreemptedError, ShardwiseError, TrainingError
+from shardwise.errors import PreemptedError, ShardwiseError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
@@ -115,7 +115,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
             say(line)
     check_sources(recipe.data)
-    _check_inputs(recipe, spec, plan, fetch=not options.dry_run)
+    _check_inputs(recipe, spec, plan, fetch=cluster.nodes == 1 and not options.dry_run)
     if options.dry_run:
         rundir.check_writable(rundir.nearest(directory))
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
@@ -124,15 +124,15 @@ def _launch(options: Options, recipe: Recipe) -> int:
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
-        _prepare(recipe, plan, spec, directory)
+        _prepare(recipe, spec, plan, directory)
     words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
     flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
     words += [flag for flag, on in flags.items() if on]
     if cluster.nodes > 1:
         return _print_nodes(recipe, words[1:], cluster, options.port)
     if standing is not None:
-        with_ = "".join(f"; {key} {change}" for key, change in changed.items())
-        note(f"resuming {directory} from step {standing}{with_}", as_json=options.json)
+        differs = "".join(f"; {key} {change}" for key, change in changed.items())
+        note(f"resuming {directory} from step {standing}{differs}", as_json=options.json)
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)
@@ -155,22 +155,23 @@ def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) 
 
 
 def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -> None:
-    """That the tokenizer, the weights and the adapter serve. Weights on the Hub are fetched, or unless ``fetch`` left
-    alone."""
+    """That the tokenizer, the weights and the adapter serve. Unless ``fetch``, weights on the Hub are left alone, and
+    a Hub that cannot be reached is no error."""
     from shardwise.data.prepare import open_tokenizer
     from shardwise.models.hf import check_weights
     from shardwise.models.peft import find_adapter
 
-    model, tokenizer = recipe.model, open_tokenizer(data_of(recipe))
-    if tokenizer is not None:
-        check_vocabulary(tokenizer.vocab_size, spec.vocab_size)
+    model = recipe.model
+    with suppress(*() if fetch else (UnavailableError,)):
+        if (tokenizer := open_tokenizer(data_of(recipe))) is not None:
+            check_vocabulary(tokenizer.vocab_size, spec.vocab_size)
     if model.path is not None and model.init != "random" and (fetch or os.path.exists(model.path)):
         check_weights(model.path, model.revision, spec)
     if recipe.lora.path is not None and plan.lora is not None:
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, plan: Plan, spec: ModelSpec, directory: Path) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
     from shardwise.data.pack import open_windows
     from shardwise.data.stream import check_size

@@ -22,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk may become while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
+"""Keys that decide what the samples are and in which order they come."""
 _ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
 """Sections that may change when a run goes on by itself: where and how it runs."""
 BYTES_A_PARAMETER = 12

@@ -17,10 +17,8 @@ def resolve(recipe: Recipe) -> ModelSpec:
     model = recipe.model
     if model.config is not None:
         if not {"model_type", "architectures"} & model.config.keys():
-            what, fix = (
-                "`model.config` does not say what model it is of",
-                "`model.config.model_type: llama`, for example",
-            )
+            what = "`model.config` does not say what model it is of"
+            fix = "`model.config.model_type: llama`, for example"
             raise ConfigError(Problem("CFG004", what, "model.config", fix))
         spec = _drawn(read_spec(model.config, "the model of this recipe"))
         for key in model.config.keys() - to_hf(spec).keys():

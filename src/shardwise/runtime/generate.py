@@ -36,9 +36,8 @@ def generate(
     over: Callable[[list[int]], bool] = lambda ids: False,
 ) -> list[int]:
     """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough, or the model has
-    no position for another. In a distributed
-    model every rank calls this alike and gets the same answer: the draw depends on the seed and on nothing of the
-    rank."""
+    no position for another. In a distributed model every rank calls this alike and gets the same answer: the draw
+    depends on the seed and on nothing of the rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
     spec: ModelSpec = parts[0].spec  # type: ignore[assignment]
