@@ -12,11 +12,13 @@ fully_shard, block by block (bf16: MixedPrecisionPolicy with fp32 reduction; zer
 Accelerate (DDP) and DeepSpeed (ZeRO-1, 2, 3) train the same model with the same optimizer of torch, as their own pages
 say to; they are installed by ``pip install '.[frameworks]'``.
 
-Every case runs in one process group: a step of each program in turn, in an order that changes from round to round. A
-step's time is that of the slower rank. ``ratio`` is the median over rounds of Shardwise's time over the other's;
-``A/A`` is the same of Shardwise against itself in the round before; ``cpu`` the median ratio of processor time over
-both ranks, which other programs on the machine disturb less. ``memory`` is the ratio of the peaks of torch's
-allocations in a third step, everything held included, measured in separate runs by the profiler's memory records.
+Every case runs in one process group: a step of each program in turn, in an order that changes from round to round.
+Both programs have the same setting of products, but in the cases ``shipped``, where Shardwise has what its run would
+settle on this machine, and the others what torch comes with. A step's time is that of the slower rank. ``ratio`` is
+the median over rounds of Shardwise's time over the other's; ``A/A`` is the same of Shardwise against itself in the
+round before; ``cpu`` the median ratio of processor time over both ranks, which other programs on the machine disturb
+less. ``memory`` is the ratio of the peaks of torch's allocations in a third step, everything held included, measured in
+separate runs by the profiler's memory records.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
 from shardwise.planner import search
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
+from shardwise.runtime.matmul import settle
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.cluster import local_cluster
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Matmul, Plan
 from shardwise.spec.recipe import Optim, Parallel, Precision, Recipe, Recompute, Run, Train
 
 SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
@@ -59,9 +62,9 @@ WORLD = 2
 BATCHES = 4
 WARMUP = 2
 OPTIM = Optim(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
-FRAMEWORK_CASES = ["ddp-fp32", "ddp-fp32-medium", "ddp-bf16"]
-FRAMEWORK_CASES += [f"zero{stage}-{number}" for stage in (1, 2, 3) for number in ("fp32", "fp32-medium", "bf16")]
-NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "medium")}
+NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "highest")}
+NUMBERS |= {"fp32-shipped": ("fp32", "auto"), "bf16-shipped": ("bf16", "auto")}
+FRAMEWORK_CASES = [f"{strategy}-{number}" for strategy in ("ddp", "zero1", "zero2", "zero3") for number in NUMBERS]
 CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in ("ddp", "zero2", "zero3")]
 
 Step = Callable[[torch.Tensor], float]
@@ -258,10 +261,16 @@ SIDES: dict[str, Callable[[Plan], Step]] = {
 }
 
 
+def products(case: Case) -> dict[str, Matmul]:
+    """How each side computes products. As shipped: Shardwise as a run of it settles, the others as torch does."""
+    planned, shipped = case.plan.precision, case.name.endswith("shipped")
+    own, _ = settle(planned.matmul, automatic=shipped and planned.compute == "fp32")
+    return {side: own if side in ("shardwise", "compiled") or not shipped else "highest" for side in case.sides}
+
+
 def set_up(rank: int, case: Case) -> list[torch.Tensor]:
     """Settings of a rank; the batches that all its programs see."""
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(case.plan.precision.matmul)
     generator = torch.Generator().manual_seed(rank)
     return [torch.randint(SPEC.vocab_size, (case.rows, SEQ_LEN), generator=generator) for _ in range(BATCHES)]
 
@@ -279,10 +288,12 @@ def times(rank: int, world: int, case: Case, rounds: int) -> dict[str, Times]:
     """What the steps of each side take."""
     batches = set_up(rank, case)
     programs = {side: SIDES[side](case.plan) for side in case.sides}
+    settings = products(case)
     taken = {side: Times() for side in case.sides}
     losses: dict[str, list[float]] = {side: [] for side in case.sides}
     for number in range(rounds + WARMUP):
         for side in case.sides if number % 2 else reversed(case.sides):
+            settle(settings[side], automatic=False)
             dist.barrier()
             begun, begun_cpu = time.perf_counter(), time.process_time()
             losses[side].append(programs[side](batches[number % BATCHES]))
@@ -304,6 +315,7 @@ def peak(rank: int, world: int, case: Case, side: str) -> int:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     batches = set_up(rank, case)
+    settle(products(case)[side], automatic=False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         program = SIDES[side](case.plan)
         for number in range(3):

@@ -240,6 +240,17 @@ def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
     assert code == 78 and err.startswith("error[PLAN012]: norms are asked to compute in bf16")
 
 
+def test_products_are_widened_where_a_cpu_computes_in_bf16(shardwise: Run) -> None:
+    words = ("train", "--nproc", "1", "--dry-run", "precision.matmul=widened")
+    code, _, err = shardwise(*words, "precision.compute=fp32")
+    assert code == 78 and err.startswith("error[PLAN012]: products are widened where a CPU computes in bf16, not fp32")
+    assert shardwise(*words, "precision.compute=bf16")[0] == 0
+    code, _, err = shardwise(
+        "plan", "--cluster", "8xH100", "train.global_batch_size=8", "precision.matmul=widened", "precision.compute=bf16"
+    )
+    assert code == 78 and "not bf16 on a" in err
+
+
 def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
     """Both ranks would read the same rows, and halve the gradients."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(tp=2, ranks_per_node=2))))

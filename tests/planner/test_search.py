@@ -9,8 +9,10 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
+from shardwise.planner import search
 from shardwise.planner.search import MARGIN, choose, settings
-from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.cluster import local_cluster, parse_cluster
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Precision, Recipe, Recompute, Train
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
@@ -33,6 +35,26 @@ def test_a_model_that_fits_is_replicated() -> None:
 def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> None:
     plan = choose(recipe(), ONE_B, parse_cluster(cluster))
     assert plan.precision.compute == expected and plan.precision.loss_scaling == (expected == "fp16")
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_cpu_without_bf16_computes_it_in_fp32(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in fp32 meanwhile is counted: 3 x 4 bytes x 2^21, or with long heads 8 x 4 x 2^21."""
+    monkeypatch.setattr(search, "computes_bf16", lambda: able)
+    cpu = local_cluster(2, "cpu")
+
+    def precise(seq_len: int, **settings: str) -> Plan:
+        asked = Precision.model_validate({"compute": "bf16", **settings})
+        return choose(recipe(precision=asked, train=Train(seq_len=seq_len, global_batch_size=64)), ONE_B, cpu)
+
+    for seq_len, beside in ((4096, 8 * 4 * 2**21), (64, 3 * 4 * 2**21)):
+        plan, pinned = precise(seq_len), precise(seq_len, matmul="highest")
+        assert (plan.precision.matmul, pinned.precision.matmul) == ("highest" if able else "widened", "highest")
+        assert ("precision.matmul" in plan.why) == (not able)
+        assert plan.estimate.peak_bytes - pinned.estimate.peak_bytes == (0 if able else beside)
+        assert plan.estimate.peak_bytes == sum(plan.estimate.memory.values())
+    gpus = choose(recipe(precision=Precision(compute="bf16")), ONE_B, parse_cluster("8xH100"))
+    assert gpus.precision.matmul == "highest"
 
 
 def test_the_first_stage_that_fits_is_taken() -> None:

@@ -13,6 +13,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques.numbers import WIDENED_NUMBERS
 
 CUDA_RESERVE_BYTES = 2 * 2**30
 """What a CUDA context and NCCL's buffers take beside torch's allocations: 1 to 3 GiB are seen."""
@@ -24,8 +25,23 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     result = replay(schedule(costed, plan))
     reserve = CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0
     memory = {name: result.peak.get(name, 0) for name in MEMORY_CATEGORIES} | {"reserve": reserve}
-    peak, sent = result.peak_bytes + reserve, traffic(costed, plan.layout)
+    memory["buffers"] += widened_bytes(costed, plan)
+    peak, sent = sum(memory.values()), traffic(costed, plan.layout)
     return replace(plan, estimate=Estimate(memory, peak, cluster.device.memory_bytes, sent, flops(costed, plan)))
+
+
+def widened_bytes(sheet: Sheet, plan: Plan) -> int:
+    """The most that stands in fp32 for a moment where bf16 is computed in it (runtime/widened.py): pieces of the three
+    matrices of a product, or of the eight of attention's backward."""
+    if plan.precision.matmul != "widened":
+        return 0
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    matrices = [tensor.numel(b, s) for unit in sheet.units for tensor in (*unit.weights, *unit.tensors)]
+    queries = [
+        unit.tensors[op.reads[0]].numel(1, s) for unit in sheet.units for op in unit.forward if op.kind == "attention"
+    ]
+    largest, heads = (min(WIDENED_NUMBERS, max(sizes, default=0)) for sizes in (matrices, queries))
+    return 4 * max(3 * largest, 8 * heads)
 
 
 def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:

@@ -20,7 +20,7 @@ from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.host import computes_bf16
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import lora
@@ -164,9 +164,12 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
         compute = "bf16" if able else "fp16" if volta else "fp32"
         reason = f"derived: the device {'computes in bf16' if able else 'has no bf16 instructions'}"
     reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
-    matmul = "highest" if asked.matmul == "auto" else asked.matmul
-    precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
     why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
+    matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
+    if asked.matmul == "auto" and compute == "bf16" and cluster.kind == "cpu" and not computes_bf16():
+        matmul = "widened"
+        why["precision.matmul"] = "derived: the CPU has no bf16 instructions; in fp32 its products take a quarter"
+    precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
     why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
     return precision, why
 

@@ -34,6 +34,7 @@ def header(job: Job) -> str:
     loss = f"loss: mean over the {terms}"
     kept = f"{plan.kept}, compute {precision.compute}"
     sums = f"gradients summed in {precision.reduce}"
+    products = "bf16" if precision.matmul == "widened" else "fp32"
     samples = "answers, each two a pair" if split.pairs else "samples"
     noun = ("answers", samples) if split.packs else ("text", "documents")
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
@@ -46,7 +47,7 @@ def header(job: Job) -> str:
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
-        ("numbers", f"{kept}, {sums} · fp32 products: {precision.matmul} ({job.matmul_why})"),
+        ("numbers", f"{kept}, {sums} · {products} products: {precision.matmul} ({job.matmul_why})"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
         ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),

@@ -150,7 +150,7 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def _peak(profiler: Any) -> int:
+def highest_bytes(profiler: Any) -> int:
     """The highest running sum of the bytes allocated and freed since the profile began."""
     records = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     running = peak = 0
@@ -205,4 +205,4 @@ def _peak_bytes(device: torch.device, held_bytes: int) -> Iterator[list[int]]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield found
-    found.append(held_bytes + _peak(profiler))
+    found.append(held_bytes + highest_bytes(profiler))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import set_timeout
+from shardwise.runtime.widened import widen_bf16
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
 
@@ -89,6 +90,7 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
         yield made
         dist.barrier()
     finally:
+        widen_bf16(False)
         dist.destroy_process_group()
 
 

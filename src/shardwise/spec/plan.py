@@ -9,6 +9,8 @@ from shardwise.spec.layout import Layout
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Number = Literal["fp64", "fp32", "bf16", "fp16"]
+Matmul = Literal["highest", "high", "medium", "widened"]
+"""torch's setting for fp32 products; ``widened``: bf16 products on a CPU are computed in fp32 (runtime/widened.py)."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -38,7 +40,7 @@ class Precision:
     weights: Number = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
     modules: tuple[tuple[str, Number], ...] = ()
-    matmul: Literal["highest", "high", "medium"] = "highest"
+    matmul: Matmul = "highest"
 
     @property
     def loss_scaling(self) -> bool:
