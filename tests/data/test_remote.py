@@ -107,6 +107,21 @@ def test_what_was_fetched_is_not_fetched_again_until_it_changes(
     assert prepare(data, trust_s=TRUST_S).manifest.fingerprint != second.manifest.fingerprint
 
 
+def test_fetching_tells_how_far_it_is(bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all files of a URL together, a block at a time; nothing when they are there."""
+    sizes = [len(bucket.cat(f"/corpus/{number}.txt")) for number in (0, 2)]
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", sizes[0] // 2 + 1)
+    told: list[tuple[str, int, int]] = []
+    data = settings("memory://corpus/[02].txt")
+    prepare(data, progress=lambda *said: told.append(said))
+    fetched = [said[1:] for said in told if said[0] == "fetching"]
+    assert fetched[0] == (sizes[0] // 2 + 1, sum(sizes)) and fetched[-1] == (sum(sizes), sum(sizes))
+    assert fetched == sorted(fetched) and len(fetched) >= 4
+    told.clear()
+    prepare(data, force=True, progress=lambda *said: told.append(said))
+    assert told and {said[0] for said in told} <= {"tokenizer", "tokens"}
+
+
 def test_what_ends_early_or_breaks_leaves_nothing(
     bucket: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

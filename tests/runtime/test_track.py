@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
+from shardwise.data.remote import shown
 from shardwise.errors import UnavailableError
 from shardwise.runtime import track
 from shardwise.runtime.metrics import Log, Speed
 from shardwise.runtime.track import Feed, Outcome, Subject, Tracks, Values, check_installed
-from shardwise.spec.recipe import Recipe
-from tests.runtime.small_run import directory, numbers, recipe, train_here
+from shardwise.spec.recipe import Lora, Recipe
+from tests.runtime.small_run import directory, numbers, recipe, train_here, write_text
 from tests.runtime.test_loop import Broken, at, fail
 from tests.runtime.test_metrics import state_at, stats
 
@@ -125,6 +127,17 @@ def wandb_history(path: Path, name: str) -> dict[int, float]:
                 found[record.history.step.num] = float(values[name])
             parts = b""
     return found
+
+
+def test_what_is_secret_in_an_address_reaches_no_tracker(tmp_path: Path, kept: list[Kept]) -> None:
+    text = b"".join(path.read_bytes() for path in sorted(write_text(tmp_path / "text").iterdir()))
+    MemoryFileSystem().pipe("/me:sesame@bucket/text.txt", text)
+    made = recipe(tmp_path, data={"path": ["memory://me:sesame@bucket/text.txt"]}, run={"trackers": "wandb"})
+    train_here(made)
+    assert kept[0].subject.config["data.path"] == ["memory://bucket/text.txt"]
+    presigned = made.model_copy(update={"lora": Lora(path="https://host/a?X-Amz-Signature=sesame")})
+    told = json.loads(shown(presigned.model_dump_json()))
+    assert told["lora"]["path"] == "https://host/a" and "sesame" not in json.dumps(told)
 
 
 def test_rows_and_outcome_reach_the_tracker(tmp_path: Path, kept: list[Kept]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,17 +36,12 @@ class Options(Common):
 
 def run(options: Options) -> None:
     """Prepare, with a bar a stage on a terminal, and say what was made."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from shardwise.data.prepare import prepare
 
     words = sort_words(options.words)
     recipe = load_recipe(recipe_or_quickstart(words.path, words.overrides), words.overrides)
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    hidden = options.json or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        prepared = prepare(data_of(recipe), options.out, options.force, _Stages(bar), recipe.sample_tokens)
+    with stages(hidden=options.json) as said:
+        prepared = prepare(data_of(recipe), options.out, options.force, said, recipe.sample_tokens)
     prepared.verify()
     if options.json:
         splits = {name: asdict(split) for name, split in prepared.manifest.splits.items()}
@@ -53,6 +50,18 @@ def run(options: Options) -> None:
         print_json({"directory": str(prepared.directory), **facts, "splits": splits})
     else:
         say(describe(prepared))
+
+
+@contextmanager
+def stages(hidden: bool) -> Iterator[_Stages]:
+    """Bars that last as long as the block, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    hidden = hidden or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        yield _Stages(bar)
 
 
 class _Stages:
@@ -64,7 +73,7 @@ class _Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self.tasks:
-            self.tasks[stage] = self.bar.add_task(stage, total=total)
+            self.tasks[stage] = self.bar.add_task(stage, total=total or None)
         self.bar.update(self.tasks[stage], completed=done)
 
 

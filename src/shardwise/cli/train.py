@@ -124,7 +124,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
-        _prepare(recipe, spec, plan, directory)
+        _prepare(recipe, spec, plan, directory, hidden=options.json)
     words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
     flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
     words += [flag for flag, on in flags.items() if on]
@@ -171,14 +171,16 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
+    from shardwise.cli.data import stages
     from shardwise.data.pack import open_windows
     from shardwise.data.stream import check_size
     from shardwise.runtime.job import open_data
 
     try:
-        prepared, _ = open_data(recipe)
+        with stages(hidden) as said:
+            prepared, _ = open_data(recipe, progress=said)
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
         windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
         check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwise.data import remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.convert import to_jsonl
 from shardwise.data.read import pieces, units
+from shardwise.data.remote import Progress
 from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
@@ -30,8 +31,6 @@ from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 
-Progress = Callable[[str, int, int], None]
-"""Called with a stage (``tokenizer`` or ``tokens``) and bytes done and in all."""
 DEFAULT_VOCAB_SIZE = 4096
 SAMPLES_VERSION = 1
 """Of how records become samples: equal records, rules and versions give equal samples."""
@@ -62,7 +61,7 @@ def prepare(
         what, fix = "`data.streaming` prepares the text while it trains", "data.streaming=false, to prepare all of it"
         raise ConfigError(Problem("CFG008", what, "data.streaming", fix))
     with _writing(cache):
-        data = remote.bring(data, cache, trust_s)
+        data = remote.bring(data, cache, trust_s, said)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
     note = cache / "seen" / source.digest([_stats(sources, data), settings])

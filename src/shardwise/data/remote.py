@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -25,6 +25,8 @@ from shardwise.data.whole import once, write_whole
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem, UnavailableError
 from shardwise.spec.recipe import Data
 
+Progress = Callable[[str, int, int], None]
+"""Hears of a stage, what is done and what there is in all (0: nobody knows), in bytes."""
 HUB = "hf://datasets/"
 TRUST_S = 600.0
 """Ranks take what their launcher has just fetched: many of them must not all ask the store."""
@@ -52,9 +54,9 @@ def check(paths: str | list[str]) -> list[str]:
     return [name for name in names if not is_remote(name)]
 
 
-def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
-    """``data`` with local paths in place of URLs, fetched unless they are there. Within ``trust_s`` of the last time
-    nobody is asked whether they changed. Raises DATA001, DATA008, DATA016."""
+def bring(data: Data, cache: Path, trust_s: float = 0.0, said: Progress | None = None) -> Data:
+    """``data`` with local paths in place of URLs, fetched unless they are there, while ``said`` hears how far it is.
+    Within ``trust_s`` of the last time nobody is asked whether they changed. Raises DATA001, DATA008, DATA016."""
 
     def local(name: str) -> str:
         if not is_remote(name):
@@ -62,7 +64,8 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0) -> Data:
         note = cache / "fetched" / f"{digest(name)}.json"
         if note.is_file() and time.time() - note.stat().st_mtime < trust_s:
             return str(json.loads(note.read_text(encoding="utf-8")))
-        found = str((_fetch_dataset if _is_dataset(name) else _fetch_files)(name, cache / "fetched"))
+        fetched = cache / "fetched"
+        found = str(_fetch_dataset(name, fetched) if _is_dataset(name) else _fetch_files(name, fetched, said))
         write_whole(note, json.dumps(found))
         return found
 
@@ -120,35 +123,42 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
             facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
             listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
             if facts.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
-                what, fix = f"`{_shown(url)}` is a web page, not a file", "the address under which the file itself is"
+                what, fix = f"`{shown(url)}` is a web page, not a file", "the address under which the file itself is"
                 raise MissingInputError(Problem("DATA001", what, _WHERE, fix))
     if not listed:
-        what = f"`{_shown(url)}` holds no file"
+        what = f"`{shown(url)}` holds no file"
         raise MissingInputError(Problem("DATA001", what, _WHERE, "name a file, or another pattern"))
     return files, listed
 
 
-def _fetch_files(url: str, cache: Path) -> Path:
+def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
     """One file, or a directory of links to the files, which are fetched each by itself."""
     files, listed = _listing(url)
     places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
+    total = sum(int(told["size"]) for _, told in listed.values() if told.get("size", "None") != "None")
+    fetched = dict.fromkeys(listed, 0)
+
     def copy(name: str, directory: Path) -> None:
         (place, told), last = listed[name], PurePosixPath(name).name
-        (directory / _ORIGIN).write_text(_shown(files.unstrip_protocol(place)), encoding="utf-8")
+        (directory / _ORIGIN).write_text(shown(files.unstrip_protocol(place)), encoding="utf-8")
         for wait_s in _WAITS_S if url.startswith("http") else (0.0,):
             try:
                 with (directory / last).open("wb") as out:
-                    size = sum(map(out.write, _blocks(files, place, url)))
+                    fetched[name] = 0
+                    for block in _blocks(files, place, url):
+                        fetched[name] += out.write(block)
+                        if said is not None:
+                            said("fetching", sum(fetched.values()), total)
                 break
             except UnavailableError:
                 if not wait_s:
                     raise
                 time.sleep(wait_s)
         due = told.get("size", "None")
-        if due not in ("None", str(size)):
-            what = f"{last} ended at byte {size:,} of {int(due):,}"
-            raise DataError(Problem("DATA008", what, _shown(url), "start again; what was fetched whole is kept"))
+        if due not in ("None", str(fetched[name])):
+            what = f"{last} ended at byte {fetched[name]:,} of {int(due):,}"
+            raise DataError(Problem("DATA008", what, shown(url), "start again; what was fetched whole is kept"))
 
     def link(directory: Path) -> None:
         for name, target in places.items():
@@ -175,9 +185,10 @@ def _told(value: Any) -> str:
     return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Without what may be secret in an address: who asks, and a signature."""
-    return re.sub(r"(https?://[^\s?'`]*)\?[^\s'`]*", r"\1", re.sub(r"://[^/\s:@]*:[^/\s@]*@", "://", text))
+    text = re.sub(r"://[^/\s:@\"]*:[^/\s@\"]*@", "://", text)
+    return re.sub(r"(https?://[^\s?'`\"]*)\?[^\s'`\"]*", r"\1", text)
 
 
 @contextmanager
@@ -211,7 +222,7 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
     with _explained(name):
         builder = datasets.load_dataset_builder(path, "/".join(parts[size:]) or None, revision=revision or None)
     told = [files.origin_metadata for files in (builder.config.data_files or {}).values()]
-    shown = re.sub(r"[^\w.-]+", "-", f"{parts[size - 1]}-{split}") + ".parquet"
+    file_name = re.sub(r"[^\w.-]+", "-", f"{parts[size - 1]}-{split}") + ".parquet"
 
     def make(directory: Path) -> None:
         with _explained(name):
@@ -219,32 +230,32 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
             anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"} if local else {}
             builder.download_and_prepare(**anew)
             table = builder.as_dataset(split=split)
-        table.to_parquet(directory / shown)
+        table.to_parquet(directory / file_name)
 
-    return once(cache / digest([str(builder.cache_dir), split, told]), make) / shown
+    return once(cache / digest([str(builder.cache_dir), split, told]), make) / file_name
 
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
     """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
-    scheme, shown = url.partition("://")[0], _shown(url)
+    scheme, address = url.partition("://")[0], shown(url)
     web = scheme.startswith("http")
     package = _PACKAGES.get(scheme, "")
     try:
         yield
     except ImportError as error:
-        what, fix = f"`{shown}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
+        what, fix = f"`{address}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
     except Exception as error:
         # To fsspec whatever goes wrong on the web is a file that is not there; the cause tells what it was.
         cause, gone = error.__cause__ or error, isinstance(error, FileNotFoundError | ValueError)
         gone = gone and (not web or cause is error or str(cause).startswith("404"))
-        said = _shown(" ".join(str(cause if web or not gone else error).split()))[:300]
+        said = shown(" ".join(str(cause if web or not gone else error).split()))[:300]
         if gone:
             fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
-            what = f"`{shown}` cannot be found: {said or 'nothing is there'}"
+            what = f"`{address}` cannot be found: {said or 'nothing is there'}"
             raise MissingInputError(Problem("DATA001", what, _WHERE, fix)) from error
-        what = f"`{shown}` cannot be read: {type(cause).__name__} {said}".strip()
+        what = f"`{address}` cannot be read: {type(cause).__name__} {said}".strip()
         fix = "look at the network and at your access: credentials are those that the store's own programs use"
         fix += "; for a public bucket FSSPEC_S3_ANON=true" if package == "s3fs" else ""
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error

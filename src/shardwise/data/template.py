@@ -1,6 +1,6 @@
 """Chat templates: where they come from, and rendering them as transformers does, in a sandbox with limits.
 
-A template is a program that came with a tokenizer, so it is not trusted: attributes that begin with an underscore are
+A template is a program that came with a tokenizer, so it is not trusted: attributes that begin with two underscores are
 refused when it is compiled, and each rendering is limited in seconds, in size, and in what one operator may build.
 """
 

@@ -21,7 +21,7 @@ from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions
 from shardwise.data.prepare import prepare
-from shardwise.data.remote import TRUST_S
+from shardwise.data.remote import TRUST_S, Progress
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.stream import Share, check_size, evaluated, steps_per_epochs
 from shardwise.data.whole import write_whole
@@ -109,10 +109,13 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.out) / recipe.run.name
 
 
-def open_data(recipe: Recipe, trust_s: float = 0.0) -> tuple[Prepared, Portions | None]:
+def open_data(
+    recipe: Recipe, trust_s: float = 0.0, progress: Progress | None = None
+) -> tuple[Prepared, Portions | None]:
     """Find or make what is prepared before the run: all of the data, or their first portion."""
     if not recipe.data.streaming:
-        return prepare(data_of(recipe), sample_tokens=recipe.sample_tokens, trust_s=trust_s), None
+        sample_tokens = recipe.sample_tokens
+        return prepare(data_of(recipe), progress=progress, sample_tokens=sample_tokens, trust_s=trust_s), None
     portions = Portions(recipe, data_of(recipe), run_directory(recipe) / "stream", process().rank == 0)
     return portions.first, portions
 
