@@ -98,6 +98,8 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         left @ left
+    with pytest.raises(RuntimeError, match="self must be a matrix"):
+        torch.mm(left[0], right)
     assert torch.equal(torch.mm(left, right, out=torch.empty(0, dtype=torch.bfloat16)), left @ right)
     assert len(made) == 1
 

@@ -47,12 +47,13 @@ def _standing_in(instead: Kernel, torchs: Kernel) -> Kernel:
 def _product(torchs: Kernel, *given: Any, out: Tensor | None = None, **factors: Any) -> Tensor:
     """mm and addmm; what is not widened is left to torch's own."""
     left, right = given[-2:]
-    shape = (left.shape[0], right.shape[-1])
-    fits = out is None or (out.dtype == left.dtype and out.shape == shape)
-    narrow = left.dtype == right.dtype == torch.bfloat16 and left.shape[1] == right.shape[0] > 0
-    if narrow and fits and shape[0] >= FEW_ROWS and all(factor == 1 for factor in factors.values()):
-        added = given[0].expand(shape) if len(given) == 3 else None
-        return multiply(left, right, added, left.new_empty(shape) if out is None else out)
+    narrow = left.dtype == right.dtype == torch.bfloat16 and left.ndim == right.ndim == 2
+    if narrow and left.shape[1] == right.shape[0] > 0 and left.shape[0] >= FEW_ROWS:
+        shape = (left.shape[0], right.shape[1])
+        fits = out is None or (out.dtype == left.dtype and out.shape == shape)
+        if fits and all(factor == 1 for factor in factors.values()):
+            added = given[0].expand(shape) if len(given) == 3 else None
+            return multiply(left, right, added, left.new_empty(shape) if out is None else out)
     result: Tensor = torchs(*given, **factors) if out is None else torchs(*given, **factors, out=out)
     return result
 
