@@ -69,3 +69,19 @@ def test_memory_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (total_memory_bytes(), available_memory_bytes()) == (3 * 2**20, 2 * 2**20)
     limit.write_text("max\n")
     assert total_memory_bytes() > 2**28
+
+
+@pytest.mark.parametrize(
+    ("told", "able"),
+    [
+        ("flags\t\t: fpu avx512f avx512_vnni", False),
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd i8mm bf16 dgh", True),
+        ("Features\t: fp asimd asimdhp", False),
+    ],
+)
+def test_which_cpus_compute_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, able: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{told}\n")
+    monkeypatch.setattr(host, "_CPUINFO", tmp_path / "cpuinfo")
+    assert host.computes_bf16() == able

@@ -29,6 +29,7 @@ from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
 from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
+from shardwise.spec.host import cores
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -253,7 +254,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
         work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
         total = sum(part.stop - part.start for unit, _ in work for part in unit)
         done = 0
-        num_proc = data.num_proc or len(os.sched_getaffinity(0))
+        num_proc = data.num_proc or cores()
         for (unit, _), runs in zip(work, shards.tokenise_all(work, num_proc), strict=True):
             for name, run in runs.items():
                 writers[name].add(run)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+_CPUINFO = Path("/proc/cpuinfo")
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -77,7 +78,6 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def computes_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX-512 or AMX); elsewhere bf16 is slower than fp32."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    """Whether this CPU multiplies bf16 in hardware (AVX-512, AMX, or Arm's); elsewhere bf16 is slower than fp32."""
+    flags = _CPUINFO.read_text() if _CPUINFO.exists() else ""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())

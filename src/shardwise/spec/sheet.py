@@ -10,7 +10,7 @@ knows a peak or a second: planner/replay.py finds those.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from shardwise.spec.layout import Axis, Layout
@@ -62,7 +62,7 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Op:
     """``allocates`` and ``frees`` are indices into the unit's tensors: what comes into being with the operation and
-    what is free once it has run. ``matmul_flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
+    what is free once it has run. ``flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
     attention's grow with ``b*s*s``. Backward operations of one ``node`` (a function written in Python) run all or none.
     """
 
@@ -126,7 +126,6 @@ class Sheet:
     tail: Unit
     tied: bool
     step: tuple[Collective, ...] = ()
-    notes: dict[str, int] = field(default_factory=dict)
     capped: bool = False
 
     @property
