@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def test_attention_errs_less_than_torchs_own(shared: int, causal: bool, monkeypa
         assert float((found - right).norm()) <= 1.01 * float((theirs - right).norm())
     right = attended(4, 4, torch.float64, is_causal=True)
     assert all(torch.allclose(a.double(), b, atol=0.05) for a, b in zip(masked, right, strict=True))  # torch's own
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("shared", [4, 2])
+@pytest.mark.parametrize("limit", [2**21, 2500])
+def test_attention_is_that_of_fp32_rounded(shared: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, forward and backward, keys and values shared by queries or not."""
+    monkeypatch.setattr(widened, "WIDENED_NUMBERS", limit)
+    forward = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=0.3)
+    backward = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=0.3)
+    heads = enumerate((4, shared, shared, 4))
+    q, k, v, grad = (numbers(2, 70, count, 16, seed=seed).transpose(1, 2) for seed, count in heads)
+    wide = [x.float() for x in (q, k, v)]
+    (out, lse), (right, right_lse) = forward(q, k, v, 0.0, True), forward(*wide, 0.0, True)
+    assert torch.equal(out, right.bfloat16()) and torch.equal(lse, right_lse)
+    found = backward(grad, q, k, v, out, lse, 0.0, True)
+    expected = backward(grad.float(), *wide, out.float(), lse, 0.0, True)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, expected, strict=True))
 
 
 def test_afterwards_torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
