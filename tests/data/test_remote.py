@@ -338,8 +338,11 @@ def test_what_fails_on_the_way_is_fetched_again(
                 raise OSError("the line is dead")
 
     monkeypatch.setattr(remote, "_blocks", broken)
-    found = Path(str(bring(Data(path="https://example.org/a.txt"), tmp_path).path))
+    told: list[tuple[str, int, int]] = []
+    one = Data(path="https://example.org/a.txt")
+    found = Path(str(bring(one, tmp_path, said=lambda *said: told.append(said)).path))
     assert found.read_bytes() == b"half of a line" and len(waits) == 2
+    assert [done for _, done, _ in told] == [len(b"half of a line")] * 3
     failures = 9
     said = fails(UnavailableError, lambda: bring(Data(path="https://example.org/b.txt"), tmp_path))
     assert "the line is dead" in said and len(waits) == 4

@@ -185,7 +185,7 @@ def test_what_stands_in_fp32_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert highest_bytes(profiler) <= 3 * q.nbytes + 8 * 4 * 2**14 + kernels_own
 
 
-def test_a_run_of_bf16(tmp_path: Path) -> None:
+def test_a_run_of_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its losses are those of torch's own products but for rounding; its header and run.json say how they are made,
     and after it torch is as it was."""
     losses = []
@@ -196,6 +196,8 @@ def test_a_run_of_bf16(tmp_path: Path) -> None:
         train(made, plan)
         losses.append([row[2] for row in small_run.numbers(small_run.directory(made))])
         assert json.loads((small_run.directory(made) / "run.json").read_text())["matmul"] == matmul
+        products = "bf16 products: widened" if matmul == "widened" else "fp32 products: highest"
+        assert f"· {products} (the plan)" in capsys.readouterr().out
         assert not widened._registered
     assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[1] != losses[0]
 
