@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
+from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner import search
+from shardwise.planner.price import widened_bytes
 from shardwise.planner.search import MARGIN, choose, settings
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import local_cluster, parse_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Precision, Recipe, Recompute, Train
@@ -53,6 +56,10 @@ def test_a_cpu_without_bf16_computes_it_in_fp32(able: bool, monkeypatch: pytest.
         assert ("precision.matmul" in plan.why) == (not able)
         assert plan.estimate.peak_bytes - pinned.estimate.peak_bytes == (0 if able else beside)
         assert plan.estimate.peak_bytes == sum(plan.estimate.memory.values())
+    long = settings(recipe(precision=Precision(compute="bf16"), train=Train(seq_len=16384)), EIGHT_B, cpu)
+    plan, sheet = next(iter(long)), sheet_of(EIGHT_B, "narrow")
+    group = 4 * 16384 * 128  # of the queries that share one head of keys
+    assert widened_bytes(techniques.cost(sheet, plan), plan) == (0 if able else 8 * 4 * group)
     gpus = choose(recipe(precision=Precision(compute="bf16")), ONE_B, parse_cluster("8xH100"))
     assert gpus.precision.matmul == "highest"
 

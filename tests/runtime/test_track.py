@@ -14,7 +14,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.data.remote import shown
+from shardwise.data.remote import all_shown
 from shardwise.errors import UnavailableError
 from shardwise.runtime import track
 from shardwise.runtime.metrics import Log, Speed
@@ -136,8 +136,10 @@ def test_what_is_secret_in_an_address_reaches_no_tracker(tmp_path: Path, kept: l
     train_here(made)
     assert kept[0].subject.config["data.path"] == ["memory://bucket/text.txt"]
     presigned = made.model_copy(update={"lora": Lora(path="https://host/a?X-Amz-Signature=sesame")})
-    told = json.loads(shown(presigned.model_dump_json()))
+    told = all_shown(presigned.model_dump(mode="json"))
     assert told["lora"]["path"] == "https://host/a" and "sesame" not in json.dumps(told)
+    text = 'look at "https://host/?q" and\n"{{ x }}"'
+    assert all_shown({"a": [text, 1, None], "b": "no?"}) == {"a": [text.replace('?q"', ""), 1, None], "b": "no?"}
 
 
 def test_rows_and_outcome_reach_the_tracker(tmp_path: Path, kept: list[Kept]) -> None:

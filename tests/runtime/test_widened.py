@@ -96,6 +96,10 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = torch.addmm(numbers(32, seed=2), left, right, beta=0, alpha=2)
     assert torch.allclose(twice.double(), 2 * exact, rtol=2 * HALF_A_STEP, atol=1e-3)
     assert (numbers(32, 0) @ numbers(0, 32)).eq(0).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.mm(left, right, out=torch.zeros(32, 32, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.addmm(torch.ones(32), left, right)
     assert not made
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         left @ left
@@ -155,6 +159,25 @@ def test_attention_is_that_of_fp32_rounded(shared: int, limit: int, monkeypatch:
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("shared", [4, 2])
+def test_results_are_laid_out_as_torch_says(turned: bool, shared: int) -> None:
+    """Compiled graphs take the strides of operations on the meta device for granted."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    tensors = [
+        numbers(2, 70, heads, 16, seed=seed).transpose(1, 2) for seed, heads in enumerate((4, shared, shared, 4))
+    ]
+    q, k, v, grad = tensors if turned else [x.contiguous() for x in tensors]
+    there = [x.to("meta") for x in (q, k, v)]
+    (out, lse), (meta_out, meta_lse) = forward(q, k, v, 0.0, True), forward(*there, 0.0, True)
+    assert (out.stride(), lse.stride()) == (meta_out.stride(), meta_lse.stride())
+    found = backward(grad, q, k, v, out, lse, 0.0, True)
+    meta = backward(grad.to("meta"), *there, meta_out, meta_lse, 0.0, True)
+    assert [x.stride() for x in found] == [x.stride() for x in meta]
+
+
 def test_afterwards_torch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     made = calls(monkeypatch)
     left, right = numbers(64, 300), numbers(300, 64, seed=1)
@@ -177,12 +200,16 @@ def test_what_stands_in_fp32_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         left @ right
     assert 2 * 2**20 < highest_bytes(profiler) <= 2 * 2**20 + 3 * 4 * 2**14
-    q, k, v, grad = (numbers(2, 8, 256, 64, seed=seed).requires_grad_() for seed in range(4))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        out.backward(grad)
-    kernels_own = 2**19
-    assert highest_bytes(profiler) <= 3 * q.nbytes + 8 * 4 * 2**14 + kernels_own
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for shared, group in ((8, 1), (1, 8)):
+        q, k, v, grad = (numbers(2, heads, 256, 64, seed=seed) for seed, heads in enumerate((8, shared, shared, 8)))
+        out, lse = forward(q, k, v, 0.0, True)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            backward(grad, q, k, v, out, lse, 0.0, True)
+        kernels_own = 2**19
+        results, piece = q.nbytes + 2 * k.nbytes, group * 256 * 64
+        assert highest_bytes(profiler) <= results + 8 * 4 * piece + kernels_own
 
 
 def test_a_run_of_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

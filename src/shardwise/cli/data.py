@@ -60,7 +60,9 @@ def stages(hidden: bool) -> Iterator[_Stages]:
 
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = hidden or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+    # Bars of others, such as datasets' own, are not to become lines above ours.
+    mine = {"console": Console(stderr=True), "transient": True, "redirect_stderr": False}
+    with Progress(*columns, **mine, disable=hidden) as bar:
         yield _Stages(bar)
 
 
@@ -73,8 +75,8 @@ class _Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self.tasks:
-            self.tasks[stage] = self.bar.add_task(stage, total=total or None)
-        self.bar.update(self.tasks[stage], completed=done)
+            self.tasks[stage] = self.bar.add_task(stage)
+        self.bar.update(self.tasks[stage], total=total or None, completed=done)
 
 
 def describe(prepared: Prepared) -> str:

@@ -136,8 +136,9 @@ def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
     files, listed = _listing(url)
     places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
-    total = sum(int(told["size"]) for _, told in listed.values() if told.get("size", "None") != "None")
-    fetched = dict.fromkeys(listed, 0)
+    missing = [told for name, (_, told) in listed.items() if not places[name].exists()]
+    total = sum(int(told["size"]) for told in missing if told.get("size", "None") != "None")
+    fetched: dict[str, int] = {}
 
     def copy(name: str, directory: Path) -> None:
         (place, told), last = listed[name], PurePosixPath(name).name
@@ -187,8 +188,16 @@ def _told(value: Any) -> str:
 
 def shown(text: str) -> str:
     """Without what may be secret in an address: who asks, and a signature."""
-    text = re.sub(r"://[^/\s:@\"]*:[^/\s@\"]*@", "://", text)
-    return re.sub(r"(https?://[^\s?'`\"]*)\?[^\s'`\"]*", r"\1", text)
+    return re.sub(r"(https?://[^\s?'`]*)\?[^\s'`]*", r"\1", re.sub(r"://[^/\s:@]*:[^/\s@]*@", "://", text))
+
+
+def all_shown(value: Any) -> Any:
+    """``value`` with every text in it as :func:`shown`."""
+    if isinstance(value, dict):
+        return {key: all_shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [all_shown(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 @contextmanager

@@ -37,11 +37,14 @@ def widened_bytes(sheet: Sheet, plan: Plan) -> int:
         return 0
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
     matrices = [tensor.numel(b, s) for unit in sheet.units for tensor in (*unit.weights, *unit.tensors)]
-    queries = [
-        unit.tensors[op.reads[0]].numel(1, s) for unit in sheet.units for op in unit.forward if op.kind == "attention"
-    ]
-    largest, heads = (min(WIDENED_NUMBERS, max(sizes, default=0)) for sizes in (matrices, queries))
-    return 4 * max(3 * largest, 8 * heads)
+    heads = [0]
+    for unit in sheet.units:
+        for op in unit.forward:
+            if op.kind == "attention":
+                q, k = (unit.tensors[tensor] for tensor in op.reads[:2])
+                groups = k.shape[2] if len(k.shape) > 2 else 1  # [b, s, heads, ...], or unknown in [b*s, ...]
+                heads.append(min(q.numel(1, s), max(WIDENED_NUMBERS, q.numel(1, s) // int(groups))))
+    return 4 * max(3 * min(WIDENED_NUMBERS, max(matrices)), 8 * max(heads))
 
 
 def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.data.remote import shown
+from shardwise.data.remote import all_shown
 from shardwise.errors import ConfigError
 from shardwise.methods import dpo, pretrain
 from shardwise.runtime import fit
@@ -79,7 +78,7 @@ def open_log(job: Job, state: TrainState) -> Log:
     """The run's log, which goes on after the step that ``state`` is at."""
     tracks = None
     if job.rank == 0:
-        config = dotted(json.loads(shown(job.recipe.model_dump_json())))
+        config = all_shown(dotted(job.recipe.model_dump(mode="json")))
         name = job.recipe.run.name
         tracks = track(job.recipe, Subject(name, job.run_id, job.directory, state.step, config))
     log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)

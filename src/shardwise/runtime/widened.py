@@ -1,5 +1,6 @@
 """bf16 on CPUs without instructions for it, where torch multiplies four times as slowly as in fp32: matrix products and
 attention are computed in fp32, of operands widened and to a result rounded, which takes what fp32 takes and errs less.
+Batched products, attention under a dense mask, and products of few rows are left to torch.
 
 It stands below autograd and for the whole process, as torch's own settings of products do: modules of anyone's and
 compiled graphs are served as well.
@@ -50,8 +51,9 @@ def _product(torchs: Kernel, *given: Any, out: Tensor | None = None, **factors: 
     narrow = left.dtype == right.dtype == torch.bfloat16 and left.ndim == right.ndim == 2
     if narrow and left.shape[1] == right.shape[0] > 0 and left.shape[0] >= FEW_ROWS:
         shape = (left.shape[0], right.shape[1])
-        fits = out is None or (out.dtype == left.dtype and out.shape == shape)
-        if fits and all(factor == 1 for factor in factors.values()):
+        # Autocast would take the product in fp32 that is meant for ``out`` for one to narrow.
+        fits = out is None or (out.dtype == left.dtype and out.shape == shape and not torch.is_autocast_enabled("cpu"))
+        if fits and given[0].dtype == left.dtype and all(factor == 1 for factor in factors.values()):
             added = given[0].expand(shape) if len(given) == 3 else None
             return multiply(left, right, added, left.new_empty(shape) if out is None else out)
     result: Tensor = torchs(*given, **factors) if out is None else torchs(*given, **factors, out=out)
@@ -79,7 +81,9 @@ def _attention(torchs: Kernel, q: Tensor, k: Tensor, v: Tensor, *given: Any, **r
     dropped, causality."""
     if q.dtype != torch.bfloat16 or any(given[:1]) or rest.get("attn_mask") is not None:
         return torchs(q, k, v, *given, **rest)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    b, h, s, _ = q.shape
+    # Laid out as torch's kernel does, which compiled graphs take for granted.
+    out, lse = torch.empty_like(q), q.new_empty((b, s, h), dtype=torch.float32).transpose(1, 2)
     for own, shared in _heads(q, k):
         out[own], lse[own] = torchs(q[own].float(), k[shared].float(), v[shared].float(), *given, **rest)
     return out, lse
@@ -89,7 +93,8 @@ def _attention_backward(torchs: Kernel, grad: Tensor, *given: Any, **rest: Any) 
     q, k, v, out, lse, dropout, causal = given
     if q.dtype != torch.bfloat16 or dropout or rest.get("attn_mask") is not None:
         return torchs(grad, *given, **rest)
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    tokens_first = [x.transpose(1, 2) for x in (q, k, v)]
+    grads = tuple(x.new_empty(x.shape).transpose(1, 2) for x in tokens_first)
     for own, shared in _heads(q, k):
         wide = [x[piece].float() for x, piece in ((grad, own), (q, own), (k, shared), (v, shared), (out, own))]
         parts = torchs(*wide, lse[own], dropout, causal, **rest)
@@ -101,7 +106,7 @@ def _attention_backward(torchs: Kernel, grad: Tensor, *given: Any, **rest: Any) 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Pieces of q (and its like) and of k and v that belong together: of one row, as many heads as
-    ``WIDENED_NUMBERS`` allow."""
+    ``WIDENED_NUMBERS`` allow, and at least those that share one of k."""
     b, h, s, e = q.shape
     groups, each = k.shape[1], h // k.shape[1]
     few = max(1, WIDENED_NUMBERS // (each * max(s, k.shape[2]) * e))
