@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
+from shardwise.cli.data import stages
 from shardwise.data import store
 
 
@@ -62,3 +63,14 @@ def test_changed_data_is_refused_until_forced(recipe: Path, tmp_path: Path, caps
     )
     assert main([*command, "--force"]) == 0
     assert main(command) == 0
+
+
+def test_a_bar_follows_what_is_told_last() -> None:
+    """Each URL has a length of its own, or none that is known."""
+    with stages(hidden=True) as said:
+        for done, total in ((10, 100), (100, 100), (10, 1000), (1000, 1000)):
+            said("fetching", done, total)
+            [task] = said.bar.tasks
+            assert (task.completed, task.total) == (done, total)
+        said("tokens", 5, 0)
+        assert (said.bar.tasks[1].completed, said.bar.tasks[1].total) == (5, None)

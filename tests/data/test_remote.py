@@ -120,6 +120,10 @@ def test_fetching_tells_how_far_it_is(bucket: Any, settings: Settings, monkeypat
     told.clear()
     prepare(data, force=True, progress=lambda *said: told.append(said))
     assert told and {said[0] for said in told} <= {"tokenizer", "tokens"}
+    told.clear()
+    prepare(settings("memory://corpus/[024].txt"), progress=lambda *said: told.append(said))
+    third = len(bucket.cat("/corpus/4.txt"))  # the others are there
+    assert [said[1:] for said in told if said[0] == "fetching"][-1] == (third, third)
 
 
 def test_what_ends_early_or_breaks_leaves_nothing(
