@@ -75,7 +75,7 @@ class _Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self.tasks:
-            self.tasks[stage] = self.bar.add_task(stage)
+            self.tasks[stage] = self.bar.add_task(stage, total=total or None)
         self.bar.update(self.tasks[stage], total=total or None, completed=done)
 
 
