@@ -168,7 +168,7 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
     if asked.matmul == "auto" and compute == "bf16" and cluster.kind == "cpu" and not computes_bf16():
         matmul = "widened"
-        why["precision.matmul"] = "derived: the CPU has no bf16 instructions; in fp32 its products take a quarter"
+        why["precision.matmul"] = "derived: the CPU has no bf16; its products take a quarter of the time in fp32"
     precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
     why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
     return precision, why

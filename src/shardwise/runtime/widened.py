@@ -93,8 +93,7 @@ def _attention_backward(torchs: Kernel, grad: Tensor, *given: Any, **rest: Any) 
     q, k, v, out, lse, dropout, causal = given
     if q.dtype != torch.bfloat16 or dropout or rest.get("attn_mask") is not None:
         return torchs(grad, *given, **rest)
-    tokens_first = [x.transpose(1, 2) for x in (q, k, v)]
-    grads = tuple(x.new_empty(x.shape).transpose(1, 2) for x in tokens_first)
+    grads = tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     for own, shared in _heads(q, k):
         wide = [x[piece].float() for x, piece in ((grad, own), (q, own), (k, shared), (v, shared), (out, own))]
         parts = torchs(*wide, lse[own], dropout, causal, **rest)
