@@ -9,13 +9,14 @@ PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT
 MAKEFLAGS += --no-print-directory
 
-.PHONY: help demo test check fix bench gpu prove-big clean
+.PHONY: help demo test prove check fix bench gpu prove-big clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
-	@echo "make test       the tests"
-	@echo "make check      the whole gate: format, lint, types, import contracts, tests"
+	@echo "make test       the tests: every module, and a sample of every proof (at most 8 minutes on two cores)"
+	@echo "make prove      the rest of the proofs' matrices: drift, parity, kills, faults"
+	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"
 	@echo "make bench      the measurements that docs/benchmarks.md quotes"
 	@echo "make gpu        the tests that need a CUDA device"
@@ -27,11 +28,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# DEMO: more keys of the recipe, for instance DEMO=train.max_steps=5
 demo: $(STAMP)
-	$(BIN)/shardwise train
+	$(BIN)/shardwise train $(DEMO)
+
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+	$(PYTEST) $(SHARED)
+
+prove: $(STAMP)
+	$(PYTEST) $(SHARED) -m prove
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -39,6 +47,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) test
+	@$(MAKE) prove
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -58,7 +67,7 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
 
 prove-big: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m big --timeout 3600 --durations=0
+	$(PYTEST) -m big --timeout 3600 --durations=0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,12 +1,48 @@
-"""What every test may use."""
+"""What every test may use, where tests run, and which of them `make test` runs."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.prove.pool import RankPool
+
+set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``matrix(n)``, `make test` runs every nth case; the others are marked ``prove``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        matrix = item.get_closest_marker("matrix")
+        if matrix is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % matrix.args[0]:
+                item.add_marker("prove")
+            seen[test] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Tests run in an empty directory, so that none depends on what lies where they were started."""
+    before, empty = Path.cwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(empty)
+    yield empty
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
+    """A test that writes where it stands asks for a directory of its own: ``monkeypatch.chdir(tmp_path)``."""
+    yield
+    left = sorted(path.name for path in _elsewhere.iterdir())
+    assert not left, f"this test, or what it started, wrote into the working directory: {left}"
 
 
 @pytest.fixture(scope="session")

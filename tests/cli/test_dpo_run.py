@@ -62,6 +62,7 @@ def reference(run: str) -> Path:
     return found
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(300)
 def test_two_ranks_learn_and_a_kill_changes_nothing(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -37,6 +37,7 @@ def logits(directory: str) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(directory)(IDS).logits  # type: ignore[no-any-return]
 
 
+@pytest.mark.prove
 def test_tune_go_on_export(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words[1:-4], "--cluster", "2xRTX-4090"]) == 0
     assert "gpt_neox, in transformers' own modules" in capfd.readouterr().out
@@ -51,6 +52,7 @@ def test_tune_go_on_export(words: list[str], capfd: pytest.CaptureFixture[str]) 
     assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
 
 
+@pytest.mark.prove
 def test_start_from_random_weights(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Drawn alike by any number of ranks: another layout begins with the same loss."""
     sizes = "model_type=gpt2 vocab_size=320 n_embd=32 n_layer=2 n_head=2 n_positions=32"

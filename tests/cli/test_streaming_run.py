@@ -49,6 +49,7 @@ def watched(stream: Path) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(400)
 def test_a_run_on_streamed_data_killed_in_the_third_portion_equals_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

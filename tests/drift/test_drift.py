@@ -54,6 +54,7 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
     return replace(plan, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dial", DIALS)
@@ -62,6 +63,7 @@ def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> No
         check(subset(dial, precision, remat, accumulation), ranks=(7,))
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("dial", DIALS)
 def test_fake_tensors_show_what_real_ones_show(dial: str) -> None:
     """The peak too; large models are measured on fake tensors alone."""
@@ -84,6 +86,7 @@ def subset(dial: str, precision: str, remat: str, accumulation: int) -> Plan:
     return plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat])
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     ("dial", "world"),
     [(dial, world) for dial in DIALS for world in (2, 8, 512) if world > 2 or not dial.startswith("hsdp")],
@@ -93,6 +96,7 @@ def test_first_middle_and_last_rank(dial: str, world: int) -> None:
     check(plan, ranks=tuple({0, world // 2, world - 1}))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("dial", "precision"), list(product(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS)))
 def test_tied_embeddings(dial: str, precision: str) -> None:
     for accumulation in (1, 3):
@@ -120,6 +124,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("modules", PATTERNS)
 @pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
 def test_types_by_module(dial: str, modules: str) -> None:
@@ -139,6 +144,7 @@ def test_fp16_and_fp64(dial: str) -> None:
         check(plan_of(dial, 8, precision=precision))
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:

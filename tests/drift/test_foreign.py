@@ -35,6 +35,7 @@ def sheet(kind: str, which: str) -> Sheet:
     return trace(spec_of(kind), which)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(("kind", "plan"), list(product(("gpt2", "gpt_neox", "cohere2"), PLANS)))
 def test_plans(kind: str, plan: str) -> None:
     chosen = PLANS[plan]
@@ -42,6 +43,7 @@ def test_plans(kind: str, plan: str) -> None:
     assert not drift(spec_of(kind), chosen, 7, found).differences()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in ("gpt2", "gpt_neox", "cohere2")])
 def test_every_kind(kind: str) -> None:
     plan = PLANS["zero3, bf16, selective recompute, accumulation"]

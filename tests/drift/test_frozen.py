@@ -47,6 +47,7 @@ def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, 
     return replace(plan, frozen=frozen)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("what", FROZEN)
 def test_frozen(what: str, dial: str) -> None:
@@ -88,6 +89,7 @@ def test_together_with_types_by_module(dial: str) -> None:
         check(plan, SPEC)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
 @pytest.mark.parametrize("dial", ["ddp", "zero3"])
 def test_peak(dial: str, what: str) -> None:

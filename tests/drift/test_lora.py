@@ -37,6 +37,7 @@ def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan
     return replace(plan, lora=lora)
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_adapters(what: str, dial: str) -> None:
@@ -62,6 +63,7 @@ LARGE = {
 }
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("kind", LARGE)

@@ -16,6 +16,7 @@ SLACK_S = 90.0
 """What starting four ranks and seven steps may take on a busy machine; torch's own timeouts are 1,800 s."""
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("strategy", "world", "phase", "action"),
     [("zero3", 2, "data", "hang"), ("hsdp", 4, "forward", "SIGSTOP")],
@@ -46,6 +47,7 @@ def test_a_silent_rank_is_named_with_its_phase_and_ended(
     assert job.saved() == [SAVE]
 
 
+@pytest.mark.prove
 def test_after_a_hang_the_run_goes_on(make: Make, whole: Job) -> None:
     job = make("hang-resumed")
     words = job.write(run={"timeout_s": TIMEOUT_S})

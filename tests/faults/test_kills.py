@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(400)
 KILLED = -signal.SIGKILL
 
 
+@pytest.mark.prove
 def test_the_same_job_twice_is_the_same_bitwise(make: Make, whole: Job) -> None:
     """The control: without a fault a second run equals the first, and another seed is told apart."""
     job = make("control")
@@ -30,6 +31,7 @@ def test_another_seed_is_told_apart(make: Make, whole: Job) -> None:
     assert job.weights() != whole.weights()
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
@@ -58,6 +60,7 @@ def test_a_rank_killed_in_any_phase_of_a_step(make: Make, whole: Job, phase: str
     job.same_as(whole)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("rank", "when", "left"), [(1, "torn", [SAVE]), (0, "unnamed", [SAVE]), (0, "named", [SAVE, 2 * SAVE])]
 )
@@ -78,6 +81,7 @@ def test_a_rank_killed_while_it_saves(
     assert not [path.name for path in (job.directory / "checkpoints").iterdir() if "tmp" in path.name]
 
 
+@pytest.mark.prove
 def test_all_ranks_killed(make: Make, whole: Job) -> None:
     job = make("all")
     words = job.write()
@@ -89,6 +93,7 @@ def test_all_ranks_killed(make: Make, whole: Job) -> None:
     job.same_as(whole)
 
 
+@pytest.mark.prove
 def test_a_run_killed_again_and_again(make: Make, whole: Job) -> None:
     """Before the first checkpoint, twice in the same stretch, and after the last step: four deaths, one result."""
     job = make("again")
@@ -102,6 +107,7 @@ def test_a_run_killed_again_and_again(make: Make, whole: Job) -> None:
     job.same_as(whole)
 
 
+@pytest.mark.prove
 def test_a_rank_killed_while_it_starts(make: Make, whole: Job) -> None:
     """In the first moments there is nothing to lose, and nothing may be left that a new start stumbles over."""
     job = make("start")
@@ -112,6 +118,7 @@ def test_a_rank_killed_while_it_starts(make: Make, whole: Job) -> None:
     job.same_as(whole)
 
 
+@pytest.mark.prove
 def test_a_rank_killed_while_it_resumes(make: Make, whole: Job) -> None:
     """Loading changes nothing on disk."""
     job = make("resume")

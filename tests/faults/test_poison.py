@@ -43,6 +43,7 @@ def test_a_bad_loss_on_one_rank_is_skipped_by_all(make: Make, whole: Job, factor
     assert [event["step"] for event in job.events("checkpoint skipped")] == ([step] if step == 2 * SAVE else [])
 
 
+@pytest.mark.prove
 def test_losses_that_stay_bad_stop_the_run_and_nothing_of_them_is_saved(make: Make, whole: Job) -> None:
     """Two skips are allowed: steps 9 and 10 (whose turn it is to save) pass, 11 stops the run. What is left is step 5,
     from which the run goes on, without the fault, as if nothing had been."""

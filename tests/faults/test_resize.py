@@ -45,6 +45,7 @@ def test_four_ranks_zero3_then_two_ranks_zero1_then_one(make: Make, whole: Job) 
         assert mine[4:] == theirs[4:] and mine[:2] == theirs[:2]
 
 
+@pytest.mark.prove
 def test_no_good_checkpoint_is_not_taken_for_none(make: Make, whole: Job) -> None:
     """One flipped bit in each: the run refuses, names them all, and changes nothing; asked for, it starts afresh."""
     job = make("corrupt")
@@ -80,6 +81,7 @@ def test_no_good_checkpoint_is_not_taken_for_none(make: Make, whole: Job) -> Non
     assert job.saved() == [2 * SAVE, STEPS]
 
 
+@pytest.mark.prove
 def test_the_newest_checkpoint_being_bad_the_one_before_serves(make: Make, whole: Job) -> None:
     job = make("corrupt-newest")
     words = job.write()

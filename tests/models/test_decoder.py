@@ -152,6 +152,7 @@ def test_a_block_saves_a_minimal_set_the_same_on_fake_tensors(dtype: torch.dtype
         assert saved(fake, fake.layers[0], 24, dtype) == sorted(expected, key=str)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_block_compiles_whole(backend: str) -> None:

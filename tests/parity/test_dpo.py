@@ -150,6 +150,7 @@ def test_every_strategy(ranks: RankPool, pairs: Path) -> None:
     holds(ranks, pairs, [plan(strategy, 2, remat, m) for strategy, remat, m in SETTINGS])
 
 
+@pytest.mark.prove
 def test_one_process_and_four(ranks: RankPool, pairs: Path) -> None:
     holds(ranks, pairs, [plan("ddp", 1, "none", 1), plan("ddp", 1, "none", 4)])
     holds(ranks, pairs, [plan("hsdp", 4, "none", 1), plan("zero3", 4, "selective", 1)])

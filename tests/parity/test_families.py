@@ -3,6 +3,8 @@ and two thetas, norms around and inside attention."""
 
 from __future__ import annotations
 
+import pytest
+
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Remat
@@ -10,6 +12,7 @@ from tests.parity.cases import FP64, GEMMA, QWEN, plan
 from tests.parity.test_fp64 import holds
 
 
+@pytest.mark.prove
 def test_gemma(ranks: RankPool) -> None:
     plans = [plan("ddp", 2, FP64, Remat("full"), 4), plan("zero3", 2, FP64, Remat("selective"), 4)]
     holds(parity.prove(ranks, GEMMA, plans), plans)

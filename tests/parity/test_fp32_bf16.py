@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Plan, Remat
@@ -31,6 +33,7 @@ def covering(precision: object) -> list[Plan]:
     ]
 
 
+@pytest.mark.prove
 def test_fp32(ranks: RankPool) -> None:
     for spec in (UNTIED, TIED):
         plans = covering(FP32)
@@ -51,6 +54,7 @@ def test_bf16_that_a_cpu_computes_in_fp32(ranks: RankPool) -> None:
         assert measured.turn.error <= 1e-3, f"{measured}\nunder {of}"
 
 
+@pytest.mark.prove
 def test_bf16_reduction_and_bf16_weights(ranks: RankPool) -> None:
     narrow = [
         plan(strategy, world, replace(BF16, reduce="bf16", weights=weights))

@@ -26,6 +26,7 @@ def holds(found: list[parity.Parity], plans: list[Plan]) -> None:
         assert all(error.error <= TOLERANCE for error in errors), f"{measured}\nunder {of}"
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_strategies(ranks: RankPool, strategy: str, world: int) -> None:
@@ -38,29 +39,34 @@ def test_hybrid_two_by_two(ranks: RankPool) -> None:
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 
+@pytest.mark.prove
 def test_hybrid_of_every_sharded_strategy(ranks: RankPool) -> None:
     three = plan("hsdp", 4, FP64, accumulation=4)
     plans = [replace(three, shard=replace(three.shard, strategy=strategy)) for strategy in ("zero1", "zero2")]
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 
+@pytest.mark.prove
 def test_tied_embeddings_biases_and_scaled_rotation(ranks: RankPool) -> None:
     plans = [plan(s, w, FP64, Remat("full"), 2) for w, s in zip((2, 4, 2, 4), STRATEGIES, strict=True)]
     plans.append(plan("hsdp", 4, FP64))
     holds(parity.prove(ranks, TIED, plans), plans)
 
 
+@pytest.mark.prove
 def test_weights_kept_after_forward_by_some_or_all(ranks: RankPool) -> None:
     three = plan("zero3", 4, FP64, accumulation=4)
     plans = [replace(three, shard=replace(three.shard, reshard_after_forward=kept)) for kept in (False, 2)]
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 
+@pytest.mark.prove
 def test_every_second_block_recomputed(ranks: RankPool) -> None:
     plans = [plan(s, 2, FP64, Remat(mode, every=2)) for s in ("ddp", "zero3") for mode in ("selective", "full")]  # type: ignore[arg-type]
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_same_batch_split_in_any_way(ranks: RankPool, world: int) -> None:
     """Eight rows a rank as 1 x 8, 2 x 4 and 8 x 1, in one bucket or many, all against one loop over all rows."""

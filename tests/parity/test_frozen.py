@@ -58,6 +58,7 @@ def frozen_plan(strategy: str, world: int, frozen: tuple[str, ...], remat: str, 
     return replace(plan(strategy, world, FP64, Remat(remat), accumulation), frozen=frozen)  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("what", FROZEN)
 def test_every_strategy(ranks: RankPool, what: str) -> None:
     plans = [
@@ -75,6 +76,7 @@ def test_every_strategy(ranks: RankPool, what: str) -> None:
     holds(ranks, UNTIED, plans)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
 def test_hybrid_and_part_of_the_ranks(ranks: RankPool, what: str) -> None:
     hybrid = frozen_plan("hsdp", 4, FROZEN[what], "full", 2)

@@ -54,6 +54,7 @@ def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch
     return value.to(torch_type(of.lora.frozen)).double()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("targets", [(), ("q", "v"), ("down",)], ids=["all-linear", "q and v", "down"])
 def test_every_strategy(ranks: RankPool, targets: tuple[str, ...]) -> None:
     settings = (
@@ -67,6 +68,7 @@ def test_every_strategy(ranks: RankPool, targets: tuple[str, ...]) -> None:
     holds(ranks, UNTIED, [lora_plan(s, 2, Lora(3, 6.0, targets), remat, m) for s, remat, m in settings])
 
 
+@pytest.mark.prove
 def test_frozen_weights_in_bf16_and_in_four_bits(ranks: RankPool) -> None:
     """Computed with in float64, so that the base's rounding is the same everywhere."""
     settings = (("ddp", "none", 2), ("zero3", "full", 1), ("zero3", "selective", 2))
@@ -77,6 +79,7 @@ def test_frozen_weights_in_bf16_and_in_four_bits(ranks: RankPool) -> None:
         holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
 
 
+@pytest.mark.prove
 def test_magnitudes(ranks: RankPool) -> None:
     """DoRA, with and without biases, above frozen weights of every kind."""
     biased = replace(UNTIED, attention_bias=True)
@@ -90,10 +93,12 @@ def test_magnitudes(ranks: RankPool) -> None:
         holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
 
 
+@pytest.mark.prove
 def test_hybrid_in_four_bits(ranks: RankPool) -> None:
     holds(ranks, WIDE, [lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 2)])
 
 
+@pytest.mark.prove
 def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:
     lora = Lora(2, 5.0, rslora=True)
     holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 2), lora_plan("zero3", 4, lora, "none", 1)])

@@ -40,6 +40,7 @@ def controls() -> dict[str, list[str]]:
     return {}
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", DRIFT)
 def test_drift_sees(name: str, controls: dict[str, list[str]]) -> None:
     fault = DRIFT[name]
@@ -84,6 +85,7 @@ def found_of(root: Path, name: str) -> tuple[object, str]:
     return numbers(run), weights_hash(run)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", RESUME)
 def test_kills_see(root: Path, name: str) -> None:
     assert found_of(root, "control") == found_of(root, "whole"), "without the fault"

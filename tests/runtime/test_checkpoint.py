@@ -138,6 +138,7 @@ def start(tmp_path: Path, name: str) -> Path:
 SAVE = "tests.runtime.checkpoint_ranks:save_with_fault"
 
 
+@pytest.mark.prove
 def test_killed_at_every_system_call_of_two_ranks(ask: Ask, tmp_path: Path) -> None:
     deaths, wrong = 0, []
     directory = start(tmp_path, "control")
@@ -170,6 +171,7 @@ def test_killed_while_writing_in_place_leaves_torn_checkpoints(ask: Ask, tmp_pat
     assert len(wrong) >= 8
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_an_error_at_every_system_call_is_agreed_on(ranks: RankPool, tmp_path: Path, error: str) -> None:
     control = ranks.run(work.save_with_fault, str(start(tmp_path, "control")), 0, "", 0)

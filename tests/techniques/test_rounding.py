@@ -171,6 +171,7 @@ def losses(plan: Plan) -> list[float]:
     return found
 
 
+@pytest.mark.prove
 def test_a_small_model_trains_as_with_fp32_moments() -> None:
     """With bf16 moments the losses are those of fp32 moments: measured 0.2 % apart on the way down and 0.1 % at the
     end, 5 % allowed. With weights in bf16 too, 4 % and 2 % apart (10 %), where rounding to the nearest ends at three
