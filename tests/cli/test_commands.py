@@ -78,6 +78,7 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     )
     for setting in ("DDP over 16", "ZeRO-1 over 16", "ZeRO-2 over 16", "ZeRO-3 over 16", "ZeRO-3 over 8, 2 replicas"):
         assert setting in out
+    assert out.splitlines()[3].split("  ")[-3:] == ["sent in the node", "over the network", "on the wire"]
     assert "does not fit" in out and "memory of the fullest rank" in out and "all-gather" in out
     plan = load_plan("plan.yaml")
     assert (plan.layout.world, plan.batch.seq_len, plan.batch.global_batch_size(16)) == (16, 4096, 64)

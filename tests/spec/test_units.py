@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.spec.units import read_size, show_bytes, show_count, show_payload
+from shardwise.spec.units import read_size, show_bytes, show_count, show_payload, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,4 @@ def test_numbers_are_shown_short() -> None:
     ]
     assert [show_payload(n) for n in (12, 22_400_000, 1.1e12)] == ["12 B", "22.4 MB", "1.1 TB"]
     assert [show_count(n) for n in (4096, 5_442_000, 70.6e9)] == ["4,096", "5.4 M", "70.6 B"]
+    assert [show_seconds(s) for s in (4e-6, 0.0032, 10.5)] == ["4 us", "3.2 ms", "10.5 s"]

@@ -18,6 +18,7 @@ from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose, settings
+from shardwise.planner.wire import wire_s
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
 
@@ -53,7 +54,7 @@ def run(options: Options) -> None:
             what = f"`--plan` shows that plan as it stands, so `{rest[0]}` has nothing to do"
             raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
-        return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
+        return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, [], options.explain)
     words = sort_words(options.arguments)
     path = recipe_or_quickstart(words.path, words.overrides)
     loaded = read_recipe(path, words.overrides)
@@ -61,8 +62,8 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     spec = resolve(loaded.recipe)
     cluster = cluster_of(loaded.recipe, options.cluster)
-    plans = settings(loaded.recipe, spec, cluster)
     chosen = choose(loaded.recipe, spec, cluster)
+    plans = settings(loaded.recipe, spec, cluster, chosen)
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
@@ -76,13 +77,14 @@ def run(options: Options) -> None:
     if cluster.assumptions:
         say("assumed: " + "; ".join(cluster.assumptions))
     say()
-    _print_plan(plans, chosen, options.explain)
+    busy_s = [wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in plans]
+    _print_plan(plans, chosen, busy_s if cluster.world > 1 else [], options.explain)
     _print_next(path, words.overrides, options)
     return None
 
 
-def _print_plan(plans: list[Plan], chosen: Plan, explain: str | None) -> None:
-    say(*render.setting_lines(plans, chosen), "")
+def _print_plan(plans: list[Plan], chosen: Plan, busy_s: list[float], explain: str | None) -> None:
+    say(*render.setting_lines(plans, chosen, busy_s), "")
     say(f"chosen: {render.label(chosen)} · {render.execution(chosen)}")
     say(f"        {render.verdict(chosen.estimate)}", "")
     for plan in plans if explain == "memory" else [chosen]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from math import ceil
 
@@ -10,12 +11,13 @@ from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan
-from shardwise.spec.units import columns, show_bytes, show_count, show_payload
+from shardwise.spec.units import columns, show_bytes, show_count, show_payload, show_seconds
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 MARGIN = 0.8
 """Below this share of the memory a plan fits; an estimate under 80 % has not been seen to run out (Fujii et al.,
 2411.06465)."""
+SENT = {"node": "sent in the node", "network": "over the network"}
 COLOURS = {"fits": "green", "close": "yellow", "does not fit": "red"}
 
 
@@ -86,17 +88,28 @@ def _fit(estimate: Estimate) -> tuple[str, float]:
     return "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit", share
 
 
-def setting_lines(plans: list[Plan], chosen: Plan) -> list[str]:
-    """The dial: one line for each setting, the chosen one marked."""
-    rows: list[tuple[str, ...]] = [("", "setting", "a rank", "of", "exact bytes", "sent a step", "")]
-    for plan in plans:
+def setting_lines(plans: list[Plan], chosen: Plan, busy_s: list[float]) -> list[str]:
+    """The dial: a line for each setting, the chosen one marked; ``busy_s`` are their seconds on the wire, if known."""
+    links = [link for link in SENT if any(link in sent_by_link(plan) for plan in plans)]
+    named = [SENT[link] for link in links] if len(links) > 1 else ["sent a step"] * len(links)
+    head = ("", "setting", "a rank", "of", "exact bytes", *named, *(["on the wire"] if busy_s else []), "")
+    rows: list[tuple[str, ...]] = [head]
+    for index, plan in enumerate(plans):
         word, share = _fit(plan.estimate)
-        peak = plan.estimate.peak_bytes
-        sent = show_payload(sum(traffic.bytes for traffic in plan.estimate.traffic))
+        peak, by_link = plan.estimate.peak_bytes, sent_by_link(plan)
+        sent = [show_payload(by_link.get(link, 0)) for link in links] + [show_seconds(s) for s in busy_s[index:][:1]]
         mark = ">" if (plan.shard, plan.layout) == (chosen.shard, chosen.layout) else ""
-        rows.append((mark, label(plan), show_bytes(peak), f"{share:.0%}", f"{peak:,}", sent, word))
-    lines = columns(rows, "<<>>>><")
+        rows.append((mark, label(plan), show_bytes(peak), f"{share:.0%}", f"{peak:,}", *sent, word))
+    lines = columns(rows, "<<" + ">" * (len(head) - 3) + "<")
     return lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+
+
+def sent_by_link(plan: Plan) -> Counter[str]:
+    """Bytes that a rank sends in a step within its node and over the network."""
+    found: Counter[str] = Counter()
+    for traffic in plan.estimate.traffic:
+        found[traffic.link] += traffic.bytes
+    return found
 
 
 def why_lines(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques import optim, shard
 from shardwise.techniques.numbers import WIDENED_NUMBERS
 
 CUDA_RESERVE_BYTES = 2 * 2**30
@@ -28,6 +29,17 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     memory["buffers"] += widened_bytes(costed, plan)
     peak, sent = sum(memory.values()), traffic(costed, plan.layout)
     return replace(plan, estimate=Estimate(memory, peak, cluster.device.memory_bytes, sent, flops(costed, plan)))
+
+
+def least_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> int:
+    """A bound below the peak that needs no replay: what is alive for the whole step, with all gradients at its end or
+    all gathered weights between forward and backward."""
+    state = sum(optim.state_bytes(costed, plan, 0).values()) + (CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0)
+    if plan.shard.strategy == "ddp" or plan.layout.dp == 1:
+        return state + sum(shard.gradient_bytes(costed, plan).values())
+    groups = shard.groups(costed, plan).values()
+    gathered = 0 if plan.shard.strategy == "zero3" else sum(group.wire_bytes for group in groups)
+    return state + max(gathered, sum(group.gradient_bytes for group in groups))
 
 
 def widened_bytes(sheet: Sheet, plan: Plan) -> int:

@@ -1,32 +1,38 @@
 """From a recipe to a plan. What the recipe pins stays; the rest is derived, each value with its reason.
 
-Until plans are priced in seconds, ``strategy: auto`` is a rule: replicate if the predicted peak is at most 0.8 of the
-memory, else the first of ZeRO-1, 2, 3 of which that is true; where none is, the same with selective and then with full
-recomputation; where still none is, the smallest.
+Until plans are priced in seconds, ``strategy: auto`` is a rule: of the settings of the dial, hybrid ones included,
+whose predicted peak is at most 0.8 of the memory, the one that keeps the wire busy for the shortest time; where there
+is none, the same with smaller micro-batches, then with selective and with full recomputation; where there still is
+none, the smallest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
-from shardwise.planner.price import price
+from shardwise.planner.price import least_bytes, price, traffic
 from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.host import computes_bf16
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Recipe, Train
-from shardwise.spec.units import show_bytes
+from shardwise.spec.sheet import Sheet
+from shardwise.spec.units import show_bytes, show_seconds
 from shardwise.techniques import lora
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
+TIE = 0.02
+"""Times on the wire that differ by less are the same: padding makes such a difference."""
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
 """At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
 fast as more and takes less memory (docs/benchmarks.md)."""
@@ -35,25 +41,80 @@ STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 REMAT: tuple[Mode, ...] = ("none", "selective", "full")
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A plan before it is replayed: its sheet, its seconds on the wire, and a bound below its memory."""
+
+    plan: Plan
+    sheet: Sheet
+    wire_s: float
+    least_bytes: int
+
+    def priced(self, cluster: Cluster) -> Plan:
+        return price(self.sheet, self.plan, cluster)
+
+
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
-    tried: list[Plan] = []
     modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
-    for mode in modes:
-        for train in _smaller_micro_batches(recipe.train, cluster.world):
-            for plan in _settings(recipe, spec, cluster, mode, train, pinned=True):
-                tried.append(plan)
-                if plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes:
-                    return _explained(plan, tried, recipe)
-    return _explained(min(tried, key=lambda plan: plan.estimate.peak_bytes), tried, recipe)
+    smaller = list(_smaller_micro_batches(recipe.train, cluster.world))
+    refused: list[Problem] = []
+    tried: list[Plan] = []
+    for mode, train in product(modes, smaller):
+        found, problems = _candidates(recipe, spec, cluster, mode, train)
+        refused += problems
+        found.sort(key=lambda candidate: candidate.wire_s)
+        for at, candidate in enumerate(found):
+            if candidate.least_bytes > MARGIN * cluster.device.memory_bytes:
+                continue
+            tried.append(candidate.priced(cluster))
+            if fits(tried[-1]):
+                return _least_memory(found[at:], tried[-1], recipe, cluster)
+    if refused:
+        raise ConfigError(*dict.fromkeys(refused))
+    tried += [candidate.priced(cluster) for candidate in found]
+    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes)
+    share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
+    reason = f"derived: nothing stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
+    return _explained(smallest, reason, recipe)
 
 
-def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
-    """Every setting of the dial with its estimate, hybrid shard included where there is more than one node; all else as
-    in the chosen plan."""
-    chosen = choose(recipe, spec, cluster)
+def fits(plan: Plan) -> bool:
+    """Whether the plan stays below the margin."""
+    return plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
+
+
+def _least_memory(found: list[Candidate], first: Plan, recipe: Recipe, cluster: Cluster) -> Plan:
+    """Of the candidates that take as long on the wire as the first of ``found``, which fits and is ``first``, the one
+    that takes the least memory."""
+    limit_s = (1 + TIE) * found[0].wire_s
+    able = [c for c in found if c.least_bytes <= MARGIN * cluster.device.memory_bytes]
+    ties = [first, *(c.priced(cluster) for c in able[1:] if c.wire_s <= limit_s)]
+    best = min(ties, key=lambda plan: plan.estimate.peak_bytes)
+    reason = f"derived: least time on the wire of what stays below {MARGIN:.0%} of the memory"
+    reason += f": {show_seconds(found[0].wire_s)}"
+    if best is not first:
+        reason += f", as {name(first)}, which needs more memory"
+    if slower := next((c for c in able if c.wire_s > limit_s), None):
+        reason += f"; {name(slower.plan)}: {show_seconds(slower.wire_s)}"
+    return _explained(best, reason, recipe)
+
+
+def name(plan: Plan) -> str:
+    """``zero3 over 8 x 2``."""
+    layout = plan.layout
+    if plan.shard.strategy == "ddp":
+        return f"ddp over {layout.dp}"
+    return f"{plan.shard.strategy} over {layout.dp_shard}" + (f" x {layout.dp_replicate}" * (layout.dp_replicate > 1))
+
+
+def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | None = None) -> list[Plan]:
+    """Every legal setting of the dial with its estimate, hybrid shard included where there is more than one node; all
+    else as in the plan that was chosen."""
+    chosen = chosen or choose(recipe, spec, cluster)
     train = _with_batch(recipe.train, chosen.batch.micro_batch_size, chosen.batch.accumulation)
-    return list(_settings(recipe, spec, cluster, chosen.remat.mode, train, pinned=False))
+    found, _ = _candidates(recipe, spec, cluster, chosen.remat.mode, train, pinned=False)
+    return [candidate.priced(cluster) for candidate in found]
 
 
 def _smaller_micro_batches(train: Train, dp: int) -> Iterator[Train]:
@@ -73,11 +134,14 @@ def _with_batch(train: Train, micro: int, accumulation: int) -> Train:
     return train.model_copy(update=update)
 
 
-def _settings(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, mode: Mode, train: Train, *, pinned: bool
-) -> Iterator[Plan]:
+def _candidates(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, mode: Mode, train: Train, *, pinned: bool = True
+) -> tuple[list[Candidate], list[Problem]]:
+    """The legal settings of the dial, and what is wrong with the others."""
     precision, why = _precision(recipe, cluster)
     sheet = sheet_of(spec, variant(precision))
+    found: list[Candidate] = []
+    refused: list[Problem] = []
     for strategy, layout in _layouts(recipe, cluster, pinned=pinned):
         micro, accumulation, _ = batch(train, layout.dp)
         chunk, reasons = _chunk(spec, cluster, micro * train.seq_len)
@@ -98,8 +162,12 @@ def _settings(
             cluster=str(cluster),
         )
         if problems := techniques.check(spec, plan, cluster):
-            raise ConfigError(*problems)
-        yield price(sheet, plan, cluster)
+            refused += problems
+            continue
+        costed = techniques.cost(sheet, plan)
+        busy_s = wire_s(traffic(costed, layout), layout, cluster)
+        found.append(Candidate(plan, sheet, busy_s, least_bytes(costed, plan, cluster)))
+    return found, refused
 
 
 def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
@@ -117,8 +185,9 @@ def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tupl
     if (asked == "auto" and not hybrid and shard is None) or not pinned:
         for strategy in STRATEGIES:
             yield strategy, replicated if strategy == "ddp" else Layout(dp_shard=world, ranks_per_node=per_node)
-        if not pinned and (cluster.nodes > 1 or hybrid) and _hybrid(recipe, cluster).dp_shard > 1:
-            yield "zero3", _hybrid(recipe, cluster)
+        if (cluster.nodes > 1 or hybrid) and 1 < _hybrid(recipe, cluster).dp_shard < world:
+            for strategy in STRATEGIES[1:]:
+                yield strategy, _hybrid(recipe, cluster)
     elif asked == "ddp" or (asked == "auto" and (shard == 1 or replicas == world)):
         if (shard or 1) > 1 or (replicas or world) != world:
             raise ConfigError(_mesh(recipe, cluster))
@@ -183,20 +252,11 @@ def _chunk(spec: ModelSpec, cluster: Cluster, tokens: int) -> tuple[int, dict[st
     return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, {size}"}
 
 
-def _explained(plan: Plan, tried: list[Plan], recipe: Recipe) -> Plan:
-    estimate = plan.estimate
-    share = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)}"
-    fits = estimate.peak_bytes <= MARGIN * estimate.capacity_bytes
+def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if recipe.parallel.strategy != "auto":
         reason = "pinned"
     elif plan.layout.dp == 1:
         reason = "derived: one process"
-    elif fits:
-        before = [other for other in tried if other is not plan]
-        larger = f"; {before[-1].shard.strategy} needs {show_bytes(before[-1].estimate.peak_bytes)}" if before else ""
-        reason = f"derived: the first that stays below {MARGIN:.0%} of the memory ({share}){larger}"
-    else:
-        reason = f"derived: nothing stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
     why = {"shard.strategy": reason, **plan.why}
     if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp)[:2]:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"

@@ -34,6 +34,11 @@ def show_count(count: float) -> str:
     return _scaled(count, {"T": 1e12, "B": 1e9, "M": 1e6}, "")
 
 
+def show_seconds(seconds: float) -> str:
+    """``10.5 s``, ``3.2 ms``, ``40 us``."""
+    return _scaled(seconds * 1e6, {"s": 1e6, "ms": 1e3}, " us")
+
+
 def _scaled(count: float, units: Mapping[str, float], smallest: str) -> str:
     for unit, scale in units.items():
         if abs(count) >= scale:

@@ -7,9 +7,9 @@
     zero3      + weights                    gathers P 2m times (the root m times); reduce-scatters m times
 
 (fsdp is another name of zero3.) With dp_replicate > 1 a sharded strategy is hybrid (hsdp): slices over dp_shard ranks,
-and one all-reduce of the slices over dp_replicate a step. Use the first that fits. Built on FSDP2's ``fully_shard``,
-whose unit is a block; ddp on replicas.py. Gradients are sums, never means: the loss is already divided by the number
-of supervised tokens of the whole step. FSDP2 takes the types of precision.py and so this file reads them.
+and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, whose unit is a block; ddp
+on replicas.py. Gradients are sums, never means: the loss is already divided by the number of supervised tokens of the
+whole step. FSDP2 takes the types of precision.py and so this file reads them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""How long a step's collectives keep the links busy, at the rates that the cluster names: nothing for latency, nothing
+for what computing hides. Enough to tell one split of the ranks from another until plans are priced in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwise.spec.cluster import Cluster, Kind
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Traffic
+
+PASSES: dict[Kind, dict[str, int]] = {
+    "cuda": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2},
+    "cpu": {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 2},
+}
+"""How many times the payload goes around a ring of ranks. gloo sums everything on every rank and keeps a slice: counted
+on the loopback device, its reduce-scatter sends as much as its all-reduce."""
+
+UNKNOWN_LINK_BYTES_PER_S = 31e9
+"""Of a device that the table does not know: PCIe 4 with 16 lanes."""
+
+
+def wire_s(traffic: Iterable[Traffic], layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a step on the wire: of each collective the slower of a rank's own link and of the network, which the
+    groups that pass through a node share."""
+    link_bytes_per_s, total = cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S, 0.0
+    for sent in traffic:
+        ranks, groups = group(sent.axis, layout)
+        ring_bytes = sent.bytes * PASSES[cluster.kind].get(sent.kind, 1) * (ranks - 1) / ranks
+        seconds = ring_bytes / link_bytes_per_s if layout.ranks_per_node > 1 else 0.0
+        if sent.link == "network":
+            seconds = max(seconds, groups * ring_bytes / cluster.network_bytes_per_s)
+        total += seconds
+    return total
+
+
+def group(axis: str, layout: Layout) -> tuple[int, int]:
+    """Ranks of one group of ``axis``, and how many groups have a rank on the same node."""
+    name, _, part = axis.partition("/")
+    per_node = layout.ranks_per_node
+    if name == "dp_replicate":
+        return layout.dp_replicate, min(layout.dp_shard, per_node)
+    if name == "dp_shard":
+        ranks = int(part or layout.dp_shard)
+        return ranks, max(1, per_node // ranks)
+    return layout.world, 1
