@@ -18,7 +18,8 @@ from torch.futures import Future
 
 from shardwise.cli.app import main
 from shardwise.data import tokens
-from shardwise.errors import DataError, PreemptedError, TrainingError
+from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
+from shardwise.runtime import commit
 from shardwise.runtime.outcome import read_exit
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
@@ -89,6 +90,34 @@ def test_what_was_saved_is_said_when_the_last_step_was_not(root: Path) -> None:
     made = recipe(root, "stopped-poisoned", checkpoint={"asynchronous": False})
     with pytest.raises(PreemptedError, match=r"asked to stop \(SIGTERM\): saved at step 3 of 8"):
         train_here(made, at(4, poison))
+
+
+def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model(
+    root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory is removed while it trains: all steps are done, yet that is no success."""
+    made = recipe(root, "unkept", evaluate={"eval_steps": 4})
+    with pytest.raises(OutputError) as raised:
+        train_here(made, at(7, lambda state: shutil.rmtree(directory(made) / "checkpoints")))
+    [problem] = raised.value.problems
+    assert (raised.value.exit_code, problem.code) == (73, "CKPT023")
+    assert "training is done, but the checkpoint of its last step 8 is not there: " in problem.what
+    assert f"use the model in {directory(made)}/hf" in problem.fix and "--resume" not in problem.fix
+    assert weights_hash(directory(made)) == weights_hash(whole)
+    assert "NOT SAVED  the checkpoint of step 8 is not there: " in capsys.readouterr().out
+    assert "**Not saved: the checkpoint of step 8 is not there: " in (directory(made) / "report.md").read_text()
+    found = read_exit(directory(made))
+    assert found is not None and (found.kind, found.exit_code) == ("error", 73)
+
+
+def test_a_disk_too_full_for_the_last_checkpoint_is_no_success(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps after the newest that is there can be done again."""
+    made = recipe(root, "unkept-full")
+    full = shutil._ntuple_diskusage(10**9, 10**9, 0)
+    with pytest.raises(OutputError, match=r"last step 8 is not there: .*OUT003.*0.000 GB are free") as raised:
+        train_here(made, at(7, lambda state: monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: full)))
+    assert f"`shardwise train --resume {directory(made)}` repeats the steps after 6" in raised.value.problems[0].fix
+    assert (directory(made) / "hf" / "model.safetensors").exists()
 
 
 def test_a_step_is_not_longer_for_the_save_before_it(root: Path, slow_disk: None) -> None:

@@ -79,7 +79,7 @@ class Checkpoints:
         self.run_id = run_id
         self.rejected: list[Problem] = []
         self._disk = disk
-        self._crew = Crew.of(process_group)
+        self.crew = Crew.of(process_group)
         self._writer = ShardWriter(self.directory, run_id, disk)
         self._planner = ShardPlanner()
         self._planned: object = None
@@ -102,7 +102,7 @@ class Checkpoints:
             self._thread.join()
         begun = time.monotonic()
         layout = _layout(tensors)
-        votes = self._crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
+        votes = self.crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
@@ -130,7 +130,7 @@ class Checkpoints:
             return False
         if self._thread is not None:
             self._thread.join()
-        lowest = self._crew.first(lambda: best(self.directory))
+        lowest = self.crew.first(lambda: best(self.directory))
         return lowest is None or loss < lowest[0]
 
     def copied(self) -> None:
@@ -161,12 +161,12 @@ class Checkpoints:
         Also takes the run's directory: raises OutputError (OUT002) if it cannot be written.
         """
         try:
-            self._crew.first(self._claim)
+            self.crew.first(self._claim)
             self._make_plan(tensors, _layout(tensors))
         except RankError as error:
             raise error.first from error
         self._planner.set_up_planner(dict(tensors))
-        return self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size)
+        return self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size)
 
     def resume(
         self, tensors: Wanted, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
@@ -180,9 +180,9 @@ class Checkpoints:
         not fit the model.
         """
         self.rejected = []
-        first = self._crew.rank == 0
+        first = self.crew.rank == 0
         try:
-            found = self._crew.first(lambda: _find(self.directory, path))
+            found = self.crew.first(lambda: _find(self.directory, path))
             for step, directory in found:
                 try:
                     facts = self._load(directory, tensors, any_run=path is not None)
@@ -219,28 +219,28 @@ class Checkpoints:
         self._planned = None
 
         def local() -> SavePlan:
-            self._planner.set_up_planner(dict(tensors), is_coordinator=self._crew.rank == 0)
+            self._planner.set_up_planner(dict(tensors), is_coordinator=self.crew.rank == 0)
             return self._planner.create_local_plan()
 
-        plans = self._crew.each(local)
+        plans = self.crew.each(local)
 
         def whole() -> list[SavePlan]:
             self._plans, self._metadata = self._planner.create_global_plan(plans)
             return self._plans
 
-        self._plan = self._planner.finish_plan(self._crew.deal(whole))
+        self._plan = self._planner.finish_plan(self.crew.deal(whole))
         self._planned = layout
 
     def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
         try:
             self._planner.set_up_planner(dict(tensors))
             self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
-            self._writer.stage(self._plan, self._planner, self._crew.rank, self._crew.size, stream)
+            self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size, stream)
         finally:
             self._copied.set()
 
     def _write(self, step: int, begun: float, copy: Callable[[], None]) -> None:
-        crew, writer = self._crew, self._writer
+        crew, writer = self.crew, self._writer
         try:
             crew.each(copy)
             crew.first(self._claim)
@@ -259,7 +259,7 @@ class Checkpoints:
 
     def _tidy(self, step: int, target: Path) -> None:
         """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
-        crew = self._crew
+        crew = self.crew
         last, every = self.settings.save_total_limit, self.settings.keep_every
 
         def outdated() -> list[int]:
@@ -277,7 +277,7 @@ class Checkpoints:
 
     def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
-        crew = self._crew
+        crew = self.crew
 
         def look() -> tuple[Manifest, Tensors]:
             record = manifest.read(directory)

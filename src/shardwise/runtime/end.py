@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from shardwise.data.stream import evaluation
+from shardwise.errors import OutputError, Problem
 from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.job import Job
-from shardwise.runtime.locate import best
+from shardwise.runtime.locate import best, newest
+from shardwise.runtime.manifest import step_name, whole
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
 from shardwise.runtime.report import Report
@@ -68,15 +71,13 @@ def finish(
 ) -> Report:
     """Everything that follows the last step; on every rank alike, and rank 0 writes and prints. ``validation``: of the
     last step, if that is done already."""
+    close(checkpoints, log)
+    target = write_model(job, state)  # before what only tells of it
     validation = validation or evaluate_now(job, state, log)
     after = sample(job, state)
-    close(checkpoints, log)
-    parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
-    if job.plan.lora is not None:
-        target = export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, job.directory / "adapter")
-    else:
-        dtype = torch_type(job.plan.precision.weights)
-        target = export(parameters, job.spec, job.tokenizer, job.directory / "hf", dtype)
+    trained = state.step > log.first_step
+    there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
+    unsaved = log.unsaved if trained and not there else None
     report = Report(
         directory=job.directory,
         steps=state.step,
@@ -91,24 +92,50 @@ def finish(
         before=earlier_sample(job),
         after=after,
         skipped=log.skipped,
+        unsaved=unsaved,
         chat=job.recipe.sample_tokens is not None,
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
-        trained = state.step > log.first_step  # a run that was finished before keeps what was measured then
-        if trained or not kept.exists():
+        if trained or not kept.exists():  # a run that was finished before keeps what was measured then
             kept.write_text(report.markdown(), encoding="utf-8")
         log.say("\n".join(closing_lines(report, f"{target.name}/")))
         if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
             log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
         log.event("end", step=state.step, tokens=state.tokens)
+    if unsaved is not None:
+        checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
+        raise OutputError(lost(job, state.step, unsaved, target))
     return report
+
+
+def write_model(job: Job, state: TrainState) -> Path:
+    """Export what was trained, the model or its adapter; the directory."""
+    parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
+    if job.plan.lora is not None:
+        return export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, job.directory / "adapter")
+    dtype = torch_type(job.plan.precision.weights)
+    return export(parameters, job.spec, job.tokenizer, job.directory / "hf", dtype)
+
+
+def lost(job: Job, step: int, why: str, model: Path) -> Problem:
+    """CKPT023: all steps are done, but the checkpoint of the last one is not there."""
+    what = f"training is done, but the checkpoint of its last step {step} is not there{why and f': {why}'}"
+    last = newest(job.directory / "checkpoints")
+    again = (
+        f"train --resume {job.directory}` repeats the steps after {int(last.name[5:])}" if last else "train` it again"
+    )
+    return Problem(
+        "CKPT023", what, str(job.directory / "checkpoints"), f"use the model in {model}, or `shardwise {again}"
+    )
 
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:
     """What is printed at the end."""
     done = f"done    {report.steps:,} steps, {show_count(report.tokens)} tokens in {report.took}"
     lines = [done + (f" · validation {report.validation}" if report.validation else "")]
+    if report.unsaved is not None:
+        lines += [f"NOT SAVED  {report.warning}"]
     if report.before:
         lines += ["before  " + shown(report.before)]
     lines += ["sample  " + shown(report.after), "", report.text(), ""]

@@ -113,7 +113,8 @@ def keep_until(path: Path, step: int) -> None:
 class Log:
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
-    and they are told of every so many steps only; metrics.jsonl has them all."""
+    and they are told of every so many steps only; metrics.jsonl has them all. ``unsaved``: why the last save
+    failed."""
 
     def __init__(
         self,
@@ -130,6 +131,7 @@ class Log:
         self.speed = speed
         self.seconds: deque[float] = deque(maxlen=20)
         self.skipped = 0
+        self.unsaved = ""
         self.log_steps: int | None = None
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
@@ -200,6 +202,8 @@ class Log:
         """Note what became of checkpoints; what went wrong is also said aloud."""
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
+            if save.kind != "removed":
+                self.unsaved = "" if save.kind == "committed" else save.what
             if save.kind not in ("committed", "removed"):
                 what = f"the checkpoint of step {save.step} is not there ({save.kind}): {save.what}"
                 self.say(f"warning[CKPT018]: {what}")

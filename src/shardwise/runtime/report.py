@@ -20,7 +20,8 @@ STATE = ("weights", "moments")
 @dataclass(frozen=True)
 class Report:
     """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
-    step on rank 0; parts that were not measured, because the run was too short, are None or empty."""
+    step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
+    last step has no checkpoint; None if it has one."""
 
     directory: Path
     steps: int
@@ -34,6 +35,7 @@ class Report:
     before: str = ""
     after: str = ""
     skipped: int = 0
+    unsaved: str | None = None
     chat: bool = False
     since: int = 0
 
@@ -41,6 +43,11 @@ class Report:
     def took(self) -> str:
         """In words."""
         return clock(self.seconds) + (f" since step {self.since}" if self.since else "")
+
+    @property
+    def warning(self) -> str:
+        """That the last checkpoint is missing, in words."""
+        return f"the checkpoint of step {self.steps:,} is not there" + (f": {self.unsaved}" if self.unsaved else "")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, predicted, measured, difference) for the table."""
@@ -64,6 +71,8 @@ class Report:
         """The content of report.md."""
         done = f"{self.steps} steps, {self.tokens:,} tokens in {self.took}."
         lines = [f"# {self.directory.name}", "", done]
+        if self.unsaved is not None:
+            lines.append(f"**Not saved: {self.warning}.** The exported model is whole.")
         if self.skipped:
             lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")
         if self.validation:
