@@ -100,9 +100,13 @@ def test_a_run_that_is_writing_or_has_not_begun(tmp_path: Path, capsys: pytest.C
 def test_steps_that_were_not_finite_are_no_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", 4, 0.1)
     with (a / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": NaN, "tokens_per_s": 1.0, "seconds": 1.0}\n')
+        file.write('{"step": 5, "loss": null, "tokens_per_s": 1.0, "seconds": 1.0}\n')
+    with (a / "events.jsonl").open("a") as file:
+        file.write('{"event": "validation", "step": 5, "nats_per_token": null}\n')
     found = told(capsys, str(a), str(a))
     assert found["runs"][0]["last_loss"] == pytest.approx(4.6) and found["losses"][-1][0] == 4
+    assert found["runs"][0]["last_validation"] == {"step": 5, "nats_per_token": None}
+    assert main(["compare", str(a), str(a)]) == 0
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
@@ -115,11 +119,21 @@ def test_what_is_no_run_is_refused(
     assert err.startswith("error[CFG011]") and "is not a run" in err
 
 
-def test_a_damaged_line_is_named(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(pair[0]) / "metrics.jsonl"
-    path.write_text(path.read_text().replace('{"step": 3,', '{"stop": 3,'))
-    assert main(["compare", *pair]) == 65
-    assert f"{path}:3" in capsys.readouterr().err
+def test_damaged_lines_are_named_and_left_out(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One without a step, one that is torn, one with a byte that is no UTF-8; a torn event."""
+    path, events = Path(pair[0]) / "metrics.jsonl", Path(pair[0]) / "events.jsonl"
+    data = (
+        path.read_bytes().replace(b'{"step": 3,', b'{"stop": 3,').replace(b'{"step": 5, "tok', b'\n{"step": 5, "t\xff')
+    )
+    path.write_bytes(data)
+    events.write_bytes(b'{"event": "st\n' + events.read_bytes())
+    assert main(["compare", *pair]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        f"warning[LOG001]: {place} cannot be read and is left out"
+        for place in (f"{path}:3", f"{path}:5", f"{path}:6", f"{events}:1")
+    ]
+    assert "20  " in captured.out and "last loss" in captured.out
 
 
 @pytest.mark.parametrize(("kind", "first"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,8 +69,46 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_damaged_line_takes_no_other_with_it_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torn in the middle, a byte that is no UTF-8, steps that a power loss took: what is good stays, the rest is told.
+    A torn event does not swallow the next one."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [b'{"step": %d, "loss": 1.0}\n' % step for step in range(3, 11)]
+    path.write_bytes(
+        rows[0] + rows[1] + rows[2][:9] + b"\n" + rows[3] + b'{"step": 7, "loss": "\xff"}\n' + rows[5] + b"[1]\n{"
+    )
+    (tmp_path / "events.jsonl").write_bytes(b'{"event": "start"}\n{"event": "che')
+    log = Log(tmp_path, 0, 9, 12, Speed(1.0, 0.0))
+    log.event("start", step=9)
+    log.step(state_at(10), stats(), torch.device("cpu"))
+    log.close()
+    assert [line["step"] for line in lines(path)] == [3, 4, 6, 8, 10]
+    told = "3 lines could not be read and were dropped; there is no line for steps 5, 7, 9"
+    assert f"warning[LOG001]: {path}: {told}; the checkpoints are not affected" in capsys.readouterr().out
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["step"] == 9
+
+
+def test_a_skipped_step_is_json_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), stats(), torch.device("cpu"))
+    log.step(state_at(2), replace(stats(math.nan, skipped=True), grad_norm=math.inf), torch.device("cpu"))
+    log.event("validation", step=2, nats_per_token=math.nan)
+    log.close()
+    good, bad = [
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (bad["loss"], bad["grad_norm"], bad["skipped"]) == (None, None, True)
+    assert bad["reason"] == "the loss is nan and the gradient norm is inf" and "reason" not in good
+    assert f"skipped: {bad['reason']}" in capsys.readouterr().out
+    event = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=refuse)
+    assert event["nats_per_token"] is None
+
+
 def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
-    keep_until(tmp_path / "metrics.jsonl", 3)
+    assert keep_until(tmp_path / "metrics.jsonl", 3) == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -122,7 +161,7 @@ def test_the_progress_line() -> None:
     text = "  ".join(PARTS)
     assert progress_line(RECORD, 320, 101.0) == text
     assert "MFU n/a" in progress_line(RECORD | {"mfu": None}, 320, 1.0)
-    assert progress_line(RECORD | {"skipped": True}, 320, 1.0).endswith("skipped: not finite")
+    assert progress_line(RECORD | {"skipped": True, "reason": "it is nan"}, 320, 1.0).endswith("  skipped: it is nan")
 
 
 def test_without_a_terminal_lines_are_plain_and_few() -> None:

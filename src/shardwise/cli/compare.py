@@ -14,7 +14,7 @@ from typer import Argument, Option
 from shardwise.cli.curves import KINDS, Curve, draw
 from shardwise.cli.history import History, read_history
 from shardwise.cli.options import Common
-from shardwise.cli.show import print_json, say, visible
+from shardwise.cli.show import note, print_json, say, visible
 from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.spec.units import columns, show_bytes
 
@@ -39,6 +39,8 @@ def run(options: Options) -> None:
         what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
         raise UsageError(Problem("CLI001", what, "--plot", f"`--plot {options.plot.with_suffix('.svg')}`"))
     pair = (read_history(options.run_a), read_history(options.run_b))
+    for line in [place for each in pair for place in each.unread]:
+        note(f"warning[LOG001]: {line} cannot be read and is left out", as_json=options.json)
     if options.plot is not None:
         _write(options.plot, pair)
     if options.json:
@@ -78,7 +80,7 @@ def _facts(history: History) -> dict[str, Any]:
         "skipped_steps": sum(bool(row.get("skipped")) for row in history.rows.values()),
         "last_loss": history.losses[max(history.losses)] if history.losses else None,
         "best_loss": best and {"step": best[0], "loss": best[1]},
-        "last_validation": last and {"step": last[0], history.measure: last[1]},
+        "last_validation": last and {"step": last[0], history.measure: last[1] if math.isfinite(last[1]) else None},
         "best_validation": least and {"step": least[0], history.measure: least[1]},
         "tokens_per_s": history.typical("tokens_per_s"),
         "step_s": history.typical("seconds"),
@@ -98,7 +100,7 @@ def _lines(a: History, b: History) -> list[str]:
     for label in ("best loss", "last validation", "best validation"):
         found = [facts[label.replace(" ", "_")] for facts in (one, two)]
         pair = [tuple(point.values()) if point else None for point in found]
-        shown = [f"{point[1]:.4f} (step {point[0]:,})" if point else "-" for point in pair]
+        shown = [f"{_show(point[1], '.4f')} (step {point[0]:,})" if point else "-" for point in pair]
         rows.append((label, *shown, _change(*(point and point[1] for point in pair))))
     rows.append(_row("tokens/s", one["tokens_per_s"], two["tokens_per_s"], ",.0f"))
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))

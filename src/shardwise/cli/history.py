@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.errors import MissingInputError, Problem
 from shardwise.spec.document import read
 from shardwise.spec.keys import dotted
 from shardwise.spec.recipe import Recipe
@@ -30,16 +30,18 @@ class History:
     rows: Mapping[int, Mapping[str, Any]]
     events: tuple[Mapping[str, Any], ...]
     report: Mapping[str, str]
+    unread: tuple[str, ...] = ()
+    """Lines that a run did not write so, as ``path:number``."""
 
     @cached_property
     def losses(self) -> dict[int, float]:
         """The loss by step, finite ones only."""
-        return {step: row["loss"] for step, row in self.rows.items() if math.isfinite(row.get("loss", math.nan))}
+        return {step: row["loss"] for step, row in self.rows.items() if math.isfinite(_number(row, "loss"))}
 
     @cached_property
     def validation(self) -> list[Point]:
         """(step, ``measure``) of every validation, the last one of a step that was repeated after a restart."""
-        return sorted({e["step"]: float(e[self.measure]) for e in self._of("validation")}.items())
+        return sorted({e["step"]: _number(e, self.measure) for e in self._of("validation")}.items())
 
     @property
     def measure(self) -> str:
@@ -69,33 +71,37 @@ class History:
 
 
 def read_history(directory: Path) -> History:
-    """The run in ``directory``. Raises MissingInputError (CFG011) where none is, DataError (DATA004) for a damaged
-    line; a last line that is still being written is left out."""
+    """The run in ``directory``. Raises MissingInputError (CFG011) where none is. Lines that cannot be read are left
+    out, and named unless it is the last one, which may still be being written."""
     if not (directory / "recipe.yaml").is_file():
         what = f"{directory} is not a run: it holds no recipe.yaml"
         fix = "name run directories, such as runs/quickstart-1"
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
     recipe = dotted(Recipe().model_dump()) | dotted(read(directory / "recipe.yaml").data or {})
-    metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])})
-    events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])})
+    unread: list[str] = []
+    metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])}, unread)
+    events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])}, unread)
     rows = {record["step"]: record for record in metrics}
-    return History(directory, recipe, rows, tuple(events), _measured(directory / "report.md"))
+    return History(directory, recipe, rows, tuple(events), _measured(directory / "report.md"), tuple(unread))
 
 
-def _records(path: Path, accept: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
             found.append(accept(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            what, fix = f"not a line that a run writes: {line[:60].rstrip()}", "remove that line; the others are read"
-            raise DataError(Problem("DATA004", what, f"{path}:{number}", fix)) from error
+        except (ValueError, KeyError, TypeError):
+            if line.endswith(b"\n"):  # else it is still being written
+                unread.append(f"{path}:{number}")
     return found
+
+
+def _number(record: Mapping[str, Any], key: str) -> float:
+    """What was measured; NaN where it was not finite, which is null in the file."""
+    value = record.get(key)
+    return math.nan if value is None else float(value)
 
 
 def _measured(path: Path) -> dict[str, str]:

@@ -8,9 +8,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -77,37 +77,62 @@ class Speed:
 
 
 class Lines:
-    """A jsonl file that only grows, a flushed line at a time."""
+    """A jsonl file that only grows, a flushed line at a time. A torn last line is ended, so that it takes no other with
+    it. What is not finite becomes null: JSON has no word for it."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8")
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._file.write("\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=True) + "\n")
+        plain = {
+            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in record.items()
+        }
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step`` and a torn last line: they will be written again. Atomic."""
+def keep_until(path: Path, step: int) -> str:
+    """Drop the lines of steps after ``step``, which will be written again, and lines that cannot be read. Atomic. What
+    is missing then, in words."""
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        return ""
+    kept, unread = {}, 0
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if line.endswith("\n") and record["step"] <= step:
-            kept.append(line)
+            number = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            unread += line.endswith(b"\n")  # else the last one was being written when the run was killed
+            continue
+        if line.endswith(b"\n") and number <= step:
+            kept[number] = line
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
+    with draft.open("wb") as file:
+        file.writelines(kept.values())
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+    missing = sorted({*range(min(kept, default=1), step + 1)} - {*kept})
+    told = [f"{unread} line{'s' * (unread > 1)} could not be read and {'were' if unread > 1 else 'was'} dropped"] * (
+        unread > 0
+    )
+    told += [f"there is no line for step{'s' * (len(missing) > 1)} {_ranges(missing)}"] * bool(missing)
+    return "; ".join(told)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``3, 7-9`` of sorted numbers."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 class Log:
@@ -136,10 +161,14 @@ class Log:
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
-            keep_until(run_directory / "metrics.jsonl", first_step)
+            missing = keep_until(run_directory / "metrics.jsonl", first_step)
             self._metrics = Lines(run_directory / "metrics.jsonl")
             self._events = Lines(run_directory / "events.jsonl")
             self._screen = Screen(max_steps)
+            if missing:
+                self.say(
+                    f"warning[LOG001]: {run_directory / 'metrics.jsonl'}: {missing}; the checkpoints are not affected"
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -173,6 +202,8 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
+        if stats.skipped:
+            record["reason"] = unfit(stats)
         due = None if self.log_steps is None else state.step % self.log_steps == 0 or state.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)
@@ -280,8 +311,14 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
         f"{clock(left_s) if left_s is not None else '-:--'} left",
     ]
     if record["skipped"]:
-        parts.append("skipped: not finite")
+        parts.append(f"skipped: {record['reason']}")
     return "  ".join(parts)
+
+
+def unfit(stats: StepStats) -> str:
+    """Why a step was skipped."""
+    found = {"the loss": stats.loss, "the gradient norm": stats.grad_norm}
+    return " and ".join(f"{name} is {value}" for name, value in found.items() if not isfinite(value))
 
 
 def clock(seconds: float) -> str:

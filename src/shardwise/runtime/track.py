@@ -171,7 +171,8 @@ class Tracks:
 
     def row(self, step: int, section: str, record: Mapping[str, Any]) -> None:
         """Log the numbers of ``record`` as ``section/<name>``."""
-        values = {f"{section}/{name}": float(v) for name, v in record.items() if name != "step" and v is not None}
+        numbers = {name: float(v) for name, v in record.items() if name != "step" and isinstance(v, (int, float))}
+        values = {f"{section}/{name}": number for name, number in numbers.items()}
         for feed in self._feeds:
             feed.put((step, values))
 
