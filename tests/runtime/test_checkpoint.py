@@ -409,6 +409,7 @@ DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
     "appended": lambda file, data: file.write_bytes(data + b"\0"),
     "missing": lambda file, data: file.unlink(),
     "a directory": lambda file, data: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file, data: (file.unlink(), os.mkfifo(file)),
     "of the other step": lambda file, data: shutil.copy(str(file).replace("step-00000002", "step-00000001"), file),
 }
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
+from shardwise.spec.files import open_regular
 
 UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
@@ -85,7 +86,7 @@ def pieces(part: Part, text_key: str, share: float) -> Iterator[Piece]:
 
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
     """(offset, line) for each line that starts in the part. Raises DATA007 for a line over 64 MiB."""
-    with part.path.open("rb") as file:
+    with open_regular(part.path) as file:
         if part.start:
             file.seek(part.start - 1)
             _pass_line(file, part)
@@ -219,14 +220,14 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
 
 
 def _starts_with_bom(part: Part) -> bool:
-    with part.path.open("rb") as file:
+    with open_regular(part.path) as file:
         return file.read(len(_BOM)) == _BOM
 
 
 def _line_number(part: Part, offset: int) -> int:
     """The number, from 1, of the line that holds byte ``offset``. Reads the file up to there: for errors only."""
     number, left = 1, offset
-    with part.path.open("rb") as file:
+    with open_regular(part.path) as file:
         while left > 0 and (block := file.read(min(left, 2**20))):
             number += block.count(b"\n")
             left -= len(block)

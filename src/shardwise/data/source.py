@@ -22,6 +22,7 @@ from typing import Any, Literal
 import xxhash
 
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.files import open_regular
 from shardwise.spec.shipped import recipes_directory
 
 STDLIB, CHAT = "stdlib", "python-chat"
@@ -144,7 +145,7 @@ def unit_hash(name: str) -> float:
 
 def _line_start(path: Path, at: int) -> int:
     """The start of the first line that begins at ``at`` or later."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(at - 1, 0))
         while (piece := file.readline(2**20)) and not piece.endswith(b"\n"):
             pass
@@ -198,7 +199,7 @@ def _source(path: Path, name: str) -> Source:
         raise DataError(Problem("DATA008", what, str(path), fix))
     try:
         size = path.stat().st_size
-        path.open("rb").close()
+        open_regular(path).close()
     except OSError as error:
         fix = f"chmod +r {path}"
         raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error

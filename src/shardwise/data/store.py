@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 
 from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.files import open_regular, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -92,7 +93,7 @@ class Manifest:
 def checksum(path: Path) -> str:
     """xxh3-128 of a file, in hex."""
     summed = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_READ_BYTES):
             summed.update(block)
     return summed.hexdigest()
@@ -115,7 +116,7 @@ def _read_manifest(path: Path) -> Manifest:
         return DataError(Problem("DATA013", f"the manifest of the prepared data is damaged: {why}", str(path), _REDO))
 
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(read_regular(path))
         stored = body.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise damaged("it is not the JSON that was written") from error

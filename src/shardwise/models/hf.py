@@ -131,7 +131,7 @@ def _checked(directory: Path, name: str) -> Path:
 
 
 def _indexed(directory: Path) -> dict[str, Entry]:
-    path = directory / INDEX
+    path = _checked(directory, INDEX)
     places = tensorfile.parse_json(path, path.read_bytes()).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))

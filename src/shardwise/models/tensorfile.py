@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import DataError, Problem
+from shardwise.spec.files import open_regular
 from shardwise.spec.foreign import recognise
 
 DTYPES = {
@@ -60,7 +61,7 @@ class Entry:
         if not prod(self.shape):
             whole = torch.empty(self.shape, dtype=self.dtype)
         else:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             source: mmap.mmap | bytearray = mapped
             offset = self.start
@@ -75,7 +76,7 @@ def entries(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file. Raises DataError: CKPT005 truncated, CKPT006 something else, CKPT009 a header
     that contradicts itself, CKPT010 a header too large."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(9)
         length = int.from_bytes(head[:8], "little")
         if head[8:] != b"{":

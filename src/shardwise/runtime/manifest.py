@@ -27,6 +27,7 @@ from typing import Any
 import xxhash
 
 from shardwise.errors import DataError, Problem
+from shardwise.spec.files import read_regular, regular
 from shardwise.spec.foreign import recognise
 
 FORMAT = 1
@@ -149,7 +150,7 @@ def read(directory: str | Path) -> Manifest:
     """The manifest of a committed checkpoint, checked against its hash and the directory's name."""
     path = Path(directory) / MANIFEST
     try:
-        manifest = parse(path.read_bytes(), str(path))
+        manifest = parse(read_regular(path), str(path))
     except FileNotFoundError:
         what = "this checkpoint was never committed (no manifest)"
         raise Rejected(Problem("CKPT008", what, str(directory))) from None
@@ -171,7 +172,7 @@ def check_files(
     for name in names:
         path, record = Path(directory) / name, manifest.files[name]
         try:
-            with opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as descriptor:
+            with opened(regular(path, os.O_RDONLY | os.O_NOFOLLOW)) as descriptor:
                 _check_size(path, os.fstat(descriptor).st_size, record.bytes)
                 if evict:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -186,7 +187,7 @@ def check_files(
 
 def read_facts(directory: str | Path) -> dict[str, Any]:
     """What lies in state.json, which must have been checked."""
-    facts: dict[str, Any] = json.loads((Path(directory) / STATE).read_bytes())
+    facts: dict[str, Any] = json.loads(read_regular(Path(directory) / STATE))
     return facts
 
 

@@ -31,6 +31,7 @@ from shardwise.runtime.manifest import candidates
 from shardwise.runtime.metrics import clock
 from shardwise.runtime.reduce import sum_over_world
 from shardwise.runtime.world import from_first
+from shardwise.spec.files import open_regular
 from shardwise.techniques import lora
 
 Scores = dict[str, NDArray[np.float64]]
@@ -119,7 +120,7 @@ def _path(job: Job) -> Path:
     digest = xxhash.xxh3_64(json.dumps([job.prepared.manifest.fingerprint, drawn], sort_keys=True).encode())
     for file in files:
         size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             digest.update(f"{file.name} {size}".encode() + stream.read(_SAMPLE_BYTES))
             stream.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(stream.read())

@@ -33,6 +33,7 @@ from torch.futures import Future
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime import commit
 from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read, read_at
+from shardwise.spec.files import open_regular
 
 READ_BYTES = 64 << 20
 """Largest block read at once, so that loading needs little memory beside the tensors."""
@@ -240,7 +241,7 @@ class ShardReader(_Store, StorageReader):
         for item in plan.items:
             where, dtype = self._where[item.storage_index]
             target = planner.resolve_tensor(item).detach()
-            with open(self.directory / where.file, "rb", buffering=0) as file:
+            with open_regular(self.directory / where.file) as file:
                 _read_box(file.fileno(), where, dtype, item, target)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()

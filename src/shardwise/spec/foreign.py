@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.errors import PolicyError, Problem
+from shardwise.spec.files import open_regular
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _MAGIC = {
@@ -18,7 +19,7 @@ _MAGIC = {
 
 def recognise(path: Path) -> Problem | None:
     """CKPT006 for a file that is something else; None for one that begins as safetensors do, or is unknown."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(64)
     if head[8:9] == b"{":  # the eight bytes before a header are its length, and may look like anything
         return None

@@ -1,0 +1,41 @@
+"""Only regular files are opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import PolicyError, ShardwiseError
+from shardwise.models import hf, tensorfile
+from shardwise.spec.files import open_regular, read_regular
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is a pipe, not a regular file"):
+        open_regular(pipe)
+    with pytest.raises(OSError, match="it is a pipe, not a regular file"):
+        tensorfile.entries(pipe)
+    with pytest.raises(OSError, match="it is a device, not a regular file"):
+        read_regular("/dev/zero")
+    with pytest.raises(OSError, match="it is a directory, not a regular file"):
+        read_regular(tmp_path)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", [hf.INDEX, hf.SINGLE])
+def test_weights_that_are_pipes_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(PolicyError, match="SEC006") as raised:
+        hf.find_weights(tmp_path)
+    assert isinstance(raised.value, ShardwiseError) and f"'{name}' is no plain file" in str(raised.value)
+
+
+def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"text")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert read_regular(tmp_path / "b") == b"text"
