@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise.runtime import commit
+from shardwise.runtime import checkpoint, commit
 from shardwise.runtime.checkpoint import Checkpoints, Event
 from shardwise.runtime.storage import ShardReader, ShardWriter
 from shardwise.spec.recipe import Checkpoint
@@ -109,6 +109,7 @@ def save_with_fault(
     checkpoints = Checkpoints(directory, Checkpoint(save_total_limit=2), "run", disk=disk)
     begun = time.monotonic()
     with changed() as patch:
+        patch(checkpoint, "RETRIES_S", (0.01, 0.01))
         if naive:
             patch(commit, "begin", naive_begin)
             patch(commit, "publish", naive_publish)

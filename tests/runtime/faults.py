@@ -14,7 +14,8 @@ from shardwise.runtime.manifest import MANIFEST, Manifest, dump, step_name
 
 
 def faulty(disk: commit.Disk, fault: str, at: int, counter: list[str]) -> commit.Disk:
-    """``disk`` whose ``at``-th call (from 1) dies or fails: kill, torn (half a write, then death), or an errno.
+    """``disk`` whose ``at``-th call (from 1) dies or fails: kill, torn (half a write, then death), an errno, or an
+    errno and ``for good``, which every call from there on gets.
 
     ``counter`` collects the name of every call, so that its length tells how far it came.
     """
@@ -22,13 +23,14 @@ def faulty(disk: commit.Disk, fault: str, at: int, counter: list[str]) -> commit
     def seam(name: str, call: Any) -> Any:
         def counted(*args: Any) -> Any:
             counter.append(name)
-            if len(counter) == at:
+            if len(counter) == at or (0 < at < len(counter) and fault.endswith("for good")):
                 if fault == "torn" and name == "write":
                     os.write(args[0], args[1][: len(args[1]) // 2])
                 if fault in ("kill", "torn"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault.startswith("E"):
-                    raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+                    number = getattr(errno, fault.split()[0])
+                    raise OSError(number, os.strerror(number))
             return call(*args)
 
         return counted

@@ -45,7 +45,9 @@ Tensors = Mapping[str, Tensor]
 Wanted = Tensors | Callable[[Collection[str]], Tensors]
 Facts = dict[str, Any]
 Log = Callable[[str], None]
-Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed"]
+Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed", "unverified", "undeleted"]
+RETRIES_S = (1.0, 5.0)
+"""Pauses before a save that the disk refused is tried again: a full disk or a network file system may recover."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Event:
     """What became of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
 
     committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not there, the one before is.
-    skipped: voted down. removed: deleted by retention.
+    skipped: voted down. removed: deleted by retention. unverified: committed, but it could not be read back as it was
+    written, so older ones stay. undeleted: committed, but older ones could not be deleted.
     """
 
     kind: Kind
@@ -241,13 +244,17 @@ class Checkpoints:
 
     def _write(self, step: int, begun: float, copy: Callable[[], None]) -> None:
         crew, writer = self.crew, self._writer
-        try:
-            crew.each(copy)
+
+        def commit_once() -> Path:
             crew.first(self._claim)
             path = crew.first(lambda: writer.begin(self._plans))
             plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
             results = crew.each(lambda: writer.write_data(plan, self._planner).wait())
-            target = crew.first(lambda: writer.commit(self._metadata, results))
+            return crew.first(lambda: writer.commit(self._metadata, results))
+
+        try:
+            crew.each(copy)
+            target = _retried(commit_once, writer.begin_again)
             self._events.append(Event("committed", step, str(target), time.monotonic() - begun))
         except BaseException as error:
             writer.abandon()
@@ -261,6 +268,7 @@ class Checkpoints:
         """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
         crew = self.crew
         last, every = self.settings.save_total_limit, self.settings.keep_every
+        kind: Kind = "unverified"
 
         def outdated() -> list[int]:
             lowest = best(self.directory) if self.settings.keep_best else None
@@ -270,10 +278,11 @@ class Checkpoints:
             record = crew.first(lambda: manifest.read(target))
             mine = [name for number, name in enumerate(sorted(record.files)) if number % crew.size == crew.rank]
             crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
+            kind = "undeleted"
             for old in crew.first(outdated):
                 self._events.append(Event("removed", old, step_name(old)))
         except BaseException as error:
-            self._events.append(Event("failed", step, f"reading back, so older checkpoints stay: {error}"))
+            self._events.append(Event(kind, step, str(error)))
 
     def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
@@ -350,6 +359,21 @@ def _layout(tensors: Tensors) -> object:
         return None
     placed = {n: (t.device_mesh, t.placements) for n, t in tensors.items() if isinstance(t, DTensor)}
     return _signature(tensors), placed
+
+
+def _retried(work: Callable[[], Path], begin_again: Callable[[], None]) -> Path:
+    """``work``, once more after a pause where the disk refused. Ranks see the same errors, and so do the same."""
+    for pause_s in RETRIES_S:
+        try:
+            return work()
+        except RankError as error:
+            full = isinstance(error.first, OutputError) and error.first.problems[0].code in ("OUT002", "OUT003")
+            gone = isinstance(error.first, FileNotFoundError)
+            if not full and (gone or not isinstance(error.first, OSError)):
+                raise
+        begin_again()
+        time.sleep(pause_s)
+    return work()
 
 
 def _problem(error: Exception, directory: Path) -> Problem:

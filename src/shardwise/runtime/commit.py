@@ -147,7 +147,11 @@ def publish(attempt: Attempt, manifest: Manifest, disk: Disk = DISK) -> Path:
     _check_owner(attempt.directory, attempt.generation)
     if os.path.lexists(target):
         raise _exists(target)
-    disk.rename(attempt.path, target)
+    try:
+        disk.rename(attempt.path, target)
+    except OSError:  # a network file system may have renamed it and lost its answer
+        if os.path.lexists(attempt.path) or not os.path.lexists(target):
+            raise
     try:
         fsync_directory(attempt.directory, disk)
         attempt.release()

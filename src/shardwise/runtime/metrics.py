@@ -59,6 +59,16 @@ TRIM_S = 30.0
 """Between two times that freed memory is given back."""
 
 
+BECAME = {
+    "failed": "was not saved",
+    "skipped": "was not saved",
+    "maybe committed": "is there, but might not survive a power loss",
+    "unverified": "was saved, but does not read back as it was written, so older ones stay",
+    "undeleted": "was saved, but older ones could not be deleted",
+}
+"""What became of a save, where that is not as it should be."""
+
+
 def memory_bytes(device: torch.device) -> int:
     """The peak of torch's allocations on a GPU; on a CPU, where torch keeps no count, the process's resident memory."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident_bytes()
@@ -233,11 +243,10 @@ class Log:
         """Note what became of checkpoints; what went wrong is also said aloud."""
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
-            if save.kind != "removed":
+            if save.kind in ("committed", "failed", "skipped"):
                 self.unsaved = "" if save.kind == "committed" else save.what
-            if save.kind not in ("committed", "removed"):
-                what = f"the checkpoint of step {save.step} is not there ({save.kind}): {save.what}"
-                self.say(f"warning[CKPT018]: {what}")
+            if save.kind in BECAME:
+                self.say(f"warning[CKPT018]: the checkpoint of step {save.step} {BECAME[save.kind]}: {save.what}")
 
     def event(self, kind: str, **facts: Any) -> None:
         """Write one line to events.jsonl."""

@@ -111,6 +111,7 @@ class ShardWriter(_Store, StorageWriter):
         self._attempt: commit.Attempt | None = None
         self._buffers: dict[str, Tensor] = {}
         self._staged: list[Part] | None = None
+        self._last_staged: list[Part] | None = None
 
     def describe(self, step: int, facts: bytes) -> None:
         """Say what is to be saved next."""
@@ -153,8 +154,13 @@ class ShardWriter(_Store, StorageWriter):
                     target.view(source.dtype).view(source.shape).copy_(source.detach(), non_blocking=True)
             if on_device:
                 torch.cuda.current_stream().synchronize()
-        self._staged = parts
+        self._staged = self._last_staged = parts
         return sum(part.body_bytes for part in parts)
+
+    def begin_again(self) -> None:
+        """Abandon what was written of a save, whose bytes still lie in the buffers: it may be written once more."""
+        self.abandon()
+        self._staged = self._last_staged
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and sync this rank's files. Raises OSError as the disk does."""
