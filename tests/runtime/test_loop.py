@@ -221,6 +221,41 @@ def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: i
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
+def test_good_checkpoints_serve_whatever_else_is_damaged(
+    root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A byte of metrics.jsonl that is no UTF-8, a torn run.json, exit.json and event, a spoilt sample."""
+    made = recipe(root, "damaged")
+    with pytest.raises(Broken):
+        train_here(made, at(5, fail))
+    run = directory(made)
+    before = json.loads((run / "run.json").read_text())
+    for name in ("run.json", "exit.json", "events.jsonl"):
+        (run / name).write_bytes((run / name).read_bytes()[:-9])
+    (run / "sample-before.txt").write_bytes(b"\xff")
+    metrics = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(metrics[0] + metrics[1].replace(b"loss", b"lo\xffs") + b"".join(metrics[2:]))
+    train_here(made)
+    said = capsys.readouterr().out
+    assert "warning[RUN006]: " in said and "it is restored from step-00000003" in said and "remove" not in said
+    assert "warning[LOG001]: " in said and "there is no line for step 2" in said
+    after = json.loads((run / "run.json").read_text())
+    assert after == before | {"created": after["created"]} and (run / "run.json.damaged").exists()
+    assert numbers(run) == [line for line in numbers(whole) if line[0] != 2]
+    assert weights_hash(run) == weights_hash(whole)
+    found = read_exit(run)
+    assert found is not None and found.kind == "done"
+
+
+def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recipe(root, "damaged-early", train={"max_steps": 2})
+    with pytest.raises(Broken):
+        train_here(made, at(1, fail))
+    (directory(made) / "run.json").write_text('{"run_id": "')
+    train_here(made)
+    assert "no checkpoint needs it, so the run begins anew" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number: signal.Signals) -> None:
     made = recipe(root, f"stopped-{number.name}")

@@ -108,5 +108,7 @@ def _measured(path: Path) -> dict[str, str]:
     """What the report measured: the third column of its table."""
     if not path.is_file():
         return {}
-    rows = [line.strip("| ").split(" | ") for line in path.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    rows = [
+        line.strip("| ").split(" | ") for line in path.read_text("utf-8", "replace").splitlines() if line[:2] == "| "
+    ]
     return {row[0]: row[2].strip() for row in rows if len(row) > 2 and row[0] and not row[0].startswith("|")}

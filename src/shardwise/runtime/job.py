@@ -25,15 +25,19 @@ from shardwise.data.remote import TRUST_S, Progress
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.stream import Share, check_size, evaluated, steps_per_epochs
 from shardwise.data.whole import write_whole
-from shardwise.errors import DataError, OutputError, Problem
+from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.runtime import matmul
+from shardwise.runtime import manifest, matmul
+from shardwise.runtime.manifest import Rejected, candidates
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
+from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 DEFAULT_STEPS = 1000
+KEPT = ("data", "matmul")
+"""The keys of :func:`identity`."""
 SAVES_A_RUN = 10
 """How many checkpoints a run makes when ``checkpoint.save_steps`` is not given."""
 
@@ -160,23 +164,46 @@ def settle(job: Job) -> Job:
     plan = replace(job.plan, precision=replace(precision, matmul=choice))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
     job = replace(job, plan=plan, run_id=run_id, matmul_why=why)
-    if not run and job.rank == 0:
+    if job.rank == 0 and not (job.directory / "run.json").exists():
         write_run(job)
     return job
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """``run.json`` of an earlier start in ``directory``, which is made if need be; else None."""
+    """``run.json`` of an earlier start in ``directory``, which is made if need be; where it is damaged, what a
+    checkpoint says of the same. None: nothing was begun here."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "run.json"
     if not path.exists():
         return None
     try:
-        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {key: run[key] for key in ("run_id", "data", "matmul")}
-    except (json.JSONDecodeError, KeyError) as error:
-        fix = f"another run.name, or remove {directory}"
-        raise OutputError(Problem("OUT001", f"{path} is not a run of ours", str(path), fix)) from error
+        run: dict[str, Any] = json.loads(read_regular(path))
+        return {key: run[key] for key in ("run_id", *KEPT)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = str(error) or type(error).__name__
+    path.rename(path.with_name("run.json.damaged"))
+    found = identity_of(directory / "checkpoints")
+    source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run begins anew"
+    print(f"warning[RUN006]: {path} cannot be read ({why}), and was renamed to run.json.damaged; {source}", flush=True)
+    return found and found[1]
+
+
+def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
+    """What the newest good checkpoint says of the run that it belongs to."""
+    for _, path in candidates(checkpoints):
+        try:
+            record = manifest.read(path)
+            manifest.check_files(path, record, [manifest.STATE])
+            facts = manifest.read_facts(path)
+            return path, {"run_id": record.run_id, **{key: facts[key] for key in KEPT}}
+        except (Rejected, OSError, KeyError):
+            continue
+    return None
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What must stay as it was when a run goes on; in ``run.json``, and in every checkpoint."""
+    return {"data": job.prepared.manifest.fingerprint, "matmul": job.plan.precision.matmul}
 
 
 def write_run(job: Job) -> None:
@@ -190,8 +217,7 @@ def write_run(job: Job) -> None:
         "torch": str(torch.__version__),
         "seed": job.recipe.run.seed,
         "model": job.spec.name,
-        "data": job.prepared.manifest.fingerprint,
         "tokenizer": job.prepared.manifest.tokenizer_hash,
-        "matmul": job.plan.precision.matmul,
+        **identity(job),
     }
     write_whole(job.directory / "run.json", json.dumps(record, indent=1) + "\n")

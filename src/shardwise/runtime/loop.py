@@ -14,7 +14,7 @@ from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish, saving
 from shardwise.runtime.evaluate import Preference, Validation
-from shardwise.runtime.job import Job, device_kind, open_job, settle
+from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
 from shardwise.runtime.locate import newest
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.profile import Profile
@@ -70,7 +70,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 better = validation is not None and checkpoints.beats(validation.loss)
                 if better or stats.stop or number == job.max_steps or number % job.save_steps == 0:
                     watch.enter("save")
-                    facts = facts_of(state, validation)
+                    facts = facts_of(job, state, validation)
                     checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
                     log.start_clock()
                 log.follow(checkpoints.poll())
@@ -90,11 +90,11 @@ def evaluates(job: Job, number: int) -> bool:
     return every is not None and number % every == 0
 
 
-def facts_of(state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors: of a step that was validated the loss too, by which the best is
-    found."""
+def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors: what the run must keep, and of a step that was validated the loss, by
+    which the best is found."""
     known = validation is not None and math.isfinite(validation.loss)
-    return state.facts() | ({"validation": validation.loss} if known and validation else {})
+    return state.facts() | identity(job) | ({"validation": validation.loss} if known and validation else {})
 
 
 def stopped(job: Job, signal: str) -> Problem:

@@ -8,7 +8,9 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from shardwise.spec.files import read_regular
 
 Kind = Literal["done", "preempted", "error", "crash", "memory", "hang", "peer_lost"]
 NAME = "exit.json"
@@ -45,6 +47,8 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
                 os.link(draft, target)
             except FileExistsError:
                 standing = read_exit(run_directory)
+                if standing is None:  # it is torn
+                    os.replace(draft, target)
         if standing is not None and standing.kind == "peer_lost" and outcome.kind != "peer_lost":
             os.replace(draft, target)
     finally:
@@ -52,12 +56,11 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
 
 
 def read_exit(run_directory: Path) -> Exit | None:
-    """The outcome, or None while there is none."""
+    """The outcome, or None while there is none that can be read."""
     try:
-        record: dict[str, Any] = json.loads((run_directory / NAME).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return Exit(**json.loads(read_regular(run_directory / NAME)))
+    except (OSError, ValueError, TypeError):
         return None
-    return Exit(**record)
 
 
 def clear_exit(run_directory: Path) -> None:

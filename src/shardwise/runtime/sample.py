@@ -44,7 +44,7 @@ def keep_first_sample(job: Job, state: TrainState) -> None:
 def earlier_sample(job: Job) -> str:
     """What :func:`keep_first_sample` stored; empty on ranks other than 0."""
     path = job.directory / "sample-before.txt"
-    return path.read_text(encoding="utf-8") if job.rank == 0 and path.exists() else ""
+    return path.read_text("utf-8", "replace") if job.rank == 0 and path.exists() else ""
 
 
 def shown(text: str) -> str:
