@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.formats import Conversation, Fault, Segment
+from shardwise.data.formats import Conversation, Fault, Segment, not_unicode
 from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
@@ -125,8 +125,7 @@ class Encoder:
             try:
                 sample.text.encode()
             except UnicodeEncodeError as error:
-                what = f"lone surrogate U+{ord(sample.text[error.start]):04X}"
-                raise Fault("DATA006", what, "write both halves of the character, or leave it out") from error
+                raise not_unicode(error) from error
         encodings = self._backend.encode_batch([sample.text for sample in opened], add_special_tokens=False)
         return [self._mask(sample, encoding) for sample, encoding in zip(opened, encodings, strict=True)]
 

@@ -13,8 +13,11 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
+from uuid import UUID
 
 from shardwise.data.source import Source, digest
 from shardwise.data.whole import once
@@ -23,6 +26,8 @@ from shardwise.errors import DataError, Problem, UnavailableError
 WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
 _BLOCK_BYTES = 2**20
+_VERSION = 2
+"""Of what is made of a file: it is kept in the cache, and made anew when this changes."""
 
 
 def to_jsonl(source: Source, cache: Path) -> Source:
@@ -30,7 +35,7 @@ def to_jsonl(source: Source, cache: Path) -> Source:
     if source.kind != "other":
         return source
     stat = source.path.stat()
-    target = cache / "converted" / digest([str(source.path), stat.st_size, stat.st_mtime_ns])
+    target = cache / "converted" / digest([_VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
 
     def make(directory: Path) -> None:
         with (directory / "records.jsonl").open("xb") as out:
@@ -46,9 +51,35 @@ def _convert(source: Source, out: IO[bytes]) -> None:
         _decompress(source, out)
         return
     reader = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}[suffix]
-    for record in reader(source):
-        out.write(json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
-        out.write(b"\n")
+    for number, record in enumerate(reader(source), 1):
+        try:
+            line = json.dumps(record, ensure_ascii=False, default=_plain)
+        except TypeError as error:
+            what = f"{source.name}:{number} holds {error}"
+            raise DataError(Problem("DATA005", what, str(source.path), "leave the column out of the file")) from error
+        out.write(line.encode("utf-8", "backslashreplace") + b"\n")  # a lone surrogate as JSON writes it: \udc80
+
+
+def _plain(value: Any) -> Any:
+    """As JSON, what the cells of tables hold beside texts, numbers and lists: binary ones are UTF-8, dates and times as
+    ISO 8601 writes them, decimals and durations (in seconds) numbers. Of bytes that are no UTF-8 the first that is not
+    becomes a lone surrogate, which is refused (DATA006) where it would be trained on and nowhere else: a column of
+    images does no harm."""
+    match value:
+        case bytes():
+            try:
+                return value.decode()
+            except UnicodeDecodeError as error:
+                return value[: error.start + 1].decode("utf-8", "surrogateescape")
+        case date() | time():
+            return value.isoformat()
+        case Decimal():
+            return float(value)
+        case timedelta():
+            return value.total_seconds()
+        case UUID():
+            return f"{value}"
+    raise TypeError(f"a value of type {type(value).__name__}, which is neither text nor number")
 
 
 def _decompress(source: Source, out: IO[bytes]) -> None:
@@ -126,7 +157,7 @@ def _parquet(source: Source) -> Iterator[dict[str, Any]]:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             for batch in file.iter_batches(1024):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _damaged(source, error) from error
 
 
@@ -142,7 +173,7 @@ def _arrow(source: Source) -> Iterator[dict[str, Any]]:
             for batch in batches:
                 for start in range(0, batch.num_rows, 1024):
                     yield from batch.slice(start, 1024).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _damaged(source, error) from error
 
 

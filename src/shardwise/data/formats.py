@@ -23,6 +23,8 @@ from typing import Any
 
 Record = dict[str, Any]
 _SKIP = "data.on_bad_sample=skip, or leave the line out"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What fields of a message that hold its reasoning are called."""
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant")
 
@@ -33,6 +35,15 @@ class Fault(Exception):
     def __init__(self, code: str, what: str, fix: str) -> None:
         super().__init__(what)
         self.code, self.what, self.fix = code, what, fix
+
+
+def not_unicode(error: UnicodeEncodeError) -> Fault:
+    """What is wrong with a text that cannot be encoded. Bytes of a table that are no UTF-8 came as lone surrogates."""
+    point = ord(error.object[error.start])
+    if 0xDC80 <= point <= 0xDCFF:
+        fix = "write the column as UTF-8 text, or leave the record out"
+        return Fault("DATA006", f"not UTF-8 (0x{point - 0xDC00:02x})", fix)
+    return Fault("DATA006", f"lone surrogate U+{point:04X}", "write both halves of the character, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         raise Fault(
             "DATA005", what, "a turn is learnt (1) or not (0), nothing between; data.mixture_weights weigh files"
         )
+    for key in REASONING:
+        if not isinstance(turn.get(key, ""), str):
+            raise Fault("DATA005", f"`{where}.{key}` is not a text", "make it one, or leave the line out")
     content = turn.get("content")
     calls = turn.get("tool_calls")
     if calls is not None:
@@ -200,7 +214,7 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
         k
         for k in answers
         if not str(messages[k].get("content") or "").strip()
-        and not any(messages[k].get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+        and not any(messages[k].get(key) for key in ("tool_calls", *REASONING))
     ]
     if empty:
         raise Fault("CHAT002", f"turn {empty[0] + 1} is an empty answer of the assistant", _SKIP)
@@ -233,16 +247,16 @@ def _sharegpt(record: Record, train_on: str) -> Conversation:
 
 
 def _alpaca(record: Record, train_on: str) -> Conversation:
-    asked, more = _text(record, "instruction"), record.get("input")
-    asked = f"{asked}\n\n{more}" if isinstance(more, str) and more else asked
+    asked, more = _text(record, "instruction"), "" if record.get("input") is None else _text(record, "input")
+    asked = f"{asked}\n\n{more}" if more else asked
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(record, "output")}]
     return _conversation([*_system(record), *turns], record, train_on)
 
 
 def _system(record: Record) -> list[dict[str, Any]]:
     """The message of a record whose system prompt is a field of its own."""
-    system = record.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    system = "" if record.get("system") is None else _text(record, "system")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _prompt_completion(record: Record, train_on: str) -> Sample:

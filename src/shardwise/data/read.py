@@ -14,6 +14,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardwise.data.formats import not_unicode
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
@@ -180,9 +181,8 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        what = f"character {error.start + 1}: lone surrogate U+{ord(text[error.start]):04X}"
-        fix = "write both halves of the character, or leave it out"
-        raise fault(part, offset, "DATA006", what, fix) from error
+        found = not_unicode(error)
+        raise fault(part, offset, found.code, f"character {error.start + 1}: {found.what}", found.fix) from error
     return text
 
 

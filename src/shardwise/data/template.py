@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shardwise.data.formats import REASONING
 from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, PolicyError, Problem
 
@@ -45,7 +46,6 @@ OPEN, CLOSE, PROBE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
 LIMIT_S = 2.0
 LIMIT_CHARACTERS = 64 * 2**20
 _WHERE = "data.chat_template"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class RenderError(Exception):
@@ -143,7 +143,7 @@ def _refuse_private(tree: nodes.Template) -> None:
 
 def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Reasoning under the names that templates read, whichever of them the data use."""
-    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 

@@ -1,0 +1,119 @@
+"""Tables as jsonl: what their cells become, and what no text is made of."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from shardwise.data.convert import to_jsonl
+from shardwise.data.prepare import prepare
+from shardwise.data.source import find
+from shardwise.errors import DataError
+from shardwise.spec.recipe import Data
+
+
+def write(path: Path, table: pa.Table) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+    return path
+
+
+def converted(path: Path, cache: Path) -> list[Any]:
+    [source] = find(str(path), records=True)
+    return [json.loads(line) for line in to_jsonl(source, cache).path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_binary_columns_are_text_in_utf8(tmp_path: Path, settings: Callable[..., Data], name: str) -> None:
+    texts = [f"été number {i}" for i in range(20)]
+    path = write(tmp_path / name, pa.table({"text": pa.array([text.encode() for text in texts], pa.binary())}))
+    assert converted(path, tmp_path) == [{"text": text} for text in texts]
+    as_text = write(tmp_path / f"as-{name}", pa.table({"text": texts}))
+    both = [prepare(settings(one, validation_share=0)).train for one in (path, as_text)]
+    assert both[0].read(0, both[0].tokens).tolist() == both[1].read(0, both[1].tokens).tolist()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_bytes_that_are_no_text_are_refused_where_they_would_be_trained_on(
+    tmp_path: Path, settings: Callable[..., Data], name: str
+) -> None:
+    cells = pa.array([b"fine", b"caf\xe9 " + b"x" * 99], pa.binary())
+    path = write(tmp_path / name, pa.table({"text": cells}))
+    with pytest.raises(DataError) as caught:
+        prepare(settings(path))
+    assert str(caught.value) == (
+        f"error[DATA006]: {name}:2 character 4: not UTF-8 (0xe9)\nwhere: {path}\n"
+        "fix:   write the column as UTF-8 text, or leave the record out"
+    )
+    talk = [{"role": "user", "content": b"caf\xe9"}, {"role": "assistant", "content": b"b"}]
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.binary()}))
+    path = write(tmp_path / f"talk-{name}", pa.table({"messages": pa.array([talk], kind)}))
+    with pytest.raises(DataError, match=rf"DATA006.*talk-{name}:1 not UTF-8 \(0xe9\)"):
+        prepare(settings(path, chat_template="zephyr", validation_share=0), sample_tokens=64)
+
+
+def test_a_column_that_is_not_read_may_hold_anything(tmp_path: Path, settings: Callable[..., Data]) -> None:
+    image = pa.array([b"\x89PNG\r\n\x1a\n" + bytes(10**5)] * 3, pa.binary())
+    path = write(tmp_path / "a.parquet", pa.table({"text": ["one", "two", "three"], "image": image}))
+    assert prepare(settings(path, validation_share=0)).train.split.documents == 3
+    [file] = (tmp_path / "cache" / "converted").rglob("records.jsonl")
+    assert file.stat().st_size < 200
+
+
+def test_dates_decimals_and_what_is_nested(tmp_path: Path) -> None:
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
+    row = {
+        "when": when,
+        "day": when.date(),
+        "time": when.time(),
+        "price": decimal.Decimal("1.50"),
+        "took": datetime.timedelta(seconds=90),
+        "raw": b"text",
+        "nested": [{"raw": b"in", "days": [when.date(), None]}],
+    }
+    path = write(tmp_path / "a.parquet", pa.Table.from_pylist([row]))
+    assert converted(path, tmp_path) == [
+        {
+            "when": "2024-05-06T07:08:09+00:00",
+            "day": "2024-05-06",
+            "time": "07:08:09",
+            "price": 1.5,
+            "took": 90.0,
+            "raw": "text",
+            "nested": [{"raw": "in", "days": ["2024-05-06", None]}],
+        }
+    ]
+
+
+def test_numbers_are_no_text(tmp_path: Path, settings: Callable[..., Data]) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"text": [decimal.Decimal("1.50")]}))
+    with pytest.raises(DataError, match=r"DATA005.*a\.parquet:1 `text` is a number, not a text"):
+        prepare(settings(path))
+    for field in ({"input": 5}, {"system": ["a"]}):
+        (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "a", "output": "b", **field}))
+        with pytest.raises(DataError, match=rf"DATA005.*b\.jsonl:1 `{next(iter(field))}` is not a text"):
+            prepare(settings(tmp_path / "b.jsonl", chat_template="zephyr"), sample_tokens=64)
+    thinking = {"role": "assistant", "content": "b", "reasoning_content": ["a"]}
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, thinking]}))
+    with pytest.raises(DataError, match=r"DATA005.*`messages\[1\]\.reasoning_content` is not a text"):
+        prepare(settings(tmp_path / "b.jsonl", chat_template="zephyr"), sample_tokens=64)
+
+
+def test_values_of_no_kind_that_json_has_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"text": ["a"]}))
+    rows = iter([{"text": "a", "id": uuid.UUID(int=5)}, {"text": "a", "id": 2j}])
+    monkeypatch.setattr("shardwise.data.convert._parquet", lambda source: rows)
+    with pytest.raises(DataError, match=r"DATA005.*a\.parquet:2 holds a value of type complex, which is neither"):
+        converted(path, tmp_path)
