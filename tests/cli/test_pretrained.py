@@ -75,7 +75,7 @@ def _pickle(model: Path) -> None:
     torch.save({}, model / "pytorch_model.bin")
 
 
-def _config(**changes: int) -> Callable[[Path], None]:
+def _config(**changes: float) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | changes))
@@ -95,6 +95,12 @@ def _config(**changes: int) -> Callable[[Path], None]:
             "error[CKPT002]: 2 of 12 tensors differ: `embed.weight` file [300, 16], model [301, 16], `head",
         ),
         ("B-31", _config(num_hidden_layers=2), 65, "error[CKPT003]: 9 tensors missing (layers.1.attention_norm.weight"),
+        (
+            "negative epsilon",
+            _config(rms_norm_eps=-1.0),
+            65,
+            "error[MOD005]: `rms_norm_eps` is -1.0; it must not be neg",
+        ),
         ("B-33", _cut, 65, "error[CKPT005]: model.safetensors "),
         ("B-34", _pointer, 65, "error[CKPT006]: model.safetensors is a Git LFS pointer ("),
         ("B-37", _pickle, 77, "error[SEC004]: pytorch_model.bin is a pickle and can run code"),

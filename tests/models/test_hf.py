@@ -124,6 +124,33 @@ def test_a_misaligned_tensor_is_read(tmp_path: Path) -> None:
     assert tensorfile.entries(path)["x"].read().tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(("value", "told"), [(torch.nan, "1 NaN"), (-torch.inf, "1 infinite")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_refused_by_the_slice_that_holds_them(
+    tmp_path: Path, dtype: torch.dtype, value: float, told: str
+) -> None:
+    name = "layers.1.attention.o.weight"
+    state = random_model(SPEC).state_dict()
+    state[name][4, 20] = value
+    hf.write_weights(tmp_path, SPEC, state.__getitem__, dtype)
+    beside, holding = ({name: (slice(0, 32), columns)} for columns in (slice(0, 20), slice(20, 32)))
+    assert len(list(hf.read_weights(tmp_path, beside, SPEC))) == 1
+    with pytest.raises(DataError) as caught:
+        list(hf.read_weights(tmp_path, holding, SPEC))
+    (problem,) = caught.value.problems
+    assert problem.code == "MOD006" and problem.where == str(tmp_path / hf.SINGLE)
+    assert problem.what == f"`model.layers.1.self_attn.o_proj.weight` holds {told} of 384 values read"
+
+
+def test_nan_in_a_tied_embedding_is_not_taken_for_another_head(tmp_path: Path) -> None:
+    state = random_model(SPEC).state_dict()
+    state["embed.weight"][3] = torch.nan
+    state["head.weight"] = state["embed.weight"]
+    hf.write_weights(tmp_path, replace(SPEC, tie_word_embeddings=False), state.__getitem__)
+    with pytest.raises(DataError, match="MOD006"):
+        hf.check_weights(str(tmp_path), None, replace(SPEC, tie_word_embeddings=True))
+
+
 def refused(source: Path, error: type[ShardwiseError], code: str) -> str:
     with pytest.raises(error) as caught:
         list(hf.read_weights(source, everything(), SPEC))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import ShardwiseError
+from shardwise.errors import DataError, ShardwiseError
 from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
@@ -200,6 +200,17 @@ def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan, spec
     state = build.build(recipe, spec, plan, world.mesh(plan.layout, "cpu"), CPU)
     export.export(state.parameters(), spec, NoTokenizer(), Path(target), torch.float32)  # type: ignore[arg-type]
     dist.barrier()
+
+
+def why_not_read(rank: int, ranks: int, source: str, plan: Plan) -> str:
+    """What is wrong with a model's directory, as this rank tells it when a run begins."""
+    recipe = Recipe.model_validate({"model": {"path": source}})
+    mesh = world.mesh(plan.layout, "cpu")
+    try:
+        agree.together(lambda: build.build(recipe, UNTIED, plan, mesh, CPU))
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) -> tuple[list[int], bool]:

@@ -62,6 +62,19 @@ def test_trained_weights_are_read_and_written_in_any_layout(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
+def test_every_rank_tells_what_one_found_in_its_slice(
+    ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
+) -> None:
+    """The last row of an embedding, which under zero3 only the last rank reads."""
+    values = {name: value.detach().clone() for name, value in Decoder(UNTIED).named_parameters()}
+    values["embed.weight"][-1, 0] = torch.nan
+    hf.write_weights(tmp_path, UNTIED, values.__getitem__)
+    told = ranks.run(rank_work.why_not_read, str(tmp_path), plan_of(layout, strategy), world=world)
+    assert len(set(told)) == 1 and len(told) == world
+    assert told[0].startswith("error[MOD006]: `model.embed_tokens.weight` holds 1 NaN of ")
+
+
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[:3])
 def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str

@@ -221,17 +221,21 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
     embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
     whole = tuple(slice(0, size) for size in embed.shape)
     tied = spec.tie_word_embeddings and head is not None
-    if tied and (head.shape != embed.shape or not torch.equal(head.read(whole), embed.read(whole))):
+
+    def read(name: str, entry: Entry) -> Tensor:
+        return entry.read_finite(name_in_files(name, spec), whole)
+
+    if tied and (head.shape != embed.shape or not torch.equal(read("head.weight", head), read("embed.weight", embed))):
         what = "head and embedding differ in the files, and the config says that they are one"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
 
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice in the stored type) for each of ``parts``, one at a time. All headers are checked
-    first."""
+    first, and each slice while it is read: raises DataError (MOD006) for NaN and infinity."""
     entries, there = match(find_weights(source), spec, str(source)), turned(spec)
     for name, part in parts.items():
-        yield name, entries[name].read(part, turned=name in there)
+        yield name, entries[name].read_finite(name_in_files(name, spec), part, turned=name in there)
 
 
 def write_weights(

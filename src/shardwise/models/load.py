@@ -10,11 +10,16 @@ from typing import Any
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
+from shardwise.models.numbers import check_numbers
 from shardwise.spec.hub import fetch
 
 
 def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
-    """The spec of what a Hugging Face ``config.json`` describes: of our decoder, or of transformers' own modules."""
+    """The spec of what a Hugging Face ``config.json`` describes: of our decoder, or of transformers' own modules.
+
+    Raises DataError (MOD005) for numbers that no model computes with, ConfigError for what is not supported.
+    """
+    check_numbers(config, name)
     try:
         if family_of(config, name) is not None:
             return from_hf(config, name)

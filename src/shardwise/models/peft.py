@@ -180,7 +180,10 @@ def read_adapter(
     """(canonical name, its slice as stored) of every adapter parameter among ``parts``; raises as find_adapter."""
     for name, (entry, column) in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
         rows, *columns = parts[name]
-        yield name, entry.read((rows, *(slice(column + part.start, column + part.stop) for part in columns)))
+        yield (
+            name,
+            entry.read_finite(name, (rows, *(slice(column + part.start, column + part.stop) for part in columns))),
+        )
 
 
 def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:

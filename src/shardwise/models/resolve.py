@@ -6,7 +6,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
@@ -20,7 +20,10 @@ def resolve(recipe: Recipe) -> ModelSpec:
             what = "`model.config` does not say what model it is of"
             fix = "`model.config.model_type: llama`, for example"
             raise ConfigError(Problem("CFG004", what, "model.config", fix))
-        spec = _drawn(read_spec(model.config, "the model of this recipe"))
+        try:
+            spec = _drawn(read_spec(model.config, "the model of this recipe"))
+        except DataError as error:  # what stands in a recipe is no file
+            raise ConfigError(*error.problems) from None
         for key in model.config.keys() - to_hf(spec).keys():
             if near := get_close_matches(key, to_hf(spec), 1, 0.9):
                 what, fix = f"unknown key `model.config.{key}`", f"did you mean `{near[0]}`?"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.runtime.world import process
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+
+T = TypeVar("T")
 
 
 def agree(recipe: Recipe, plan: Plan) -> None:
@@ -42,6 +45,21 @@ def agree(recipe: Recipe, plan: Plan) -> None:
     dist.all_gather_object(everyone, {"host": process().host, "digest": digest, **mine})
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
     raise ConfigError(difference(everyone[0], everyone[rank], rank))
+
+
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` returns, which may be another thing on each rank. The first rank's ShardwiseError becomes every
+    rank's: none goes on without one that cannot."""
+    made, error = None, None
+    try:
+        made = work()
+    except ShardwiseError as found:
+        error = found
+    errors: list[ShardwiseError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if first := next(filter(None, errors), None):
+        raise first from error
+    return cast(T, made)
 
 
 def difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Problem:

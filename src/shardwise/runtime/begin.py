@@ -12,6 +12,7 @@ from shardwise.data.remote import all_shown
 from shardwise.errors import ConfigError
 from shardwise.methods import dpo, pretrain
 from shardwise.runtime import fit
+from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.guard import Guard
@@ -55,7 +56,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     if job.rank == 0:
         print(header(job), flush=True)
     with fit.explain_memory(plan, job.device, "building the model"):
-        state = build(job.recipe, job.spec, plan, mesh, job.device)
+        state = together(lambda: build(job.recipe, job.spec, plan, mesh, job.device))
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
     with fit.explain_memory(plan, job.device, "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
