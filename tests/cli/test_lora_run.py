@@ -66,6 +66,11 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
     assert main([*words[:-1], "c", "lora.path=runs/a/adapter", "lora.rank=4", "--max-steps", "1"]) == 65
     assert "the adapter has r 2, the recipe 4" in capfd.readouterr().err
     assert not Path("runs/c").exists(), "told before any process starts"
+    alone = [word for word in [*words[:-1], "d", "lora.path=runs/a/adapter", "--max-steps"] if "lora.rank" not in word]
+    assert main([*alone, "2"]) == 0, "rank, alpha and targets are the adapter's"
+    assert entries(Path("runs/d/adapter/adapter_model.safetensors")).keys() == before.keys()
+    assert main([*alone, "3", "--resume"]) == 0
+    assert "resuming runs/d from step 2; train.max_steps 3 (was 2)\n" in capfd.readouterr().err
 
 
 def test_four_bits_from_end_to_end(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardwise.errors import DataError
+from shardwise.errors import DataError, MissingInputError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.foreign import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
+from shardwise.models.resolve import with_adapter
 from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import local_cluster
+from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import lora
 from tests.models import families, foreign
@@ -333,6 +335,38 @@ PATTERNS = Precision("bf16", modules=(("*norm", "fp32"),))
 def test_what_has_no_adapter_is_told_with_what_to_write(spec: ModelSpec, plan: Plan, fixes: list[str]) -> None:
     problems = lora.check(spec, plan, local_cluster())
     assert [problem.fix for problem in problems] == fixes and {problem.code for problem in problems} <= {"PLAN018"}
+
+
+@pytest.mark.parametrize("spec", [SPEC, STACKED, TURNED], ids=["llama", "phi3", "gpt2"])
+@pytest.mark.parametrize("target", ["all-linear", "some"])
+def test_what_an_adapter_says_of_itself_need_not_be_repeated(tmp_path: Path, spec: ModelSpec, target: str) -> None:
+    """As a recipe says it, so that the plan's settings are those that it was written with."""
+    some = ("c_attn",) if spec is TURNED else ("q", "k", "v")
+    asked = Lora(6, 9.0, some if target == "some" else (), rslora=True, dora=True, dropout=0.25)
+    write(tmp_path, adapted(asked, spec), asked)
+    words = [f"model.path={tmp_path / 'base'}", f"lora.path={tmp_path / 'adapter'}"]
+    recipe = with_adapter(load_recipe(None, words))
+    assert lora.settings(recipe.lora, Precision()) == asked
+    assert with_adapter(load_recipe(None, [*words, "lora.dropout=0", "lora.rank=8"])).lora.model_dump() == {
+        **recipe.lora.model_dump(),
+        "dropout": 0.0,
+        "rank": 8,
+    }
+
+
+def test_an_adapter_whose_own_words_make_no_sense(tmp_path: Path) -> None:
+    write(tmp_path, adapted(Lora(4, 8.0)), Lora(4, 8.0))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    words = [f"model.path={tmp_path / 'base'}", f"lora.path={tmp_path / 'adapter'}"]
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"r": 0, "lora_alpha": "8"}))
+    with pytest.raises(
+        DataError, match=r"CKPT009.*adapter_config.json has values that no adapter has: r: 0, lora_alpha: '8'"
+    ):
+        with_adapter(load_recipe(None, words))
+    file.unlink()
+    with pytest.raises(MissingInputError, match="CKPT001"):
+        with_adapter(load_recipe(None, words))
 
 
 def test_a_slice_of_an_adapter(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
-from shardwise.models.resolve import resolve
+from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.search import choose, settings
 from shardwise.planner.wire import wire_s
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
@@ -60,10 +60,10 @@ def run(options: Options) -> None:
     loaded = read_recipe(path, words.overrides)
     for notice in loaded.notices:
         note(notice, as_json=options.json)
-    spec = resolve(loaded.recipe)
-    cluster = cluster_of(loaded.recipe, options.cluster)
-    chosen = choose(loaded.recipe, spec, cluster)
-    plans = settings(loaded.recipe, spec, cluster, chosen)
+    recipe = with_adapter(loaded.recipe)
+    spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
+    chosen = choose(recipe, spec, cluster)
+    plans = settings(recipe, spec, cluster, chosen)
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")

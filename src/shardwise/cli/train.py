@@ -22,7 +22,7 @@ from shardwise.launch import local, nodes, rundir
 from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.resolve import data_of, resolve
+from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.track import check_installed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
@@ -66,7 +66,7 @@ def run(options: Options) -> int:
     if options.print_config:
         print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
         return 0
-    recipe = _named(options, words, loaded)
+    recipe = with_adapter(_named(options, words, loaded))
     if is_worker():
         return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
     for notice in loaded.notices:

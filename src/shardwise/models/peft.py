@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, Problem
@@ -18,6 +19,7 @@ from shardwise.models.hf import name_in_model, turned
 from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.plan import Lora
+from shardwise.spec.recipe import Lora as Asked
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BESIDE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
@@ -104,18 +106,54 @@ def _joined(shapes: Sequence[tuple[int, ...]], *, rows: bool, columns: bool) -> 
     return (height, *(size * len(shapes) if columns else size for size in shapes[0][1:]))
 
 
+_SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora", "dropout": "lora_dropout"}
+
+
+def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
+    """What the adapter in ``directory`` is, by the keys of a recipe's ``lora``: from its config, but for the targets,
+    which are the layers whose tensors it has. Raises MissingInputError (CKPT001), DataError for damaged files."""
+    _check_present(directory)
+    config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
+    found = tensorfile.entries(directory / WEIGHTS)
+    settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
+    roles: dict[str, bool] = {}
+    for module, words in _linears(spec).items():
+        for name in words["lora_a"]:
+            kind = role(name.replace(".lora_a", ""))
+            roles[kind] = roles.get(kind, False) or f"{module}.{_WORDS['lora_a']}" in found
+    targets = [kind for kind, targeted in roles.items() if targeted]
+    if targets:
+        settings["targets"] = "all-linear" if len(targets) == len(roles) else targets
+    try:
+        return Asked.model_validate(settings).model_dump(include=set(settings))
+    except ValidationError as error:
+        wrong = [f"{_SETTINGS.get(str(fault['loc'][0]))}: {fault['input']!r}" for fault in error.errors()]
+        what = f"{CONFIG} has values that no adapter has: {', '.join(wrong)[:200]}"
+        raise DataError(Problem("CKPT009", what, str(directory / CONFIG), "fetch the adapter again")) from None
+
+
+def _check_present(directory: Path) -> None:
+    for file in (CONFIG, WEIGHTS):
+        if not (directory / file).is_file():
+            fix = "a directory as PEFT's save_pretrained writes it"
+            raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
+
+
+def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
+    """Every layer that can have an adapter, by its name in PEFT's files."""
+    weights = (name for name in parameter_shapes(spec) if is_linear(name))
+    return _modules((name.replace(".weight", ".lora_a.weight") for name in weights), spec)
+
+
 def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, tuple[Entry, int]]:
     """The stored rows, and the first column, of every adapter parameter in ``names``. Of stacked layers the adapter is
     as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises DataError (CKPT002, CKPT003)
     with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
     where = str(directory)
-    for file in (CONFIG, WEIGHTS):
-        if not (directory / file).is_file():
-            fix = "a directory as PEFT's save_pretrained writes it"
-            raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
+    _check_present(directory)
     config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
     found, modules, weights = tensorfile.entries(directory / WEIGHTS), _modules(names, spec), parameter_shapes(spec)
-    linears = _modules((name.replace(".weight", ".lora_a.weight") for name in weights if is_linear(name)), spec)
+    linears = _linears(spec)
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
     problems = [*unserved, *_settings_differ(config, lora, where)]

@@ -45,6 +45,20 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
     return replace(spec, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
+def with_adapter(recipe: Recipe) -> Recipe:
+    """The recipe with all that the adapter of ``lora.path`` says of itself (rank, alpha, targets and so on) where the
+    recipe does not. Raises as :func:`resolve` and :func:`shardwise.models.peft.adapter_settings`."""
+    asked = recipe.lora
+    left = {"rank", "alpha", "targets", "rslora", "dora", "dropout"} - asked.model_fields_set
+    if asked.path is None or not left or (asked.rank is not None and not Path(asked.path).is_dir()):
+        return recipe
+    from shardwise.models.peft import adapter_settings
+
+    theirs = adapter_settings(Path(asked.path), resolve(recipe))
+    missing = {key: theirs[key] for key in left & theirs.keys()}
+    return recipe.model_copy(update={"lora": asked.model_copy(update=missing)})
+
+
 def data_of(recipe: Recipe) -> Data:
     """The recipe's data with format and tokenizer settled: weights that were trained with one tokenizer mean nothing
     under another, so a model that is trained on brings its own unless the recipe names one. Of a run that streams its

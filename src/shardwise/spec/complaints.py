@@ -177,8 +177,8 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
     said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
-    what = f"{said} without `lora.rank`, which turns adapters on"
-    refuse(recipe.lora.rank is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
+    what, off = f"{said} without `lora.rank`, which turns adapters on", recipe.lora.rank is None
+    refuse(off and recipe.lora.path is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
     fix = "leave it out for all-linear, or some of q k v o gate up down"
     refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
     return problems
