@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from examples import transformers_loop, vision_loop
+from shardwise.errors import TrainingError
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
 from shardwise.spec.plan import Plan
@@ -79,6 +80,89 @@ def mixed(rank: int, world: int) -> dict[str, Tensor]:
         model = own.parallelize(Mixed(), plan, processes.mesh(plan.layout, "cpu"))
         own.backward(model, model(rows(0)[0].float()).square().mean())
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Routed(nn.Module):
+    """Ranks use different heads, experts and adapters: by ``route`` a head (their shapes differ), an expert out of a
+    list of blocks, and an adapter or none inside each block. One of each is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 10)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(2))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(10, 5 + i), nn.Linear(5 + i, 10)) for i in range(4))
+        self.heads = nn.ModuleList(nn.Linear(10, size) for size in (3, 2, 5))
+        self.blocks[0].frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        x = self.into(x.to(self.into.weight.dtype))
+        for block in self.blocks:
+            x = x + block(x, route)
+        x = x + self.experts[route](x)
+        return self.heads[route % 2](x)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(10, 10)
+        self.adapters = nn.ModuleList(nn.Linear(10, 10, bias=bool(i)) for i in range(3))
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        x = nn.functional.gelu(self.frozen(x))
+        return x + self.adapters[route](x) if route < 2 else x
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor, route: int) -> Tensor:
+        return self.paths[route](x)
+
+
+ROUTES = [[0, 0, 1, 1], [2, 1, 0, 1], [0, 0, 0, 0], [1, 2, 0, 0]]
+"""By step, the route of each quarter of the rows: of a rank's micro-batches, one after another."""
+
+
+def routed_step(model: nn.Module, step: int, part: int) -> Tensor:
+    """The mean loss over a quarter of a step's rows."""
+    return model(rows(step)[0].chunk(4)[part], ROUTES[step % len(ROUTES)][part]).square().mean()
+
+
+def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: int = 1) -> Any:
+    """Which gradients there are in each step, and full weights after them, with decay of everything."""
+    torch.manual_seed(rank)
+    with started(world, nodes):
+        plan = own.plan(strategy, compute=compute, reduce="fp64" if compute == "fp64" else "fp32")  # type: ignore[arg-type]
+        model = Routed()
+        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"), whole=["experts"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        present, each = [], 4 // world
+        for step in range(len(ROUTES)):
+            for index in range(each):
+                loss = routed_step(model, step, rank * each + index)
+                own.backward(model, loss, last=index == each - 1, micro_batches=each)
+            present.append({name for name, p in model.named_parameters() if p.grad is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+        return present, {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def apart(rank: int, world: int, strategy: str) -> list[str]:
+    """What is said to each rank when they ran different blocks, of equal shapes."""
+    with started(world):
+        plan = own.plan(strategy)  # type: ignore[arg-type]
+        model = own.parallelize(Forked(), plan, processes.mesh(plan.layout, "cpu"))
+        try:
+            own.backward(model, model(rows(0)[0].float(), rank).square().mean())
+        except TrainingError as error:
+            return [str(error)]
+        return []
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:

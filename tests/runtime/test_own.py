@@ -119,6 +119,53 @@ def test_hybrid(ranks: RankPool) -> None:
     same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
 
 
+def plain_routed() -> tuple[list[set[str]], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = own_ranks.Routed().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    present = []
+    for step in range(len(own_ranks.ROUTES)):
+        for part in range(4):
+            (own_ranks.routed_step(model, step, part) / 4).backward()
+        present.append({name for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return present, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [*((each, 2) for each in STRATEGIES), ("ddp", 4), ("zero3", 4)])
+def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, world: int) -> None:
+    """Two micro-batches a rank, and one. A parameter used by nobody has no gradient, and AdamW does not decay it."""
+    present, weights = plain_routed()
+    for found, full in ranks.run(own_ranks.routed, strategy, world=world, timeout_s=120):
+        assert found == present
+        for name, value in weights.items():
+            assert torch.allclose(full[name], value, rtol=1e-9, atol=1e-12), name
+    assert not any("experts.3" in name for step in present for name in step)
+
+
+def test_different_parameters_under_hybrid(ranks: RankPool) -> None:
+    present, weights = plain_routed()
+    for found, full in ranks.run(own_ranks.routed, "hsdp", "fp64", 2, world=4, timeout_s=120):
+        assert found == present
+        assert all(torch.allclose(full[name], value, rtol=1e-9, atol=1e-12) for name, value in weights.items())
+
+
+def test_different_parameters_in_bf16(ranks: RankPool) -> None:
+    """Accumulated gradients are kept in another type than those of the last micro-batch."""
+    present, weights = plain_routed()
+    for found, full in ranks.run(own_ranks.routed, "zero1", "bf16", world=2, timeout_s=120):
+        assert found == present
+        assert all(torch.allclose(full[name].double(), value, atol=0.1) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_blocks_that_not_all_ranks_run(ranks: RankPool, strategy: str) -> None:
+    for (said,) in ranks.run(own_ranks.apart, strategy, world=2, timeout_s=60):
+        assert "OWN001" in said and "forward of paths.0 on rank 0, forward of paths.1 on rank 1" in said
+        assert "parallelize(model, plan, mesh, whole=['paths'])" in said
+
+
 def test_weights_of_several_types(ranks: RankPool) -> None:
     """Halves of the same gradients sum to the gradients, to the bit."""
     torch.manual_seed(0)
@@ -167,6 +214,7 @@ def test_a_save_that_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(checkpoint.ShardWriter, "begin", full)
     _, checkpoints = small(tmp_path)
+    monkeypatch.setattr(checkpoint, "RETRIES_S", ())
     checkpoints.save(1)
     time.sleep(0.5)
     with pytest.warns(UserWarning, match="checkpoint of step 1 failed: .*no space left"):
@@ -243,6 +291,13 @@ def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
     step(model, optimizer)
     step(other, again)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_module_that_is_none_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as raised:
+        shardwise.parallelize(Model(), shardwise.plan(), None, whole=["block"])
+    assert raised.value.problems[0].what == "the model has no module `block`"
+    assert raised.value.problems[0].fix == "did you mean `blocks`?"
 
 
 def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:

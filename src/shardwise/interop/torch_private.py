@@ -90,3 +90,21 @@ def write_memory_history(path: str) -> None:
     import torch
 
     torch.cuda.memory._dump_snapshot(path)
+
+
+def complete_accumulated(module: torch.nn.Module) -> None:
+    """Before the last backward of a step under FSDP2. What has accumulated unreduced is kept in the type of reduction;
+    a parameter first used now would come in the type of compute, and FSDP2 refuses two types in one reduction. So such
+    parameters accumulate onto zeros. Without these names zero1 could not compute in bf16 where parameters are used in
+    some micro-batches only."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        members = [] if group is None else group.fsdp_params
+        if any(member.unsharded_accumulated_grad is not None for member in members):
+            for member in members:
+                if member.unsharded_accumulated_grad is None and member.unsharded_param.requires_grad:
+                    zeros = torch.zeros_like(member.unsharded_param, dtype=member.reduce_dtype)
+                    member.unsharded_accumulated_grad = zeros

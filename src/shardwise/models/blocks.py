@@ -10,12 +10,15 @@ if TYPE_CHECKING:
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of any model, in order: the members of each outermost list of modules of one class that have
-    parameters. A decoder's are its ``layers``; a model without such a list has none."""
+    parameters. A decoder's are its ``layers``; a model without such a list has none. A ModuleList of torch's own
+    single layers (heads of several tasks, embedding tables) is none: they are small, and often not all of them run."""
     from torch import nn
 
     members = list(module.children())
     alike = len({type(member) for member in members}) == 1
-    listed = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(members) > 1)
+    single = all(type(member).__module__.startswith("torch.nn.") and not [*member.children()] for member in members)
+    chained = isinstance(module, nn.Sequential) and len(members) > 1
+    listed = chained or (isinstance(module, nn.ModuleList) and not single)
     if listed and alike and all(next(member.parameters(), None) is not None for member in members):
         return members
     return [block for member in members for block in blocks(member)]

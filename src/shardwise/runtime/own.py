@@ -36,8 +36,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from shardwise.errors import ConfigError, DataError, Problem
+from shardwise.interop.torch_private import complete_accumulated
 from shardwise.runtime import checkpoint, reduce
 from shardwise.runtime import world as processes
+from shardwise.runtime.usage import Usage
 from shardwise.runtime.widened import widen_bf16
 from shardwise.spec.host import computes_bf16
 from shardwise.spec.layout import Layout
@@ -48,6 +50,7 @@ from shardwise.techniques import remat, shard
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
@@ -104,24 +107,37 @@ def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
         yield mesh
 
 
-def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> nn.Module:
+def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None, whole: Collection[str] = ()) -> nn.Module:
     """Apply ``plan`` to ``module``, in place, on this rank's device, and return it. All ranks begin with rank 0's
     weights and buffers.
 
     Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
     parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers; of
-    fp64 the weights are too.
+    fp64 the weights are too. ``whole`` names submodules whose blocks are gathered with the rest of the model: those
+    that do not run on all ranks alike. Raises ConfigError CFG005 for a name that is none.
     """
+    routed = {id(block) for name in whole for block in _submodule(module, name).modules()}
     wide = torch.float64 if plan.precision.compute == "fp64" else None
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
-    parts = shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh)
+    shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh, routed)
     if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
         _autocast(module, torch.bfloat16)
+    if plan.layout.dp > 1:
+        _USAGES[module] = Usage(module, zeros_sent=shard.reduce_unused(module))
     _PLANS[module] = plan
-    return parts[0]
+    return module
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    named = dict(module.named_modules())
+    if name not in named:
+        near = get_close_matches(name, named, 1)
+        fix = f"did you mean `{near[0]}`?" if near else "a name out of model.named_modules()"
+        raise ConfigError(Problem("CFG005", f"the model has no module `{name}`", "whole", fix))
+    return named[name]
 
 
 def _autocast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -158,11 +174,17 @@ def optimizer(
 def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
     """Propagate ``loss``, a mean over this rank's rows. Of several ``micro_batches`` a step, say which is the ``last``:
     after it gradients are the mean over all of them and over all ranks."""
-    plan = _PLANS[module]
+    plan, usage = _PLANS[module], _USAGES.get(module)
+    if usage is not None:
+        usage.begin()
+    if last and micro_batches > 1 and plan.shard.strategy == "zero1":
+        complete_accumulated(module)
     shard.synchronise([module], plan, last=last)
     (loss / (plan.layout.dp * micro_batches)).backward()
     if last:
         shard.finish([module])
+        if usage is not None:
+            usage.finish()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:

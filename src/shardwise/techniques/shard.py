@@ -15,7 +15,7 @@ whole step. FSDP2 takes the types of precision.py and so this file reads them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
@@ -176,7 +176,10 @@ def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
     return sum(ceil(full[w.name] / k) * k * BYTES[w.used_as] for w in weights)
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(
+    parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, whole: Set[int] = frozenset()
+) -> list[nn.Module]:
+    """``whole``: the ids of blocks that are no units of their own, and so belong to the root."""
     if mesh is None or plan.layout.dp == 1:
         return parts
     for part in parts:
@@ -184,11 +187,11 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
             wire = torch_type(plan.precision.reduce)
             _REPLICAS[part] = Replicas(part, mesh.get_group("dp_replicate"), plan.shard.bucket_bytes, wire)
         else:
-            _fully_shard(part, plan, mesh)
+            _fully_shard(part, plan, mesh, whole)
     return parts
 
 
-def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int]) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     hybrid = plan.layout.dp_replicate > 1
@@ -205,8 +208,8 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             # Outside the blocks it is kept after forward, as the root is.
             inner = reshard if name.startswith("layers.") else False
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner)
-    idle = _without_backward(part)
-    for unit in units(part):
+    idle = [block for block in _without_backward(part) if id(block) not in whole]
+    for unit in (unit for unit in units(part) if unit is part or id(unit) not in whole):
         # None lets FSDP2 keep the root, whose weights backward needs first.
         after = None if unit is part and reshard else bool(reshard) if unit in idle else reshard
         fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after)
@@ -249,3 +252,17 @@ def finish(parts: Sequence[nn.Module]) -> None:
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].finish()
+
+
+def reduce_unused(part: nn.Module) -> bool:
+    """Have every trained parameter reduced in every step, as zeros where a rank has no gradient of it; whether this
+    torch can. Otherwise FSDP2 sends those that have one, and gradients of different parameters would be added where
+    ranks use different ones."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if part in _REPLICAS:
+        return True
+    able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
+    if able and isinstance(part, FSDPModule):
+        part.set_reduce_scatter_unused_params(True)
+    return able
