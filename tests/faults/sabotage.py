@@ -92,6 +92,38 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
     loop.step, pretrain.loss = step, loss
 
 
+def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
+    """What rank ``who`` (of -1 every rank) does to write a sample fails: ``logits`` that are not finite, an error in
+    the ``forward`` pass, or one of the ``tokenizer`` afterwards."""
+    import torch
+
+    from shardwise.data.tokens import Tokenizer
+    from shardwise.models.decoder import Block
+    from shardwise.runtime import generate, sample
+
+    if who not in (rank, -1):
+        return
+    if where == "logits":
+        true = generate.last_logits
+        generate.last_logits = lambda *args: true(*args) * float("nan")  # type: ignore[assignment]
+    elif where == "tokenizer":
+        Tokenizer.decode = lambda self, ids: bytes([255]).decode()  # type: ignore[method-assign]
+    else:
+        forward, sampling = Block.forward, generate.generate
+
+        def fail(self: Any, *args: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory left for a sample")
+
+        def generating(*args: Any, **named: Any) -> Any:
+            Block.forward = fail  # type: ignore[method-assign]
+            try:
+                return sampling(*args, **named)
+            finally:
+                Block.forward = forward  # type: ignore[method-assign]
+
+        sample.generate = generating
+
+
 def hashes(state: Any) -> list[str]:
     """Of this rank's slices of the weights, and of the moments."""
     from shardwise.techniques.slices import local

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from torch.futures import Future
 from shardwise.cli.app import main
 from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
-from shardwise.runtime import commit
+from shardwise.runtime import begin, commit, end, measure, profile, sample
+from shardwise.runtime.loop import train
 from shardwise.runtime.outcome import read_exit
+from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.storage import ShardWriter
+from shardwise.spec.plan import Precision
 from tests.runtime import small_run
 from tests.runtime.small_run import MODEL, directory, numbers, recipe, train_here, weights_hash
 
@@ -329,3 +333,54 @@ def test_another_bug_is_not_taken_for_want_of_memory() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"), explain_memory(small_run.plan(), torch.device("cpu"), "x"):
         raise RuntimeError("shapes cannot be multiplied")
+
+
+def test_nothing_that_only_reports_ends_a_run(
+    root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples, the probe of the processor's peak, the measurements of two steps, a profile, report.md and the summary:
+    each fails, and says so; the numbers and the model are those of a run in which nothing did."""
+
+    def broken(what: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(f"{what} is broken")
+
+        return fail
+
+    monkeypatch.setattr(sample, "generate", broken("generate"))
+    monkeypatch.setattr(begin, "measure_peak_flops", broken("the probe"))
+    monkeypatch.setattr(measure, "by_axis", broken("the traffic"))
+    monkeypatch.setattr(measure, "highest_bytes", broken("the memory"))
+    monkeypatch.setattr(profile.Profile, "_start", broken("the profiler"))
+    monkeypatch.setattr(Report, "markdown", broken("the report"))
+    monkeypatch.setattr(end, "closing_lines", broken("the summary"))
+    made = recipe(root, "unreported", run={"profile_steps": "5:6"}, evaluate={"eval_steps": 4})
+    train_here(made)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning[REP001]: ")]
+    assert [line.removeprefix("warning[REP001]: ").removesuffix("; the run is not affected") for line in said] == [
+        "the sample at step 0 failed: generate is broken",
+        "measuring the processor's peak failed: the probe is broken",
+        "measuring the traffic failed: the traffic is broken",
+        "measuring the memory failed: the memory is broken",
+        "the profile failed: the profiler is broken",
+        "the profile failed: the profiler is broken",
+        "the sample at step 8 failed: generate is broken",
+        "report.md failed: the report is broken",
+        "the summary failed: the summary is broken",
+    ]
+    assert numbers(directory(made)) == numbers(whole)
+    assert weights_hash(directory(made)) == weights_hash(whole)
+
+
+def test_fp16_that_overflows_has_no_sample_and_is_trained(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Logits beyond 65,504 are infinite in fp16: no token can be drawn of them."""
+    half = replace(small_run.plan(), precision=Precision("fp16"))
+    made = recipe(root, "overflow", train={"max_steps": 3}, run={"max_skipped_steps": 9})
+
+    def enlarge(state: TrainState, stats: StepStats) -> None:
+        state.parameters()["norm.weight"].data.fill_(1e6)
+
+    train(made, half, [enlarge])
+    said = capsys.readouterr().out
+    assert "the sample at step 3 failed: error[NUM002]: the model's logits are not finite" in said
+    assert (directory(made) / "hf" / "model.safetensors").exists() and (directory(made) / "report.md").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +173,17 @@ def test_without_a_terminal_lines_are_plain_and_few() -> None:
     text = out.getvalue()
     assert "\x1b" not in text and "\r" not in text
     assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [1, 320]
+
+
+def test_a_terminal_that_was_closed_ends_nothing(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        screen = Screen(320, stream)
+        for step in range(1, 4):
+            screen.show(RECORD | {"step": step}, 1.0, due=True)
+        screen.say("done")
+        screen.close()
 
 
 def test_lines_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.guard import Guard
 from shardwise.runtime.header import header
 from shardwise.runtime.job import Job
-from shardwise.runtime.metrics import Log, Speed, flops_per_token, measure_peak_flops
+from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token, measure_peak_flops
 from shardwise.runtime.reference import refer
+from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import keep_first_sample
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Loss, Rules, announce_reduce
@@ -54,7 +55,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     loss = loss_of(job.recipe, plan.batch.loss_chunk_tokens)
     rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
-        print(header(job), flush=True)
+        Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, "building the model"):
         state = together(lambda: build(job.recipe, job.spec, plan, mesh, job.device))
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
@@ -71,7 +72,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
         (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
         job.tokenizer.copy_to(job.directory / "tokenizer")
     announce_reduce(state.parts, watch.enter)
-    keep_first_sample(job, state)
+    keep_first_sample(job, state, checkpoints.crew)
     return job, state, rules, checkpoints
 
 
@@ -92,11 +93,13 @@ def open_log(job: Job, state: TrainState) -> Log:
 
 def speed(job: Job) -> Speed:
     """Operations a token, and the peak of all devices: from the table of known GPUs, or measured on a CPU."""
-    if job.device.type == "cpu":
-        peak = measure_peak_flops(torch_type(job.plan.precision.compute))
-    else:
-        peak = gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
-    return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
+    with only_reports("measuring the processor's peak"):
+        if job.device.type == "cpu":
+            peak = measure_peak_flops(torch_type(job.plan.precision.compute))
+        else:
+            peak = gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
+        return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
+    return Speed(0.0, 0.0)
 
 
 def gpu_peak_flops(name: str, job: Job) -> float:

@@ -6,6 +6,7 @@ one who gave up.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,33 @@ class Crew:
         result: T = box[0]
         return result
 
+    def spared(self, work: Callable[[], T], patience_s: float) -> T | Exception:
+        """What ``work``, in which ranks may wait for one another, returns; or on every rank an error of it, if it
+        failed on any. Raised instead where the other ranks do not come within ``patience_s``: they wait inside ``work``
+        for this one, and only its end sets them free."""
+        failed, result = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failed = error.first if isinstance(error, RankError) else error
+        if self.size > 1:
+            failures, until_s = torch.tensor(int(failed is not None)), time.monotonic() + patience_s
+            vote = dist.all_reduce(failures, group=self.group, async_op=True)
+            while failed is not None and not vote.is_completed():
+                if time.monotonic() > until_s:
+                    raise failed
+                time.sleep(0.01)
+            try:
+                vote.wait()
+            except RuntimeError as error:
+                raise failed or error from error
+            if failures:
+                try:
+                    self.each(lambda: _raise(failed))
+                except RankError as error:
+                    failed = error.first
+        return result if failed is None else failed  # type: ignore[return-value]
+
     def deal(self, work: Callable[[], list[T]]) -> T:
         """The first rank makes one thing for each rank; every rank gets its own. Raises as ``first`` does."""
         mine: list[Any] = [None]
@@ -104,6 +132,11 @@ class Crew:
         if box[0]:
             raise RankError(box[0])
         return [found for found, _ in answers] if answers else []
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -18,6 +18,7 @@ from shardwise.runtime.manifest import step_name, whole
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
 from shardwise.runtime.report import Report
+from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import earlier_sample, sample, shown
 from shardwise.runtime.state import TrainState
 from shardwise.spec.units import show_count
@@ -74,7 +75,7 @@ def finish(
     close(checkpoints, log)
     target = write_model(job, state)  # before what only tells of it
     validation = validation or evaluate_now(job, state, log)
-    after = sample(job, state)
+    after = sample(job, state, checkpoints.crew)
     trained = state.step > log.first_step
     there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
     unsaved = log.unsaved if trained and not there else None
@@ -97,11 +98,13 @@ def finish(
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
-        if trained or not kept.exists():  # a run that was finished before keeps what was measured then
-            kept.write_text(report.markdown(), encoding="utf-8")
-        log.say("\n".join(closing_lines(report, f"{target.name}/")))
-        if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
-            log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
+        with only_reports("report.md", log.say):
+            if trained or not kept.exists():  # a run that was finished before keeps what was measured then
+                kept.write_text(report.markdown(), encoding="utf-8")
+        with only_reports("the summary", log.say):
+            log.say("\n".join(closing_lines(report, f"{target.name}/")))
+            if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
+                log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
         checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
@@ -138,7 +141,7 @@ def closing_lines(report: Report, model: str) -> Sequence[str]:
         lines += [f"NOT SAVED  {report.warning}"]
     if report.before:
         lines += ["before  " + shown(report.before)]
-    lines += ["sample  " + shown(report.after), "", report.text(), ""]
+    lines += ["sample  " + shown(report.after)] * bool(report.after) + ["", report.text(), ""]
     lines += [f"{report.directory}/  checkpoints/ · {model} · metrics.jsonl · report.md"]
     lines += [f"{'next' if index == 0 else '':<8}{line}" for index, line in enumerate(report.next_steps())]
     return lines

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.data import tokens
 from shardwise.data.chat import Asked
+from shardwise.errors import Problem, TrainingError
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.models.layers import soft_cap
@@ -34,22 +36,26 @@ def generate(
     sampling: Sampling,
     device: torch.device,
     over: Callable[[list[int]], bool] = lambda ids: False,
+    first: Callable[[Callable[[], int]], int] = lambda choose: choose(),
 ) -> list[int]:
     """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough, or the model has
-    no position for another. In a distributed model every rank calls this alike and gets the same answer: the draw
-    depends on the seed and on nothing of the rank."""
+    no position for another. In a distributed model every rank calls this alike and gets the same answer; with
+    ``first`` (Crew.first) the first rank draws for all, so that an error in drawing is everybody's."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
     spec: ModelSpec = parts[0].spec  # type: ignore[assignment]
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
-    for _ in range(min(room, sampling.max_new_tokens)):
-        chosen = choose(last_logits(parts[0], ids, device), sampling.temperature, draw)
-        if chosen == sampling.eot_id:
-            break
-        ids.append(chosen)
-        if over(ids[len(prompt) :]):
-            break
-    reshard(parts)
+    try:
+        for _ in range(min(room, sampling.max_new_tokens)):
+            logits = last_logits(parts[0], ids, device)
+            chosen = first(partial(choose, logits, sampling.temperature, draw))
+            if chosen == sampling.eot_id:
+                break
+            ids.append(chosen)
+            if over(ids[len(prompt) :]):
+                break
+    finally:
+        reshard(parts)
     return ids[len(prompt) :]
 
 
@@ -66,7 +72,12 @@ def last_logits(model: nn.Module, ids: Sequence[int], device: torch.device) -> T
 
 
 def choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
-    """The likeliest id, or one drawn after dividing ``logits`` [V] by ``temperature``."""
+    """The likeliest id, or one drawn after dividing ``logits`` [V] by ``temperature``. Raises TrainingError (NUM002)
+    for logits that are NaN or infinite."""
+    if not logits.max() < torch.inf:
+        what = "the model's logits are not finite, so no token can be chosen"
+        fix = "precision.compute=bf16 or fp32 if it computes in fp16; else an earlier checkpoint"
+        raise TrainingError(Problem("NUM002", what, "the model's weights, or the numbers it computes with", fix))
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=draw))
@@ -76,8 +87,12 @@ def continue_text(
     parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, prompt: str, sampling: Sampling, device: torch.device
 ) -> str:
     """What the model writes after ``prompt``."""
-    ids = [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]
-    return tokenizer.decode(generate(parts, ids, sampling, device))
+    return tokenizer.decode(generate(parts, prompt_ids(tokenizer, prompt), sampling, device))
+
+
+def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
+    """A text that the model is to go on with; of none at all, the end of another."""
+    return [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]
 
 
 def answer(

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.techniques.slices import local
 
@@ -183,12 +184,16 @@ class Meter:
         if self._steps == self.TRAFFIC_STEP:
             with record_traffic() as calls:
                 yield
-            self.traffic = by_axis(calls, self._axes)
+            with only_reports("measuring the traffic"):
+                self.traffic = by_axis(calls, self._axes)
         elif self._steps == self.MEMORY_STEP:
-            held = state_bytes(state)
+            held: dict[str, int] = {}
+            with only_reports("measuring the memory"):
+                held = state_bytes(state)
             with _peak_bytes(self._device, sum(held.values())) as peak:
                 yield
-            self.memory = Memory(held, peak[0], resident_bytes())
+            if peak:
+                self.memory = Memory(held, peak[0], resident_bytes())
         else:
             yield
 
@@ -203,6 +208,12 @@ def _peak_bytes(device: torch.device, held_bytes: int) -> Iterator[list[int]]:
         yield found
         found.append(int(torch.cuda.max_memory_allocated(device)))
         return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with only_reports("measuring the memory"):
+        profiler.start()
+    try:
         yield found
-    found.append(held_bytes + highest_bytes(profiler))
+    finally:
+        with only_reports("measuring the memory"):
+            profiler.stop()
+            found.append(held_bytes + highest_bytes(profiler))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -285,24 +286,27 @@ class Screen:
         if due is None:
             due = now - self._last_s >= 5.0 or record["step"] in (1, self.max_steps)
         if self.live:
-            width = os.get_terminal_size(self.stream.fileno()).columns
-            self.stream.write("\r\x1b[2K" + text[: width - 1])
+            self._put("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])
             self._drawn = True
         elif due or record["skipped"]:
-            self.stream.write(text + "\n")
+            self._put(text + "\n")
             self._last_s = now
-        self.stream.flush()
 
     def say(self, text: str) -> None:
         self.close()
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        self._put(text + "\n")
 
     def close(self) -> None:
         if self._drawn:
-            self.stream.write("\n")
-            self.stream.flush()
+            self._put("\n")
             self._drawn = False
+
+    def _put(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:  # the terminal was closed, or who read the pipe: the run goes on, and nobody is told
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | None) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.interop.torch_private import keep_memory_history, write_memory_history
+from shardwise.runtime.reporting import only_reports
 
 
 class Profile:
@@ -35,7 +36,8 @@ class Profile:
     def step(self, number: int) -> Iterator[None]:
         """Optimizer step ``number`` runs inside."""
         if self._profiler is None:
-            self._start()
+            with only_reports("the profile"):
+                self._start()
         self._seen.append(number)
         with record_function(f"step {number}"):
             yield
@@ -44,22 +46,24 @@ class Profile:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._cuda else [])
-        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
+        profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
         if self._cuda:
             keep_memory_history(True)
-        self._profiler.start()
+        profiler.start()
+        self._profiler = profiler
 
     def _write(self) -> None:
         """Files are named by rank and steps: ``rank-0-steps-10-12.json.gz``, for chrome://tracing or Perfetto."""
-        if self._profiler is None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
             return
         if self._cuda:
             torch.cuda.synchronize()
-        self._profiler.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        stem = self.directory / f"rank-{self._rank}-steps-{self._seen[0]}-{self._seen[-1]}"
-        self._profiler.export_chrome_trace(f"{stem}.json.gz")
-        if self._cuda:
-            write_memory_history(f"{stem}-memory.pickle")
-            keep_memory_history(False)
-        self._profiler = None
+        with only_reports("the profile"):
+            profiler.stop()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            stem = self.directory / f"rank-{self._rank}-steps-{self._seen[0]}-{self._seen[-1]}"
+            profiler.export_chrome_trace(f"{stem}.json.gz")
+            if self._cuda:
+                write_memory_history(f"{stem}-memory.pickle")
+                keep_memory_history(False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.data.store import TokenStore
-from shardwise.runtime.generate import Sampling, continue_text, generate
+from shardwise.runtime.crew import Crew
+from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import Job
+from shardwise.runtime.reporting import failure, only_reports, warn
 from shardwise.runtime.state import TrainState
 
 PROMPT_TOKENS, MOST_TOKENS = 16, 256
@@ -14,14 +16,24 @@ SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
 """The likeliest token each time goes round in circles where little has been learnt."""
 
 
-def sample(job: Job, state: TrainState) -> str:
-    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it."""
-    prompt, tokenizer = job.recipe.evaluate.sample_prompt, job.tokenizer
-    ending = replace(SAMPLE, eot_id=tokenizer.eot_id, seed=job.recipe.run.seed)
-    if prompt is not None:
-        return f"{prompt}|{continue_text(state.parts, tokenizer, prompt, ending, job.device)}"
-    ids = first_prompt(job.prepared.validation or job.prepared.train)
-    return f"{tokenizer.decode(ids)}|{tokenizer.decode(generate(state.parts, ids, ending, job.device))}"
+def sample(job: Job, state: TrainState, crew: Crew) -> str:
+    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it. Empty, with a
+    warning, where that fails: it is not worth a run."""
+
+    def write() -> str:
+        prompt, tokenizer = job.recipe.evaluate.sample_prompt, job.tokenizer
+        ending = replace(SAMPLE, eot_id=tokenizer.eot_id, seed=job.recipe.run.seed)
+        given = prompt_ids(tokenizer, prompt) if prompt is not None else None
+        ids = given or first_prompt(job.prepared.validation or job.prepared.train)
+        begun = tokenizer.decode(ids) if prompt is None else prompt
+        return f"{begun}|{tokenizer.decode(generate(state.parts, ids, ending, job.device, first=crew.first))}"
+
+    written = crew.spared(write, job.recipe.run.timeout_s / 2)
+    if isinstance(written, Exception):
+        if job.rank == 0:
+            warn(failure(f"the sample at step {state.step}", written))
+        return ""
+    return written
 
 
 def first_prompt(store: TokenStore) -> list[int]:
@@ -33,12 +45,13 @@ def first_prompt(store: TokenStore) -> list[int]:
     return store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
 
 
-def keep_first_sample(job: Job, state: TrainState) -> None:
+def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
     """Store what the untrained model writes for the report; a run that goes on finds it there."""
     if state.step == 0:
-        text = sample(job, state)
+        text = sample(job, state, crew)
         if job.rank == 0:
-            (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")
+            with only_reports("keeping the first sample"):
+                (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")
 
 
 def earlier_sample(job: Job) -> str:

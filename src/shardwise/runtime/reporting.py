@@ -1,0 +1,26 @@
+"""What only reports (a sample, report.md, a trace, a measurement) must not end a run: it fails with a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def warn(text: str) -> None:
+    """To the terminal, at once."""
+    print(text, flush=True)
+
+
+@contextmanager
+def only_reports(what: str, say: Callable[[str], None] = warn) -> Iterator[None]:
+    """An error in the block, in which no rank waits for another, is said to be one of ``what``; the run goes on."""
+    try:
+        yield
+    except Exception as error:
+        say(failure(what, error))
+
+
+def failure(what: str, error: Exception) -> str:
+    """A line that says so."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"warning[REP001]: {what} failed: {reason}; the run is not affected"

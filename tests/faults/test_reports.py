@@ -1,0 +1,30 @@
+"""What only reports, on several ranks: where it fails the run goes on, and no rank waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.conftest import Make
+from tests.faults.job import Job
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize(
+    ("where", "who", "said"),
+    [
+        ("logits", 0, "error[NUM002]: the model's logits are not finite"),
+        ("tokenizer", 1, "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
+        ("forward", -1, "OutOfMemoryError: no memory left for a sample"),
+    ],
+)
+def test_a_sample_that_fails_costs_nothing_but_itself(make: Make, whole: Job, where: str, who: int, said: str) -> None:
+    """Of weights that are gathered block by block: before training and after it, on one rank or on all."""
+    job = make(f"sample-{where}")
+    assert job.train(job.write(), sabotage=("spoil_sample", who, where)) == [0, 0], job.log.read_text()[-3000:]
+    log = job.log.read_text()
+    for step in (0, 12):
+        assert f"warning[REP001]: the sample at step {step} failed: {said}" in log
+    assert "step time" in (job.directory / "report.md").read_text()
+    job.same_as(whole)
