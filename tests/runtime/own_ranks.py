@@ -51,13 +51,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10), nn.GELU()) for _ in range(2))
         self.out = nn.Linear(10, 3)
         self.register_buffer("scale", torch.tensor(0.5))
+        self.temperature = nn.Parameter(torch.tensor(1.2))
         self.into.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
         for block in self.blocks:
             x = x + block(x) * self.scale
-        return self.out(x)
+        return self.out(x) * self.temperature
 
 
 class Mixed(nn.Module):
@@ -135,7 +136,7 @@ def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: i
     """Which gradients there are in each step, and full weights after them, with decay of everything."""
     torch.manual_seed(rank)
     with started(world, nodes):
-        plan = own.plan(strategy, compute=compute, reduce="fp64" if compute == "fp64" else "fp32")  # type: ignore[arg-type]
+        plan = own.plan(strategy, compute=compute)  # type: ignore[arg-type]
         model = Routed()
         own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"), whole=["experts"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -179,7 +180,7 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
     ``directory`` and going on from what is there."""
     torch.manual_seed(rank)  # every rank begins with rank 0's weights all the same
     with started(world, settings.pop("nodes", 1)):
-        plan = own.plan(strategy, compute="fp64", reduce="fp64", **settings)  # type: ignore[arg-type]
+        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
         model = Model().double()
         own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
         optimizer = own.optimizer(model, learning_rate=1e-2)

@@ -111,7 +111,8 @@ def same(found: list[Any], right: Any) -> None:
 
 @pytest.mark.parametrize(("strategy", "settings"), SETTINGS)
 def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> None:
-    """With accumulation, clipping, a frozen bias, a buffer, and ranks that begin with weights of their own."""
+    """With accumulation, clipping, a frozen bias, a buffer, a parameter of no dims, and ranks that begin with other
+    weights."""
     same(ranks.run(own_ranks.train, strategy, dict(settings), 5, world=2, timeout_s=120), plain(5))
 
 
@@ -180,6 +181,8 @@ def test_weights_of_several_types(ranks: RankPool) -> None:
 def test_float64_is_float64_everywhere() -> None:
     model = shardwise.parallelize(Model(), shardwise.plan(compute="fp64"), None)
     assert model(rows(0)[0]).dtype == torch.float64
+    assert shardwise.plan(compute="fp64").precision.reduce == "fp64"
+    assert shardwise.plan(compute="bf16").precision.reduce == shardwise.plan().precision.reduce == "fp32"
 
 
 def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:

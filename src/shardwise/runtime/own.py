@@ -61,14 +61,16 @@ def plan(
     strategy: Word = "ddp",
     *,
     compute: Compute = "fp32",
-    reduce: Compute = "fp32",
+    reduce: Compute | None = None,
     recompute: Recompute = "none",
     compile: bool = False,
     replicas: int | None = None,
 ) -> Plan:
-    """A plan for the processes that were started. ``replicas``: over how many a sharded model is replicated (hsdp: one
+    """A plan for the processes that were started. Gradients are reduced in fp32 (in fp64 where ``compute`` is fp64)
+    unless ``reduce`` says otherwise. ``replicas``: over how many a sharded model is replicated (hsdp: one
     a node unless given). Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a
     recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     me = processes.process()
     count = 1 if replicas is None else replicas

@@ -7,7 +7,7 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,12 @@ def buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[st
 
 
 class Replicas:
-    """The gradients of one part's trained parameters and the group that sums them."""
+    """The gradients of the trained ones of ``named`` parameters and the group that sums them."""
 
-    def __init__(self, part: nn.Module, group: ProcessGroup, bucket_bytes: int, wire: torch.dtype) -> None:
-        parameters = {name: p for name, p in part.named_parameters() if p.requires_grad}
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup, bucket_bytes: int, wire: torch.dtype
+    ) -> None:
+        parameters = {name: p for name, p in named if p.requires_grad}
         sizes = [(name, p.numel() * p.element_size()) for name, p in parameters.items()]
         self.group = group
         self.wire = wire

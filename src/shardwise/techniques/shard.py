@@ -179,15 +179,23 @@ def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
 def apply(
     parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, whole: Set[int] = frozenset()
 ) -> list[nn.Module]:
-    """``whole``: the ids of blocks that are no units of their own, and so belong to the root."""
+    """``whole``: the ids of blocks that are no units of their own, and so belong to the root. A parameter of no dims
+    cannot be cut: it is replicated under every strategy."""
+    from torch import distributed as dist
+
     if mesh is None or plan.layout.dp == 1:
         return parts
+    wire = torch_type(plan.precision.reduce)
     for part in parts:
+        named = dict(part.named_parameters())
         if plan.shard.strategy == "ddp":
-            wire = torch_type(plan.precision.reduce)
-            _REPLICAS[part] = Replicas(part, mesh.get_group("dp_replicate"), plan.shard.bucket_bytes, wire)
-        else:
-            _fully_shard(part, plan, mesh, whole)
+            _REPLICAS[part] = Replicas(named.items(), mesh.get_group("dp_replicate"), plan.shard.bucket_bytes, wire)
+            continue
+        scalars = {name: parameter for name, parameter in named.items() if parameter.ndim == 0}
+        _fully_shard(part, plan, mesh, whole)
+        if scalars:
+            assert plan.layout.dp == plan.layout.world and dist.group.WORLD is not None
+            _REPLICAS[part] = Replicas(scalars.items(), dist.group.WORLD, plan.shard.bucket_bytes, wire)
     return parts
 
 
@@ -197,6 +205,7 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int])
     hybrid = plan.layout.dp_replicate > 1
     dp_mesh = mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
+    scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
     reduce = torch_type(plan.precision.reduce)
     outside = torch_type(plan.precision.compute)
     # What a block is given has the type that it should have: rotation tables may be wide, under every strategy.
@@ -207,12 +216,12 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int])
             own = MixedPrecisionPolicy(torch_type(number), reduce, output_dtype=outside)
             # Outside the blocks it is kept after forward, as the root is.
             inner = reshard if name.startswith("layers.") else False
-            fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner)
+            fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
     idle = [block for block in _without_backward(part) if id(block) not in whole]
     for unit in (unit for unit in units(part) if unit is part or id(unit) not in whole):
         # None lets FSDP2 keep the root, whose weights backward needs first.
         after = None if unit is part and reshard else bool(reshard) if unit in idle else reshard
-        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after)
+        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
     for block in idle:
         # Or the backward of the next block would fetch it ahead, for nothing.
         block.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -238,7 +247,7 @@ def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].active = last
-        elif isinstance(part, FSDPModule):
+        if isinstance(part, FSDPModule):
             part.set_is_last_backward(last)
             part.set_requires_all_reduce(last)
             if plan.shard.strategy == "zero1":
@@ -260,9 +269,9 @@ def reduce_unused(part: nn.Module) -> bool:
     ranks use different ones."""
     from torch.distributed.fsdp import FSDPModule
 
-    if part in _REPLICAS:
+    if not isinstance(part, FSDPModule):
         return True
     able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
-    if able and isinstance(part, FSDPModule):
+    if able:
         part.set_reduce_scatter_unused_params(True)
     return able
