@@ -66,7 +66,7 @@ def test_schema(shardwise: Run) -> None:
     _, out, _ = shardwise("schema", "--keys")
     lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines] == sorted(keys_of(recipe_schema()).leaves)
-    assert "train.seq_len: a whole number ≥ 2 (default 2048)" in lines
+    assert any(line.startswith("train.seq_len: a whole number ≥ 2 (default 2048); also sequence_len") for line in lines)
 
 
 def test_plan_of_the_sketch(shardwise: Run) -> None:
@@ -188,3 +188,17 @@ def test_data_that_cannot_be_prepared_leaves_no_run_behind(shardwise: Run, ended
     code, _, err = shardwise("train", "data.path=text", "data.cache=cache", "--nproc", "1")
     assert code == 65 and err.startswith("error[DATA004]")
     assert not Path("runs/quickstart-1").exists() and len(ended) == 1
+
+
+def test_a_prompt_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "runs/a", "one", "--prompt", "two"]) == 2
+    assert "error[CLI001]: two prompts: `two` and `one`" in capsys.readouterr().err
+
+
+def test_the_keys_are_listed_with_their_other_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--keys"]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["run.trackers"].endswith("; also report_to, log_with, loggers")
+    assert lines["optim.warmup_steps"].startswith(
+        "a whole number ≥ 0, or a number > 0 and < 1 (default 0); also warmup_ratio"
+    )

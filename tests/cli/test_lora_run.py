@@ -51,7 +51,7 @@ def test_train_go_on_merge(words: list[str], capfd: pytest.CaptureFixture[str]) 
     assert (merged - theirs).norm() < 1e-5 * theirs.norm()
     assert (merged - plain).norm() > 1e-3 * plain.norm()
     # Generation reads the checkpoint where nothing was exported.
-    assert main(["generate", "runs/a", "--prompt", "line 3", "--tokens", "4"]) == 0
+    assert main(["generate", "runs/a", "line 3", "--tokens", "4"]) == 0
 
 
 def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:

@@ -152,6 +152,6 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
         "OUT003",
         73,
         f"a checkpoint is ~14.2 GB, keep 3 + 1 in flight needs 56.8 GB, 31.0 GB free on {tmp_path}",
-        "a larger disk with `--out`, or `checkpoint.save_total_limit: 2`",
+        "a larger disk with `--out`, or `checkpoint.save_total_limit: 1`",
     )
     assert rundir.check_space(tmp_path, 100, keep=2) == 3600

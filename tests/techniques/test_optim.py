@@ -116,6 +116,14 @@ def test_schedules_by_hand(schedule: str, step: int, max_steps: int, rate: float
     assert optim.learning_rate(settings, step, max_steps) == pytest.approx(rate, rel=1e-12)
 
 
+def test_warmup_as_a_share_of_the_run() -> None:
+    """Rounded up, as transformers does."""
+    share, steps = (Optim(learning_rate=1.0, warmup_steps=given) for given in (0.1, 10))
+    assert [optim.learning_rate(share, n, 95) for n in range(96)] == [
+        optim.learning_rate(steps, n, 95) for n in range(96)
+    ]
+
+
 def test_warmup_starts_above_zero_and_ends_at_the_full_rate() -> None:
     settings = Optim(learning_rate=1.0, warmup_steps=4)
     assert [optim.learning_rate(settings, step, 20) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +30,10 @@ class Options(Common):
     """Continue a text with a run's model, or with any model directory that transformers can read; --chat answers."""
 
     path: Annotated[Path, Argument(help="A run's directory (its hf/ is used), or a model's.")]
-    prompt: Annotated[str, Option("--prompt", help="The text to continue.")] = ""
+    words: Annotated[list[str], Argument(metavar="[PROMPT]", help="The text to continue.")] = field(
+        default_factory=list
+    )
+    prompt: Annotated[str, Option("--prompt", help="The same as an option.")] = ""
     chat: Annotated[bool, Option("--chat", help="The prompt is a user's turn: print the answer alone.")] = False
     best: Annotated[
         bool, Option("--best", help="Of a run, the checkpoint with the lowest validation loss, whatever is in its hf/.")
@@ -49,21 +52,32 @@ def run(options: Options) -> None:
     from shardwise.data.chat import ask
     from shardwise.runtime.generate import Sampling, answer, continue_text
 
-    if options.chat and not options.prompt:
-        raise UsageError(Problem("CLI001", "--chat without a question", "the command line", '--prompt "..."'))
+    prompt = options.prompt or " ".join(options.words)
+    if options.prompt and options.words:
+        what = f"two prompts: `{options.prompt}` and `{' '.join(options.words)}`"
+        raise UsageError(Problem("CLI001", what, "the command line", "leave --prompt out"))
+    if options.chat and not prompt:
+        raise UsageError(
+            Problem(
+                "CLI001",
+                "--chat without a question",
+                "the command line",
+                'shardwise generate RUN --chat "What is ...?"',
+            )
+        )
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = _load(options.path, device, options.best)
     length = options.tokens or (256 if options.chat else 64)
     sampling = Sampling(length, options.temperature, options.seed, tokenizer.eot_id)
     if options.chat:
-        text = answer([model], tokenizer, ask(tokenizer.directory, options.prompt), sampling, device)
+        text = answer([model], tokenizer, ask(tokenizer.directory, prompt), sampling, device)
     else:
-        text = continue_text([model], tokenizer, options.prompt, sampling, device)
+        text = continue_text([model], tokenizer, prompt, sampling, device)
     if options.json:
-        print_json({"prompt": options.prompt, "text": text})
+        print_json({"prompt": prompt, "text": text})
     else:
-        say(text if options.chat else options.prompt + text)
+        say(text if options.chat else prompt + text)
 
 
 def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenizer]:

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli.show import print_json, say
-from shardwise.spec.keys import describe, keys_of
+from shardwise.spec.keys import describe, keys_of, other_names
 from shardwise.spec.load import recipe_schema
 
 
@@ -26,7 +26,9 @@ def run(options: Options) -> None:
     schema = recipe_schema()
     if not options.keys:
         return print_json(schema)
+    names = other_names()
     for key, value in sorted(keys_of(schema).leaves.items()):
         default = f" (default {value['default']})" if value.get("default") is not None else ""
-        say(f"{key}: {describe(value, schema)}{default}")
+        also = f"; also {', '.join(names[key])}" if key in names else ""
+        say(f"{key}: {describe(value, schema)}{default}{also}")
     return None

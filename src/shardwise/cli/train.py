@@ -35,8 +35,8 @@ from shardwise.techniques import lora
 class Options:
     """Train a model. Without a recipe: the quickstart, a small Llama on Python's own sources.
 
-    Any key of the recipe may follow as key=value or --key value (--max-steps 5, --nproc 2); `shardwise schema --keys`
-    lists them.
+    Any key of the recipe may follow as key=value or --key value (--max-steps 5, --report-to wandb, --profile
+    10:12); `shardwise schema --keys` lists them.
     """
 
     arguments: Annotated[

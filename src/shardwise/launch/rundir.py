@@ -171,6 +171,6 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
             f"a checkpoint is ~{show_payload(checkpoint)}, keep {keep} + 1 in flight needs {show_payload(needed)}, "
             f"{show_payload(free)} free on {place}"
         )
-        fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit: 2`" if keep > 2 else "")
+        fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit: 1`" if keep > 1 else "")
         raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))
     return needed

@@ -101,7 +101,19 @@ class Job:
 
     @property
     def save_steps(self) -> int:
-        return self.recipe.checkpoint.save_steps or max(1, -(-self.max_steps // SAVES_A_RUN))
+        """Steps between two checkpoints."""
+        steps, per_epoch = self.recipe.checkpoint.save_steps, self.recipe.checkpoint.saves_per_epoch
+        return self._interval(steps, per_epoch) or max(1, -(-self.max_steps // SAVES_A_RUN))
+
+    @property
+    def eval_steps(self) -> int | None:
+        """Steps between two validations; None: only at the end."""
+        return self._interval(self.recipe.evaluate.eval_steps, self.recipe.evaluate.evals_per_epoch)
+
+    def _interval(self, steps: int | None, per_epoch: int | None) -> int | None:
+        if per_epoch is None:
+            return steps
+        return max(1, steps_per_epochs(self.windows, self.share.global_batch_size, 1) // per_epoch)
 
     @cached_property
     def tokenizer(self) -> tokens.Tokenizer:

@@ -48,6 +48,11 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
             validation = None
             for number in range(state.step + 1, job.max_steps + 1):
+                if stops_early(job, state):
+                    log.say(f"stopped early: the last {state.stale} validations found no lower loss")
+                    log.event("stopped early", step=state.step)
+                    break
+                    break
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
                 profiled = number in profile.steps
@@ -67,8 +72,11 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 if evaluates(job, number):
                     watch.enter("evaluate")
                     validation = evaluate_now(job, state, log)
+                    if validation is not None:
+                        state.judge(validation.loss)
                 better = validation is not None and checkpoints.beats(validation.loss)
-                if better or stats.stop or number == job.max_steps or number % job.save_steps == 0:
+                ends = stats.stop or number == job.max_steps or stops_early(job, state)
+                if better or ends or number % job.save_steps == 0:
                     watch.enter("save")
                     facts = facts_of(job, state, validation)
                     checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
@@ -84,10 +92,16 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
 def evaluates(job: Job, number: int) -> bool:
     """Whether validation follows step ``number``. The one after the last step is part of the end, unless its checkpoint
     may be the best and must say so."""
-    every = job.recipe.evaluate.eval_steps
+    every = job.eval_steps
     if number == job.max_steps:
         return job.recipe.checkpoint.keep_best
     return every is not None and number % every == 0
+
+
+def stops_early(job: Job, state: TrainState) -> bool:
+    """Whether as many validations as the recipe waits for have found no lower loss."""
+    patience = job.recipe.evaluate.early_stopping_patience
+    return patience is not None and state.stale >= patience
 
 
 def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from shardwise.runtime.manifest import candidates, whole
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest ``last`` (at least 2), every step that ``every`` divides, and the ``best`` step."""
+    """The newest ``last``, every step that ``every`` divides, and the ``best`` step."""
 
     last: int
     every: int | None = None
@@ -20,7 +20,7 @@ class Keep:
 
 def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
     """Of the usable ``steps`` those to delete, oldest first: older than ``verified_step``, and not to be kept."""
-    newest = sorted(steps, reverse=True)[: max(keep.last, 2)]
+    newest = sorted(steps, reverse=True)[: keep.last]
     older = (step for step in sorted(steps) if step < verified_step and step not in newest)
     return [step for step in older if step != keep.best and (not keep.every or step % keep.every)]
 

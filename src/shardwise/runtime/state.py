@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,7 +48,8 @@ class TrainState:
 
     ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
     input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
-    steps skipped since the last good one (those of a search for the loss scale do not count).
+    steps skipped since the last good one (those of a search for the loss scale do not count). ``lowest``: the lowest
+    validation loss so far, and ``stale``: validations since it was found; of runs that may stop early.
     """
 
     parts: list[nn.Module]
@@ -58,6 +60,8 @@ class TrainState:
     cursor: int = 0
     skipped_in_row: int = 0
     scale: LossScale = field(default_factory=LossScale)
+    lowest: float | None = None
+    stale: int = 0
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name; a tied one once."""
@@ -90,14 +94,23 @@ class TrainState:
         self.skipped_in_row = self.skipped_in_row + 1 if skipped and not searching else 0
         self.scale.update(finite=not skipped)
 
+    def judge(self, validation_loss: float) -> None:
+        """Book one validation, for early stopping. What is not finite is no gain."""
+        if math.isfinite(validation_loss) and (self.lowest is None or validation_loss < self.lowest):
+            self.lowest, self.stale = validation_loss, 0
+        else:
+            self.stale += 1
+
     def facts(self) -> dict[str, Any]:
         """The rest of a checkpoint, as JSON."""
-        return {name: vars(self)[name] for name in COUNTERS} | {"loss_scale": asdict(self.scale)}
+        facts = {name: vars(self)[name] for name in COUNTERS} | {"loss_scale": asdict(self.scale)}
+        return facts | ({"early_stopping": [self.lowest, self.stale]} if self.lowest is not None or self.stale else {})
 
     def load_facts(self, facts: dict[str, Any]) -> None:
         """Take over the facts of a checkpoint whose tensors have just been loaded in place."""
         for name in COUNTERS:
             setattr(self, name, int(facts[name]))
+        self.lowest, self.stale = facts.get("early_stopping", (None, 0))
         if self.scale.enabled and facts["loss_scale"]["enabled"]:
             self.scale = LossScale(**facts["loss_scale"])
         optim.set_updates(self.optimizer, self.updates)

@@ -151,11 +151,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     what = f"global_batch_size {whole} is not a multiple of micro {micro} × accumulation {accumulation} = {unit}"
     fix = f"`train.global_batch_size: {-(-whole // unit) * unit}`, or drop one of the three"
     refuse(whole % unit != 0, "train.global_batch_size", what, fix)
-    best, data = recipe.checkpoint.keep_best, recipe.data
-    what, fix = "`checkpoint.keep_best` needs validation at intervals", "`evaluate.eval_steps: 100`"
-    refuse(best and recipe.evaluate.eval_steps is None, "checkpoint.keep_best", what, fix)
-    what, fix = "`checkpoint.keep_best`, and nothing is held out to validate on", "`data.validation_share: 0.05`"
-    refuse(best and not data.validation_share and data.validation_path is None, "checkpoint.keep_best", what, fix)
+    data = recipe.data
     what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both say what moments are kept in"
     fix = "`optim.name: adamw`, or drop `optim.moments`"
     refuse(optim.name != "adamw" and optim.moments is not None, "optim.moments", what, fix)
@@ -172,7 +168,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
             problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
     what = "`data.mask_documents: false` would let one conversation read another"
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
-    problems += [*_check_method(recipe, place), *_check_streaming(recipe, place)]
+    problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
     run, key = recipe.run, "run.profile_steps"
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
@@ -181,6 +177,31 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     refuse(off and recipe.lora.path is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
     fix = "leave it out for all-linear, or some of q k v o gate up down"
     refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
+    return problems
+
+
+def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
+    """How often it saves and validates, and what goes by the validation loss."""
+    save, evaluate, data = recipe.checkpoint, recipe.evaluate, recipe.data
+    problems = []
+    for steps, every, key, per_epoch in (
+        ("checkpoint.save_steps", save.save_steps, "checkpoint.saves_per_epoch", save.saves_per_epoch),
+        ("evaluate.eval_steps", evaluate.eval_steps, "evaluate.evals_per_epoch", evaluate.evals_per_epoch),
+    ):
+        if every is not None and per_epoch is not None:
+            what = f"`{steps}` and `{key}` both say how often"
+            problems.append(Problem("CFG008", what, place(key), "drop one of the two"))
+    judges = {
+        "checkpoint.keep_best": save.keep_best,
+        "evaluate.early_stopping_patience": evaluate.early_stopping_patience is not None,
+    }
+    for key in (key for key, given in judges.items() if given):
+        if evaluate.eval_steps is None and evaluate.evals_per_epoch is None:
+            what = f"`{key}` needs validation at intervals"
+            problems.append(Problem("CFG008", what, place(key), "`evaluate.eval_steps: 100`"))
+        if not data.validation_share and data.validation_path is None:
+            what = f"`{key}` goes by the validation loss, and nothing is held out to validate on"
+            problems.append(Problem("CFG008", what, place(key), "`data.validation_share: 0.05`"))
     return problems
 
 
@@ -204,7 +225,12 @@ def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
 
 def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     """What does not go with text of which nobody knows how long it is."""
-    given = {"train.num_epochs": recipe.train.num_epochs, "data.mixture_weights": recipe.data.mixture_weights}
+    given = {
+        "train.num_epochs": recipe.train.num_epochs,
+        "checkpoint.saves_per_epoch": recipe.checkpoint.saves_per_epoch,
+        "evaluate.evals_per_epoch": recipe.evaluate.evals_per_epoch,
+        "data.mixture_weights": recipe.data.mixture_weights,
+    }
     refused = [key for key, value in given.items() if value is not None] + ["method.name"] * recipe.pairs
     what, fix = "does not go with `data.streaming`, which prepares the text while it trains", "leave one of the two out"
     problems = [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key in refused]

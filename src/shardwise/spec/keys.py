@@ -27,6 +27,8 @@ DROP = object()
 def translate(key: str, alias: str, value: Any) -> Any:
     """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing (``bf16:
     false``)."""
+    if alias == "warmup_ratio" and isinstance(value, int | float):
+        return float(value) or 0  # 1 would be a step, not the whole run
     if alias == "load_in_4bit" and str(value).lower() == "false":
         return DROP
     if alias in ("bf16", "fp16"):
@@ -39,6 +41,11 @@ def resolve_reference(schema: Schema, root: Schema) -> Schema:
     while "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
     return schema
+
+
+def other_names() -> dict[str, list[str]]:
+    """What else each key may be called."""
+    return {key: names.split() for key, names in _TABLES["aliases"].items()}
 
 
 def alias_leaf(name: str) -> str:

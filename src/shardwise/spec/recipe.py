@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Number = Literal["fp64", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
+"""A number of steps, or a share of the run's."""
 
 
 class Section(BaseModel):
@@ -99,8 +101,8 @@ class Group(Section):
 
 
 class Optim(Section):
-    """``moments``: bf16 keeps AdamW's in half the bytes, rounded stochastically, as are then weights in bf16; null: in
-    the type of the weights."""
+    """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
+    stochastically, as are then weights in bf16; null: in the type of the weights."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
@@ -111,7 +113,7 @@ class Optim(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Steps = 0
     decay_steps: int | None = Field(default=None, ge=1)
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[Group] = []
@@ -159,18 +161,25 @@ class Recompute(Section):
 
 
 class Checkpoint(Section):
-    """The newest ``save_total_limit`` stay, each step that ``keep_every`` divides, and with ``keep_best`` the one whose
-    validation loss is lowest."""
+    """One is saved every ``save_steps``, or ``saves_per_epoch`` times while the data are read once. The newest
+    ``save_total_limit`` stay, each step that ``keep_every`` divides, and with ``keep_best`` the one whose validation
+    loss is lowest."""
 
     save_steps: int | None = Field(default=None, ge=1)
-    save_total_limit: int = Field(default=2, ge=2)
+    saves_per_epoch: int | None = Field(default=None, ge=1)
+    save_total_limit: int = Field(default=2, ge=1)
     keep_every: int | None = Field(default=None, ge=1)
     keep_best: bool = False
     asynchronous: bool = True
 
 
 class Evaluate(Section):
+    """Validation every ``eval_steps``, or ``evals_per_epoch`` times while the data are read once; the run ends when
+    ``early_stopping_patience`` of them in a row have found no lower loss."""
+
     eval_steps: int | None = Field(default=None, ge=1)
+    evals_per_epoch: int | None = Field(default=None, ge=1)
+    early_stopping_patience: int | None = Field(default=None, ge=1)
     max_batches: int | None = Field(default=None, ge=1)
     sample_prompt: str | None = None
 

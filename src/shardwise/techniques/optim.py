@@ -160,20 +160,22 @@ def set_updates(optimizer: Optimizer, updates: int) -> None:
 def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
     """The learning rate of update number ``step`` (from 0) of ``max_steps``.
 
-    Warm-up is linear and reaches the full rate at its last step. ``linear`` and ``cosine`` fall to
+    Warm-up is linear and reaches the full rate at its last step; below 1, ``warmup_steps`` is a share of ``max_steps``.
+    ``linear`` and ``cosine`` fall to
     ``min_learning_rate`` over ``decay_steps`` (default: all that is left), ``wsd`` linearly over the *last*
     ``decay_steps`` (default: a tenth).
     """
-    if step < optim.warmup_steps:
-        return optim.learning_rate * (step + 1) / optim.warmup_steps
+    warmup = math.ceil(optim.warmup_steps * max_steps) if optim.warmup_steps < 1 else int(optim.warmup_steps)
+    if step < warmup:
+        return optim.learning_rate * (step + 1) / warmup
     low, span = optim.min_learning_rate, optim.learning_rate - optim.min_learning_rate
     if optim.schedule == "constant":
         return optim.learning_rate
     if optim.schedule == "wsd":
         length = optim.decay_steps or max(1, round(max_steps * WSD_DECAY_SHARE))
-        start = max(optim.warmup_steps, max_steps - length)
+        start = max(warmup, max_steps - length)
     else:
-        start, length = optim.warmup_steps, optim.decay_steps or max_steps - optim.warmup_steps
+        start, length = warmup, optim.decay_steps or max_steps - warmup
     done = min(1.0, max(0.0, (step - start) / max(1, length)))
     left = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
     return low + span * left
