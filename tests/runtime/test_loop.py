@@ -100,7 +100,7 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model
     root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The directory is removed while it trains: all steps are done, yet that is no success."""
-    made = recipe(root, "unkept", evaluate={"eval_steps": 4})
+    made = recipe(root, "unkept", evaluate={"eval_steps": 4}, checkpoint={"asynchronous": False})
     with pytest.raises(OutputError) as raised:
         train_here(made, at(7, lambda state: shutil.rmtree(directory(made) / "checkpoints")))
     [problem] = raised.value.problems
