@@ -15,7 +15,7 @@ import torch
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import metrics
 from shardwise.runtime.metrics import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
-from shardwise.runtime.state import TrainState
+from shardwise.runtime.state import LossScale, TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Batch, Lora, Plan
 
@@ -106,6 +106,23 @@ def test_a_skipped_step_is_json_and_says_why(tmp_path: Path, capsys: pytest.Capt
     assert f"skipped: {bad['reason']}" in capsys.readouterr().out
     event = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=refuse)
     assert event["nats_per_token"] is None
+
+
+def test_a_step_of_the_search_for_a_loss_scale_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    state = state_at(0)
+    state.scale = LossScale(2.0, enabled=True)
+    for number, (scale, finite) in enumerate([(2.0, False), (1.0, False), (1.0, True)], 1):
+        state.count(64, skipped=not finite)
+        norm = 0.5 if finite else math.inf
+        log.step(state, replace(stats(skipped=not finite), grad_norm=norm, loss_scale=scale), torch.device("cpu"))
+        assert state.step == number
+    log.close()
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row["loss_scale"] for row in rows] == [2.0, 1.0, 1.0]
+    searching = "the gradient norm is inf at loss scale 2; halved to 1, which is how fp16 finds its scale"
+    assert [row.get("reason") for row in rows] == [searching, "the gradient norm is inf at loss scale 1", None]
+    assert f"skipped: {searching}" in capsys.readouterr().out
 
 
 def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_fp16_gradients_are_unscaled_before_they_are_clipped(ranks: RankPool) ->
     full, half = (replace(ONE, precision=precision) for precision in (Precision(), Precision(compute="fp16")))
     (a, _), (b, _) = (ranks.run(rank_work.few_steps, plan, world=1)[0] for plan in (full, half))
     assert not any(s.skipped for s in b)
+    assert {s.loss_scale for s in a} == {None} and {s.loss_scale for s in b} == {2.0**16}
     assert b[0].loss == pytest.approx(a[0].loss, rel=2e-3)
     assert b[0].grad_norm == pytest.approx(a[0].grad_norm, rel=1e-2)
     assert b[-1].loss == pytest.approx(a[-1].loss, rel=1e-2)

@@ -213,8 +213,10 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
+        if stats.loss_scale is not None:
+            record["loss_scale"] = stats.loss_scale
         if stats.skipped:
-            record["reason"] = unfit(stats)
+            record["reason"] = unfit(stats, state.scale.value)
         due = None if self.log_steps is None else state.step % self.log_steps == 0 or state.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)
@@ -328,10 +330,15 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
     return "  ".join(parts)
 
 
-def unfit(stats: StepStats) -> str:
-    """Why a step was skipped."""
+def unfit(stats: StepStats, next_scale: float) -> str:
+    """Why a step was skipped; in fp16 that may be part of the search for a loss scale."""
     found = {"the loss": stats.loss, "the gradient norm": stats.grad_norm}
-    return " and ".join(f"{name} is {value}" for name, value in found.items() if not isfinite(value))
+    why = " and ".join(f"{name} is {value}" for name, value in found.items() if not isfinite(value))
+    if stats.loss_scale is None:
+        return why
+    why += f" at loss scale {stats.loss_scale:,.0f}"
+    search = f"; halved to {next_scale:,.0f}, which is how fp16 finds its scale"
+    return why + search * (next_scale < stats.loss_scale)
 
 
 def clock(seconds: float) -> str:

@@ -74,7 +74,9 @@ class Report:
         if self.unsaved is not None:
             lines.append(f"**Not saved: {self.warning}.** The exported model is whole.")
         if self.skipped:
-            lines.append(f"{self.skipped} steps were skipped: loss or gradients were not finite.")
+            lines.append(
+                f"{self.skipped} steps were skipped: loss or gradients were not finite (metrics.jsonl says why)."
+            )
         if self.validation:
             lines.append(f"Validation: {self.validation}.")
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]

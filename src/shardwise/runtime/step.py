@@ -26,7 +26,8 @@ Loss = Callable[[nn.Module, MicroBatch, float], Tensor]
 class StepStats:
     """What a step did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the norm before
     clipping, ``tokens`` the input tokens of all ranks. A ``skipped`` step changed no weight and no moment. ``stop``:
-    some rank was asked to stop. ``pairs``: the mean is over pairs of answers, and those are ``supervised_tokens``."""
+    some rank was asked to stop. ``pairs``: the mean is over pairs of answers, and those are ``supervised_tokens``.
+    ``loss_scale``: by what the loss was multiplied in fp16."""
 
     loss: float
     grad_norm: float
@@ -36,6 +37,7 @@ class StepStats:
     skipped: bool
     stop: bool
     pairs: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ def step(
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     tokens = plan.batch.global_batch_size(layout.dp) * plan.batch.seq_len
+    scale = state.scale.value if state.scale.enabled else None
     state.count(tokens, skipped=not verdict.finite)
     skipped, pairs = not verdict.finite, plan.loss == "dpo"
-    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, skipped, verdict.stop, pairs)
+    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, skipped, verdict.stop, pairs, scale)
 
 
 def draw_anew(seed: int, number: int, layout: Layout) -> None:
