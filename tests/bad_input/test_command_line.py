@@ -211,7 +211,7 @@ DATA = [
             "DATA004",
             'a.jsonl:10 col 10: unterminated string: `{"text": "abc`',
             "HERE/a.jsonl",
-            "repair the line: sed -n 10p HERE/a.jsonl",
+            "repair the line: sed -n 10p HERE/a.jsonl; data.on_bad_sample=skip leaves out every bad record",
         ),
     ),
     (
@@ -219,7 +219,13 @@ DATA = [
         {"a.jsonl": LINES * 20},
         "a.jsonl",
         65,
-        ("DATA005", "a.jsonl:1 has no `text`; its keys are content, id", "HERE/a.jsonl", "data.text_key=content"),
+        (
+            "DATA005",
+            "a.jsonl:1 has no `text`; its keys are content, id; the same at "
+            + ", ".join(f"a.jsonl:{line}" for line in range(2, 21)),
+            "HERE/a.jsonl",
+            "data.text_key=content; data.on_bad_sample=skip leaves out every bad record (these are the first 20)",
+        ),
     ),
 ]
 

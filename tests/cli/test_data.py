@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.cli.data import stages
-from shardwise.data import store
+from shardwise.data import store, tokens
 
 
 @pytest.fixture
@@ -42,7 +42,8 @@ def test_errors_have_code_place_and_remedy(recipe: Path, tmp_path: Path, capsys:
     bad.write_text('{"text": "fine"}\n{"txt": "a"}\n')
     assert main(["data", "prepare", str(recipe), f"data.path={bad}"]) == 65
     assert capsys.readouterr().err == (
-        f"error[DATA005]: bad.jsonl:2 has no `text`; its keys are txt\nwhere: {bad}\nfix:   data.text_key=txt\n"
+        f"error[DATA005]: bad.jsonl:2 has no `text`; its keys are txt\nwhere: {bad}\nfix:   data.text_key=txt; "
+        "data.on_bad_sample=skip leaves out every bad record\n"
     )
     assert main(["data", "prepare", str(recipe), f"data.path={tmp_path}/texts"]) == 66
     assert capsys.readouterr().err.startswith(
@@ -74,3 +75,30 @@ def test_a_bar_follows_what_is_told_last() -> None:
             assert (task.completed, task.total) == (done, total)
         said("tokens", 5, 0)
         assert (said.bar.tasks[1].completed, said.bar.tasks[1].total) == (5, None)
+
+
+def test_a_dry_run_reads_some_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": answer}, {"messages": answer[:1]}, {"text": 5}]
+    Path("talks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokens.train(["some words"], 300, Path("."))
+    config = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    words = ["train", "--dry-run", "method=sft", "data.path=talks.jsonl", "data.chat_template=zephyr", "--nproc", "1"]
+    words += [f"model.config.{key}={value}" for key, value in config.items()]
+    words += ["data.tokenizer.path=.", "data.cache=cache", "train.seq_len=64", "train.global_batch_size=2"]
+    assert main(words) == 65
+    err = capsys.readouterr().err
+    assert "error[CHAT002]: talks.jsonl:2 has no assistant message: there is nothing to train on\n" in err
+    assert "error[DATA005]: talks.jsonl:3 `text` is not a string\n" in err
+    assert main([*words, "data.on_bad_sample=skip"]) == 0
+    assert capsys.readouterr().out.splitlines()[-5:-1] == [
+        "data    1 samples read, from the beginning of each file",
+        "bad         2 bad records left out (data.on_bad_sample: skip)",
+        "            1 with missing or wrong fields (DATA005)",
+        "            1 with nothing to train on, or refused by the chat template (CHAT002)",
+    ]
+    assert not Path("cache").exists() and not Path("runs").exists()

@@ -45,7 +45,7 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
         f"samples     2, {told['tokens']} tokens",
         f"learnt      {told['supervised_tokens']} tokens, {told['supervised_share']:.1%}",
         f"windows     2, {told['filled']:.1%} filled",
-        "truncated   1 samples cut at train.seq_len",
+        "truncated   1 samples cut off at train.seq_len",
         "disarmed    1 strings of special tokens in the data, encoded as plain text",
     ):
         assert line in out
@@ -67,7 +67,7 @@ def test_nothing_to_learn_is_refused(recipe: Path, capsys: pytest.CaptureFixture
     (recipe.parent / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "say yes"}]}\n')
     assert main(["data", "preview", str(recipe)]) == 65
     assert capsys.readouterr().err.startswith(
-        "error[CHAT002]: talks.jsonl:1 trains on 0 tokens: it has no turn of the assistant\n"
+        "error[CHAT002]: talks.jsonl:1 has no assistant message: there is nothing to train on\n"
     )
 
 

@@ -317,7 +317,7 @@ def test_a_template_without_a_generation_prompt(make: Make) -> None:
 def test_a_template_that_hides_the_answer_is_refused(make: Make) -> None:
     template = "{% for m in messages %}{{ m['role'] + ':' + (m['content'] | length | string) + '\n' }}{% endfor %}"
     of = chat(make("CHATML", template))
-    with pytest.raises(Fault, match="does not show where turn 2 begins") as found:
+    with pytest.raises(Fault, match="does not show where message 2, of the assistant, begins") as found:
         samples(of, [HI, NO])
     assert found.value.code == "CHAT003"
 

@@ -55,7 +55,8 @@ def test_bytes_that_are_no_text_are_refused_where_they_would_be_trained_on(
         prepare(settings(path))
     assert str(caught.value) == (
         f"error[DATA006]: {name}:2 character 4: not UTF-8 (0xe9)\nwhere: {path}\n"
-        "fix:   write the column as UTF-8 text, or leave the record out"
+        "fix:   write the column as UTF-8 text, or leave the record out; data.on_bad_sample=skip leaves out every "
+        "bad record"
     )
     talk = [{"role": "user", "content": b"caf\xe9"}, {"role": "assistant", "content": b"b"}]
     kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.binary()}))
@@ -99,15 +100,15 @@ def test_dates_decimals_and_what_is_nested(tmp_path: Path) -> None:
 
 def test_numbers_are_no_text(tmp_path: Path, settings: Callable[..., Data]) -> None:
     path = write(tmp_path / "a.parquet", pa.table({"text": [decimal.Decimal("1.50")]}))
-    with pytest.raises(DataError, match=r"DATA005.*a\.parquet:1 `text` is a number, not a text"):
+    with pytest.raises(DataError, match=r"DATA005.*a\.parquet:1 `text` is a number, not a string"):
         prepare(settings(path))
     for field in ({"input": 5}, {"system": ["a"]}):
         (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "a", "output": "b", **field}))
-        with pytest.raises(DataError, match=rf"DATA005.*b\.jsonl:1 `{next(iter(field))}` is not a text"):
+        with pytest.raises(DataError, match=rf"DATA005.*b\.jsonl:1 `{next(iter(field))}` is not a string"):
             prepare(settings(tmp_path / "b.jsonl", chat_template="zephyr"), sample_tokens=64)
     thinking = {"role": "assistant", "content": "b", "reasoning_content": ["a"]}
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, thinking]}))
-    with pytest.raises(DataError, match=r"DATA005.*`messages\[1\]\.reasoning_content` is not a text"):
+    with pytest.raises(DataError, match=r"DATA005.*`messages\[1\]\.reasoning_content` is not a string"):
         prepare(settings(tmp_path / "b.jsonl", chat_template="zephyr"), sample_tokens=64)
 
 

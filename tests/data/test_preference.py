@@ -161,20 +161,20 @@ BAD: list[tuple[Record, str]] = [
     ({"prompt": "a", "chosen": "b"}, r"DATA005.*:2 has no `rejected`, which method dpo compares; its keys are prompt"),
     ({"messages": [ASK, says("b")]}, r"DATA005.*:2 has no `chosen`.*its keys are messages"),
     ({"prompt": "a", "chosen": None, "rejected": "b"}, r"DATA005.*:2 has no `chosen`"),
-    ({"prompt": "a", "chosen": 3, "rejected": "b"}, r"DATA005.*:2 `chosen` is not a list with something in it"),
-    ({"prompt": 3, "chosen": "b", "rejected": "c"}, r"DATA005.*:2 `prompt` is not a text"),
+    ({"prompt": "a", "chosen": 3, "rejected": "b"}, r"DATA005.*:2 `chosen` is not a list, or is empty"),
+    ({"prompt": 3, "chosen": "b", "rejected": "c"}, r"DATA005.*:2 `prompt` is not a string"),
     ({"prompt": 3, "chosen": [ASK, says("b")], "rejected": [ASK, says("c")]}, r"DATA005.*:2 `prompt` is neither"),
     ({"prompt": [3], "chosen": "b", "rejected": "c"}, r"DATA005.*:2 `prompt\[0\]` has no `role`"),
-    ({"chosen": [{"role": "user"}], "rejected": [ASK]}, r"DATA005.*:2 `chosen\[0\].content` is not a text"),
-    ({"prompt": "a", "chosen": [], "rejected": "c"}, r"DATA005.*:2 `chosen` is not a list with something in it"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"CHAT002.*:2 prefers nothing: .* are the same"),
-    ({"chosen": [ASK, says("b")], "rejected": [ASK, says("b")]}, r"CHAT002.*:2 prefers nothing: .* are the same"),
-    ({"prompt": "a", "chosen": "", "rejected": "b"}, r"CHAT002.*:2 trains on 0 tokens: its `chosen` is empty"),
-    ({"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]}, r"CHAT002.*:2 turn 2 is an empty answer"),
-    ({"chosen": [ASK, says("b")], "rejected": [ASK]}, r"CHAT002.*:2 trains on 0 tokens: it has no turn"),
+    ({"chosen": [{"role": "user"}], "rejected": [ASK]}, r"DATA005.*:2 `chosen\[0\].content` is not a string"),
+    ({"prompt": "a", "chosen": [], "rejected": "c"}, r"DATA005.*:2 `chosen` is not a list, or is empty"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
+    ({"chosen": [ASK, says("b")], "rejected": [ASK, says("b")]}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
+    ({"prompt": "a", "chosen": "", "rejected": "b"}, r"CHAT002.*:2 `chosen` is empty"),
+    ({"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]}, r"CHAT002.*:2 message 2, of the assistant, is empty"),
+    ({"chosen": [ASK, says("b")], "rejected": [ASK]}, r"CHAT002.*:2 has no assistant message"),
     (
         {"chosen": [ASK, says("b")], "rejected": [{"role": "user", "content": "other"}, says("c")]},
-        r"DATA005.*:2 `chosen` parts from the other at a turn of the user, not of the assistant",
+        r"DATA005.*:2 `chosen` and `rejected` first differ in a user message, not an assistant message",
     ),
 ]
 
@@ -186,19 +186,18 @@ def test_what_is_refused_with_its_line(pairs: Pairs, record: Record, message: st
 
 
 def test_bad_pairs_may_be_left_out(pairs: Pairs) -> None:
-    """Those that would teach nothing; not those of wrong kinds."""
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     prepared = pairs([same, many(1)[0], {"prompt": "a", "chosen": "", "rejected": "b"}], on_bad_sample="skip")
-    assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 2}
-    with pytest.raises(DataError, match="DATA005"):
-        pairs([{"chosen": "b"}], on_bad_sample="skip")
+    assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 2, "CHAT002": 2}
+    prepared = pairs([{"chosen": "b"}, many(1)[0]], on_bad_sample="skip")
+    assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 1, "DATA005": 1}
 
 
 def test_an_answer_without_its_end_may_be_the_beginning_of_the_other(pairs: Pairs) -> None:
     """Then one of them has nothing of its own."""
     record = {"prompt": "alpha ", "chosen": "beta", "rejected": "beta gamma"}
     assert shown(pairs([record]))[0] == f"alpha beta«{EOT}»"
-    with pytest.raises(DataError, match=r"CHAT002.*trains on 0 tokens of `chosen`"):
+    with pytest.raises(DataError, match=r"CHAT002.*`chosen` has no tokens to train on"):
         pairs([record], train_on_eot=False)
 
 

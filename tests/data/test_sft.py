@@ -139,31 +139,35 @@ def test_ids_and_labels_made_elsewhere(sft: Callable[..., Prepared], tokenizer: 
 
 BAD = [
     ([{"txt": "a"}], {}, r"DATA005.*given.jsonl:2 is in no known format; its keys are txt"),
-    ([{"messages": []}], {}, r"DATA005.*given.jsonl:2 `messages` is not a list with something in it"),
+    ([{"messages": []}], {}, r"DATA005.*given.jsonl:2 `messages` is not a list, or is empty"),
     ([{"messages": [{"content": "a"}]}], {}, r"DATA005.*:2 `messages\[0\]` has no `role`"),
-    ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` is not a text"),
-    ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"CHAT002.*:2 trains on 0 tokens: it has no turn of the"),
-    ([{"messages": [ASKED[0], {"role": "assistant", "content": " "}]}], {}, r"CHAT002.*:2 turn 2 is an empty answer"),
+    ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` is not a string"),
+    ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"CHAT002.*:2 has no assistant message"),
+    (
+        [{"messages": [ASKED[0], {"role": "assistant", "content": " "}]}],
+        {},
+        r"CHAT002.*:2 message 2, of the assistant, is empty",
+    ),
     ([{"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}], {}, r"DATA005.*:2 `messages\[1\].weight` is 0.5"),
     (
         [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 2}]}],
         {},
         r"DATA005.*:2 `conversations\[1\].weight` is 2",
     ),
-    ([{"messages": ASKED, "tools": "{"}], {}, r"DATA005.*:2 `tools` holds a text that is not JSON"),
-    ([{"prompt": "a", "completion": ""}], {}, r"CHAT002.*:2 trains on 0 tokens: its `completion` is empty"),
-    ([{"segments": [{"text": "a"}]}], {}, r"CHAT002.*:2 trains on 0 tokens: no segment"),
+    ([{"messages": ASKED, "tools": "{"}], {}, r"DATA005.*:2 `tools` holds a string that is not JSON"),
+    ([{"prompt": "a", "completion": ""}], {}, r"CHAT002.*:2 `completion` is empty"),
+    ([{"segments": [{"text": "a"}]}], {}, r"CHAT002.*:2 no segment"),
     ([{"input_ids": [1, 2], "labels": [1]}], {}, r"DATA005.*:2 1 `labels` for 2 `input_ids`"),
     ([{"input_ids": [1, 2], "labels": [2, 3]}], {}, r"DATA005.*:2 `labels\[0\]` is 2, neither -100 nor the id 1"),
     ([{"input_ids": [1, 2.0]}], {}, r"DATA005.*:2 `input_ids` is not a list of token ids"),
     ([{"input_ids": [1, 99999]}], {}, r"DATA009.*:2 id 99999 at token 1 >= vocab 300"),
-    ([{"input_ids": [1, 2], "labels": [1, -100]}], {}, r"CHAT002.*:2 trains on 0 tokens"),
+    ([{"input_ids": [1, 2], "labels": [1, -100]}], {}, r"CHAT002.*:2 has no tokens to train on"),
     ([{"messages": [{**ASKED[0], "content": "\ud800"}, ASKED[1]]}], {}, r"DATA006.*:2 lone surrogate U\+D800"),
     ([{"messages": ASKED}], {"format": "alpaca"}, r"DATA005.*:1 has no `instruction`, which alpaca has"),
     ([{"messages": ASKED}], {"too_long": "error", "seq_len": 4}, r"DATA015.*:1 is [0-9]+ tokens, train.seq_len 4"),
     ([{"messages": ASKED}], {"chat_template": "{% if %}"}, r"CHAT001.*chat template line 1: "),
     ([{"messages": ASKED}], {"chat_template": None}, r"CHAT001.*the tokenizer has no chat template"),
-    (["text"], {}, r"DATA005.*:2 is a text, not an object"),
+    (["text"], {}, r"DATA005.*:2 is a string, not an object"),
     ([7], {}, r"DATA005.*:2 is a number, not an object"),
 ]
 
@@ -178,7 +182,7 @@ def test_what_is_bad_is_named_by_its_line(
 
 def test_bad_samples_may_be_passed_over(sft: Callable[..., Prepared]) -> None:
     prepared = sft([{"messages": ASKED}, {"messages": ASKED[:1]}, {"messages": ASKED}], on_bad_sample="skip")
-    assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 1}
+    assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 1, "CHAT002": 1}
     with pytest.raises(DataError, match=r"error\[DATA002\]: 0 documents in 1 file; 0 are too long, 1 are bad"):
         sft([{"messages": ASKED[:1]}], on_bad_sample="skip")
 
@@ -441,5 +445,5 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
 def test_conversations_train_no_tokenizer(tmp_path: Path) -> None:
     """What is missing is named, not a key of the records that has nothing to do with it."""
     data = Data(path=str(lines(tmp_path / "given.jsonl", [talk(0)])), cache=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"error\[TOK004\]: records without a text train no tokenizer"):
+    with pytest.raises(DataError, match=r"error\[TOK004\]: the recipe names no tokenizer, and records without"):
         prepare(data, sample_tokens=32)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.data.faults import Faults
 from shardwise.data.read import pieces, units
 from shardwise.data.source import Source, divide, find, mix, unit_hash
 from shardwise.errors import DataError, MissingInputError, ShardwiseError
@@ -67,7 +68,7 @@ def test_a_text_file_alone_is_held_out_at_its_end(tmp_path: Path) -> None:
     divided = divide(find(str(tmp_path / "one.txt")), 0.1)
 
     def read(part: tuple[Source, ...]) -> str:
-        return "".join(piece.text for unit in units(part) for p in unit for piece in pieces(p, "text", 0.0))
+        return "".join(piece.text for unit in units(part) for p in unit for piece in pieces(p, "text", 0.0, Faults()))
 
     assert read(divided.train) + read(divided.validation) == text
     assert read(divided.train).endswith("\n")

@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 _BARS = 8
 _BAR_WIDTH = 32
 LEFT_OUT = {
-    "divided": "samples more than conversations, where the template renders earlier turns otherwise",
-    "truncated": "samples cut at train.seq_len",
-    "dropped": "samples left out: longer than train.seq_len, or with nothing to learn before it",
-    "bad": "records left out (data.on_bad_sample: skip)",
+    "divided": "samples more than conversations: the template renders earlier messages differently once others follow",
+    "truncated": "samples cut off at train.seq_len",
+    "dropped": "samples left out: longer than train.seq_len, or with nothing to train on before it",
+    "bad": "bad records left out (data.on_bad_sample: skip)",
     "disarmed": "strings of special tokens in the data, encoded as plain text",
 }
+BAD = {
+    "DATA004": "not valid JSON",
+    "DATA005": "with missing or wrong fields",
+    "DATA006": "not UTF-8",
+    "DATA007": "too long or too deeply nested to be read",
+    "DATA009": "with ids that the tokenizer does not have",
+    "DATA015": "longer than train.seq_len",
+    "CHAT002": "with nothing to train on, or refused by the chat template",
+    "CHAT003": "of which the chat template does not show the answer",
+}
+"""Kinds of bad records, by code."""
 
 
 @dataclass
@@ -126,6 +137,7 @@ def table(facts: dict[str, Any]) -> list[str]:
 def report(counts: dict[str, int]) -> list[str]:
     """What became of records on the way, a line each, and the warning of what is in both splits."""
     lines = [f"{name:<11} {counts[name]:,} {words}" for name, words in LEFT_OUT.items() if counts.get(name)]
+    lines += [f"{'':<11} {counts[code]:,} {words} ({code})" for code, words in BAD.items() if counts.get(code)]
     if counts.get("in_both"):
         lines.append(f"warning[DATA011]: {counts['in_both']:,} samples are in both train and validation")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -14,6 +15,7 @@ from typer import Argument, Option
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, plan_of
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
+from shardwise.cli.preview import report
 from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
@@ -118,9 +120,12 @@ def _launch(options: Options, recipe: Recipe) -> int:
     _check_inputs(recipe, spec, plan, fetch=cluster.nodes == 1 and not options.dry_run)
     if options.dry_run:
         rundir.check_writable(rundir.nearest(directory))
+        counts = _read_some(recipe)
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
-        said = f"dry run: nothing was started; disk for checkpoints {space:,} bytes"
-        print_json(facts) if options.json else say(said)
+        read = f"data    {counts['read']:,} samples read, from the beginning of each file"
+        said = [*([read] if counts["read"] else []), *report(counts)]
+        said.append(f"dry run: nothing was started; disk for checkpoints {space:,} bytes")
+        print_json({**facts, "records": counts}) if options.json else say(*said)
         return 0
     rundir.check_writable(directory)
     if cluster.nodes == 1:
@@ -136,6 +141,15 @@ def _launch(options: Options, recipe: Recipe) -> int:
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory, options.port)
     return _wait(ended, directory, options)
+
+
+def _read_some(recipe: Recipe) -> Counter[str]:
+    """The first records of each file, read as the run will; nothing where the Hub cannot be asked for the tokenizer."""
+    from shardwise.data.prepare import check_records
+
+    with suppress(UnavailableError):
+        return check_records(data_of(recipe), recipe.sample_tokens)
+    return Counter()
 
 
 def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.formats import Conversation, Fault, Segment, not_unicode
+from shardwise.data.faults import Fault, not_unicode
+from shardwise.data.formats import Conversation, Segment
 from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
@@ -110,6 +111,13 @@ class Encoder:
             return {self.guard(key): self.guard(item) for key, item in value.items()}
         return [self.guard(item) for item in value] if isinstance(value, list) else value
 
+    def check(self, text: str) -> None:
+        """Raises Fault DATA006 for a text that cannot be encoded."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise not_unicode(error) from error
+
     def alias(self, text: str) -> str:
         """A rendered text with the template's special tokens as single characters."""
         return self._special.sub(lambda found: chr(_ALIAS + self._numbers[found.group()]), text)
@@ -119,13 +127,8 @@ class Encoder:
         return self.alias(str(self._backend.id_to_token(eot_id)))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Ids and masks of samples. Raises Fault DATA006 for lone surrogates."""
+        """Ids and masks of samples, whose texts are Unicode (``check``)."""
         opened = [self._disguise_no_more(sample) for sample in rendered]
-        for sample in opened:
-            try:
-                sample.text.encode()
-            except UnicodeEncodeError as error:
-                raise not_unicode(error) from error
         encodings = self._backend.encode_batch([sample.text for sample in opened], add_special_tokens=False)
         return [self._mask(sample, encoding) for sample, encoding in zip(opened, encodings, strict=True)]
 
@@ -200,6 +203,7 @@ class Chat:
         refuses them, CHAT003 where it does not show where an answer begins."""
         turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
         whole, start = self._turn(turns, None, len(messages))
+        self.encoder.check(whole)
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
         given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
@@ -213,7 +217,7 @@ class Chat:
             return self.template.render(messages, tools, generate)
         except RenderError as error:
             what = f"cannot be rendered by the chat template: {error}"
-            fix = "repair the line, data.on_bad_sample=skip, or another data.chat_template"
+            fix = "repair the record, or choose another data.chat_template"
             raise Fault("CHAT002", what, fix) from error
 
     def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, k: int) -> tuple[str, int]:
@@ -236,7 +240,7 @@ class Chat:
             closed = head.rstrip()
             if prompt and prompt[-1] == closed[-1:] and _CLOSING.match(prompt[-1]):
                 return prompt + whole[len(closed) :], len(prompt)
-        what = f"the chat template does not show where turn {k + 1} begins"
+        what = f"the chat template does not show where message {k + 1}, of the assistant, begins"
         fix = "put {% generation %} and {% endgeneration %} around the assistant's part, in data.chat_template"
         raise Fault("CHAT003", what, fix)
 
@@ -259,8 +263,8 @@ class Chat:
         wanted = [talk.trained[k] for k in turns]
         if not all(wanted):
             if len(marks) != len(turns):
-                marked = f"marks {len(marks)} parts as the assistant's, and there are {len(turns)} turns"
-                fix = "data.train_on=assistant, or a template that marks each turn once"
+                marked = f"marks {len(marks)} parts as the assistant's, but there are {len(turns)} assistant messages"
+                fix = "data.train_on=assistant, or a template that marks each of them once"
                 raise Fault("CHAT003", f"the chat template {marked}", fix)
             marks = [mark for mark, want in zip(marks, wanted, strict=True) if want]
         if not self.end_of_turn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from shardwise.errors import DataError, Problem, UnavailableError
 
 WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
+HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
 _VERSION = 2
 """Of what is made of a file: it is kept in the cache, and made anew when this changes."""
@@ -45,13 +47,27 @@ def to_jsonl(source: Source, cache: Path) -> Source:
     return replace(source, path=made, kind="jsonl", stop=made.stat().st_size, origin=source.path)
 
 
-def _convert(source: Source, out: IO[bytes]) -> None:
+def head(source: Source, directory: Path) -> Source:
+    """The first records of ``source`` as jsonl, about ``HEAD_BYTES`` of them, written into ``directory``."""
+    if source.kind != "other":
+        return replace(source, stop=min(source.stop, HEAD_BYTES))
+    path = directory / f"{digest(str(source.path))}.jsonl"
+    with path.open("wb") as out:
+        _convert(source, out, HEAD_BYTES)
+    data = path.read_bytes()
+    stop = len(data) if len(data) < HEAD_BYTES else data.rfind(b"\n") + 1  # the last line may have been cut
+    return replace(source, path=path, kind="jsonl", stop=min(stop, HEAD_BYTES), origin=source.path)
+
+
+def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> None:
     suffix = source.path.suffix
     if suffix in (".gz", ".zst"):
-        _decompress(source, out)
+        _decompress(source, out, enough_bytes)
         return
     reader = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}[suffix]
     for number, record in enumerate(reader(source), 1):
+        if out.tell() >= enough_bytes:
+            break
         try:
             line = json.dumps(record, ensure_ascii=False, default=_plain)
         except TypeError as error:
@@ -82,11 +98,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}, which is neither text nor number")
 
 
-def _decompress(source: Source, out: IO[bytes]) -> None:
+def _decompress(source: Source, out: IO[bytes], enough_bytes: float) -> None:
     lines = written = 0
     try:
         with gzip.open(source.path) if source.path.suffix == ".gz" else _zstd(source.path) as stream:
-            while block := stream.read(_BLOCK_BYTES):
+            while written < enough_bytes and (block := stream.read(_BLOCK_BYTES)):
                 out.write(block)
                 written += len(block)
                 lines += block.count(b"\n")

@@ -21,29 +21,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from shardwise.data.faults import Fault
+
 Record = dict[str, Any]
-_SKIP = "data.on_bad_sample=skip, or leave the line out"
+_OUT = "or leave the record out"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What fields of a message that hold its reasoning are called."""
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant")
-
-
-class Fault(Exception):
-    """What is wrong with one record: a code, what, and a remedy."""
-
-    def __init__(self, code: str, what: str, fix: str) -> None:
-        super().__init__(what)
-        self.code, self.what, self.fix = code, what, fix
-
-
-def not_unicode(error: UnicodeEncodeError) -> Fault:
-    """What is wrong with a text that cannot be encoded. Bytes of a table that are no UTF-8 came as lone surrogates."""
-    point = ord(error.object[error.start])
-    if 0xDC80 <= point <= 0xDCFF:
-        fix = "write the column as UTF-8 text, or leave the record out"
-        return Fault("DATA006", f"not UTF-8 (0x{point - 0xDC00:02x})", fix)
-    return Fault("DATA006", f"lone surrogate U+{point:04X}", "write both halves of the character, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -118,7 +103,7 @@ def parse_pair(record: Record) -> tuple[Sample, Sample]:
         asked = [] if prompt is None else [Segment(_text(record, "prompt"), False)]
         for key, answer in (("chosen", chosen), ("rejected", rejected)):
             if not answer:
-                raise Fault("CHAT002", f"trains on 0 tokens: its `{key}` is empty", _SKIP)
+                raise Fault("CHAT002", f"`{key}` is empty: there is nothing to train on", f"write the answer, {_OUT}")
         return [*asked, Segment(chosen, True)], [*asked, Segment(rejected, True)]
     sides = [_answer(record, key) for key in ("chosen", "rejected")]
     shared = next((k for k, (one, two) in enumerate(zip(*sides, strict=False)) if one != two), min(map(len, sides)))
@@ -126,15 +111,17 @@ def parse_pair(record: Record) -> tuple[Sample, Sample]:
     if isinstance(prompt, str) and not shared:
         before = [{"role": "user", "content": prompt}]
     elif not isinstance(prompt, str | list | None):
-        raise Fault("DATA005", "`prompt` is neither a text nor a list of messages", "make it one, or leave it out")
+        raise Fault("DATA005", "`prompt` is neither a string nor a list of messages", "make it one, or leave it out")
     if before and all(side[: len(before)] == before for side in sides):
         before = []
     whole = [[*before, *side] for side in sides]
     first = len(before) + shared
-    for key, messages in zip(("chosen", "rejected"), whole, strict=True):
+    for messages in whole:
         if whole[0] != whole[1] and first < len(messages) and messages[first]["role"] != "assistant":
-            what = f"`{key}` parts from the other at a turn of the {messages[first]['role']}, not of the assistant"
-            raise Fault("DATA005", what, "both answer one prompt")
+            what = (
+                f"`chosen` and `rejected` first differ in a {messages[first]['role']} message, not an assistant message"
+            )
+            raise Fault("DATA005", what, f"both must answer the same prompt; make them differ in the answer, {_OUT}")
     if whole[0] == whole[1]:
         raise same()
     chosen, rejected = (_conversation(messages, record, "assistant", first) for messages in whole)
@@ -152,7 +139,7 @@ def _answer(record: Record, key: str) -> list[dict[str, Any]]:
 
 def same() -> Fault:
     """Of a pair whose answers do not differ."""
-    return Fault("CHAT002", "prefers nothing: `chosen` and `rejected` are the same", _SKIP)
+    return Fault("CHAT002", "`chosen` and `rejected` are the same: no preference to learn", f"change one, {_OUT}")
 
 
 def _messages(record: Record, train_on: str) -> Conversation:
@@ -170,12 +157,10 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         raise Fault("DATA005", f"`{where}.role` is `{turn['role']}`", f"did you mean `{near[0]}`?")
     if turn.get("weight", 1) not in (0, 1):
         what = f"`{where}.weight` is {turn['weight']!r}"
-        raise Fault(
-            "DATA005", what, "a turn is learnt (1) or not (0), nothing between; data.mixture_weights weigh files"
-        )
+        raise Fault("DATA005", what, "1 (train on this message) or 0 (do not); data.mixture_weights weigh whole files")
     for key in REASONING:
         if not isinstance(turn.get(key, ""), str):
-            raise Fault("DATA005", f"`{where}.{key}` is not a text", "make it one, or leave the line out")
+            raise Fault("DATA005", f"`{where}.{key}` is not a string", "make it one, or leave the record out")
     content = turn.get("content")
     calls = turn.get("tool_calls")
     if calls is not None:
@@ -183,17 +168,17 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if len(parts) != len(content):
-            raise Fault("DATA005", f"`{where}.content` has parts that are not text", "leave the line out")
+            raise Fault("DATA005", f"`{where}.content` has parts without a string `text`", "leave the record out")
         turn = {**turn, "content": "".join(part["text"] for part in parts)}
     elif not isinstance(content, str) and not (content is None and calls):
-        raise Fault("DATA005", f"`{where}.content` is not a text", "make it one, or leave the line out")
+        raise Fault("DATA005", f"`{where}.content` is not a string", "make it one, or leave the record out")
     return turn
 
 
 def _call(call: Any, where: str) -> Any:
     """A tool call whose arguments are an object: OpenAI sends them as JSON in a text, and templates render objects."""
     if not isinstance(call, dict):
-        raise Fault("DATA005", f"`{where}.tool_calls` is not a list of objects", "leave the line out")
+        raise Fault("DATA005", f"`{where}.tool_calls` is not a list of objects", "leave the record out")
     function = call.get("function")
     if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
         return {**call, "function": {**function, "arguments": _json(arguments, f"{where}.tool_calls")}}
@@ -204,7 +189,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise Fault("DATA005", f"`{where}` holds a text that is not JSON: {error}", "leave the line out") from error
+        raise Fault("DATA005", f"`{where}` holds a string that is not JSON: {error}", "leave the record out") from error
 
 
 def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str, first: int = 0) -> Conversation:
@@ -217,13 +202,17 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
         and not any(messages[k].get(key) for key in ("tool_calls", *REASONING))
     ]
     if empty:
-        raise Fault("CHAT002", f"turn {empty[0] + 1} is an empty answer of the assistant", _SKIP)
+        what = f"message {empty[0] + 1}, of the assistant, is empty"
+        raise Fault("CHAT002", what, f"write its content, {_OUT}")
     chosen = {k for k in answers if messages[k].get("train", True) and messages[k].get("weight", 1)}
     if train_on == "last":
         chosen &= set(answers[-1:])
     if not chosen and train_on != "all":
-        why = "no turn of the assistant" if not answers else "no turn that is to be learnt"
-        raise Fault("CHAT002", f"trains on 0 tokens: it has {why}", _SKIP)
+        if answers:
+            what = "excludes every assistant message from training (`train: false` or `weight: 0`)"
+            raise Fault("CHAT002", what, f"include one, {_OUT}")
+        what = "has no assistant message" + (" after the prompt" if first else "") + ": there is nothing to train on"
+        raise Fault("CHAT002", what, f'add {{"role": "assistant", "content": "..."}}, {_OUT}')
     tools = record.get("tools")
     tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
     if tools and not isinstance(tools, list):
@@ -238,7 +227,7 @@ def _sharegpt(record: Record, train_on: str) -> Conversation:
     for i, turn in enumerate(turns):
         if not (isinstance(turn, dict) and "from" not in turn and "role" in turn):
             if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-                what = f"`conversations[{i}]` has no `from` and `value` that are texts"
+                what = f"`conversations[{i}]` has no `from` and `value` that are strings"
                 raise Fault("DATA005", what, 'a turn is {"from": "human", "value": "..."}')
             more = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
             turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"], **more}
@@ -266,7 +255,7 @@ def _prompt_completion(record: Record, train_on: str) -> Sample:
         return _conversation(messages, record, train_on, first=len(prompt))
     answer = _text(record, "completion")
     if not answer:
-        raise Fault("CHAT002", "trains on 0 tokens: its `completion` is empty", "data.on_bad_sample=skip")
+        raise Fault("CHAT002", "`completion` is empty: there is nothing to train on", f"write the answer, {_OUT}")
     return [Segment(_text(record, "prompt"), train_on == "all"), Segment(answer, True)]
 
 
@@ -278,7 +267,8 @@ def _segments(record: Record, train_on: str) -> list[Segment]:
         learnt, special = train_on == "all" or bool(segment.get("label")), bool(segment.get("special"))
         found.append(Segment(segment["text"], learnt, special))
     if not any(segment.supervised and segment.text for segment in found):
-        raise Fault("CHAT002", "trains on 0 tokens: no segment has `label: true`", "data.on_bad_sample=skip")
+        what = "no segment that has text has `label: true`: there is nothing to train on"
+        raise Fault("CHAT002", what, f"label one, {_OUT}")
     return found
 
 
@@ -299,16 +289,16 @@ def _tokens(record: Record, train_on: str) -> Tokens:
 def _list(record: Record, key: str) -> list[Any]:
     value = record[key]
     if not isinstance(value, list) or not value:
-        what = f"`{key}` is not a list with something in it"
-        raise Fault("DATA005", what, f"make `{key}` one, or leave the line out")
+        what = f"`{key}` is not a list, or is empty"
+        raise Fault("DATA005", what, f"make `{key}` one, or leave the record out")
     return value
 
 
 def _text(record: Record, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        what = f"`{key}` is not a text" if key in record else f"has no `{key}`; its keys are {_keys(record)}"
-        raise Fault("DATA005", what, f"make `{key}` a text, or leave the line out")
+        what = f"`{key}` is not a string" if key in record else f"has no `{key}`; its keys are {_keys(record)}"
+        raise Fault("DATA005", what, f"make `{key}` a string, or leave the record out")
     return value
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,8 +23,9 @@ from typing import Any
 
 from shardwise.data import remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
-from shardwise.data.convert import to_jsonl
-from shardwise.data.read import pieces, units
+from shardwise.data.convert import head, to_jsonl
+from shardwise.data.faults import Faults
+from shardwise.data.read import Part, pieces, units
 from shardwise.data.remote import Progress
 from shardwise.data.samples import Rules
 from shardwise.data.source import Source, Sources
@@ -35,6 +38,8 @@ from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 DEFAULT_VOCAB_SIZE = 4096
 SAMPLES_VERSION = 1
 """Of how records become samples: equal records, rules and versions give equal samples."""
+_MOST_FILES = 1000
+"""Of which a check reads the first records."""
 _TRAINING_TEXT_BYTES = 2**29
 """A tokenizer is trained on at most about this much, taken evenly from all of the text."""
 
@@ -102,6 +107,35 @@ def check_sources(data: Data) -> None:
                 source.find(here)
 
 
+def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
+    """Read the first records of each file as :func:`prepare` will, and keep nothing: what became of them, ``read`` in
+    all. What lies elsewhere is not fetched, and where no tokenizer is named only texts are read. Raises BadRecords, and
+    what the tokenizer and the chat template raise."""
+    counts: Counter[str] = Counter()
+    named = [data.path, data.validation_path or data.path]
+    if isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser()):
+        return counts
+    paths = [name for given in named for name in ([given] if isinstance(given, str) else given)]
+    here = list(dict.fromkeys(name for name in paths if not remote.is_remote(name)))
+    tokenizer, skip = open_tokenizer(data), data.on_bad_sample == "skip"
+    with tempfile.TemporaryDirectory() as scratch:
+        found = source.find(here, sample_tokens is not None)[:_MOST_FILES] if here else []
+        heads = [head(one, Path(scratch)) for one in found if one.kind != "ids"]
+        parts = [Part(one, 0, one.stop) for one in heads]
+        if tokenizer is None:
+            faults = Faults(skip)
+            with _training_texts(sample_tokens):
+                counts["read"] = sum(piece.last for part in parts for piece in pieces(part, data.text_key, 0.0, faults))
+                faults.settle()
+            return counts + faults.counts
+        rules = _rules(data, sample_tokens, tokenizer.directory)
+        job = shards.Job(tokenizer.directory, data.text_key, 0.0, ("train", "train"), rules, skip)
+        for runs in shards.tokenise_all([((part,), job) for part in parts], num_proc=1):
+            counts += runs["train"].counts
+            counts["read"] += len(runs["train"].documents)
+    return counts
+
+
 def _sources(data: Data, cache: Path, records: bool) -> Sources:
     """What is read, other kinds of files made into jsonl first."""
 
@@ -120,7 +154,7 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
 
 def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
     """What decides the tokens, beside the sources."""
-    keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer"}
+    keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer", "on_bad_sample"}
     if data.mixture_weights is not None:
         keys.add("mixture_weights")
     if sample_tokens is None:
@@ -135,8 +169,8 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
     template = None
     with suppress(*() if data.chat_template else (DataError,)):
         template = find_template(data.chat_template, tokenizer)
-    kept = data.too_long, data.on_bad_sample == "skip", data.packing
-    return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept, data.text_key)
+    kept = data.too_long, data.packing, data.text_key
+    return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept)
 
 
 def _stats(sources: Sources, data: Data) -> list[list[Any]]:
@@ -197,7 +231,7 @@ class _Ingredients:
 
     def fingerprint(self, tokenizer: tokens.Tokenizer) -> str:
         both = [self.identity(self.sources.train), self.identity(self.sources.validation)]
-        facts = [store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash]
+        facts = [store.FORMAT, both, self.sources.share, self.data.text_key, tokenizer.hash, self.data.on_bad_sample]
         return source.digest(facts if self.rules is None else [*facts, SAMPLES_VERSION, asdict(self.rules)])
 
 
@@ -212,29 +246,37 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
 
     def train(directory: Path) -> None:
-        try:
+        with _training_texts(of.settings.get("sample_tokens")):
             tokens.train(_texts(data, sources, said), size, directory)
-        except DataError as error:
-            if of.settings.get("sample_tokens") is None or error.problems[0].code != "DATA005":
-                raise
-            what = "records without a text train no tokenizer, and the recipe names none"
-            named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
-            raise DataError(named, *error.problems) from error
 
     facts = [tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)]
     return tokens.open_directory(once(cache / "tokenizers" / source.digest(facts), train))
 
 
+@contextmanager
+def _training_texts(sample_tokens: int | None) -> Iterator[None]:
+    """Around reading texts to train a tokenizer on: records of conversations have none."""
+    try:
+        yield
+    except DataError as error:
+        if sample_tokens is None or error.problems[0].code != "DATA005":
+            raise
+        what = "the recipe names no tokenizer, and records without a `text` cannot train one"
+        named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
+        raise DataError(named, *error.problems) from error
+
+
 def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
     total = sum(s.stop - s.start for s in sources.train)
-    done = 0
+    done, faults = 0, Faults(data.on_bad_sample == "skip")
     for unit in units(sources.train)[:: -(-total // _TRAINING_TEXT_BYTES) or 1]:
         for part in unit:
-            for piece in pieces(part, data.text_key, sources.share):
+            for piece in pieces(part, data.text_key, sources.share, faults):
                 if not piece.held_out:
                     yield piece.text
             done += part.stop - part.start
             said("tokenizer", done, total)
+    faults.settle()
 
 
 def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
@@ -249,7 +291,9 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             (directory / "tokenizer" / "chat_template.jinja").write_text(of.rules.template, encoding="utf-8")
         names = ("train", "validation")
         writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
-        mixed = shards.Job(directory / "tokenizer", data.text_key, sources.share, names, of.rules)
+        mixed = shards.Job(
+            directory / "tokenizer", data.text_key, sources.share, names, of.rules, data.on_bad_sample == "skip"
+        )
         only = replace(mixed, share=0.0, splits=("validation", "validation"))
         work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
         total = sum(part.stop - part.start for unit, _ in work for part in unit)

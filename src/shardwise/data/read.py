@@ -14,7 +14,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.formats import not_unicode
+from shardwise.data.faults import LINE, Fault, Faults, not_unicode
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
@@ -23,7 +23,7 @@ UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
-_KINDS = {type(None): "null", bool: "a boolean", float: "a number", list: "a list", dict: "an object", str: "a text"}
+_KINDS = {type(None): "null", bool: "a boolean", float: "a number", list: "a list", dict: "an object", str: "a string"}
 
 
 @dataclass(frozen=True)
@@ -75,44 +75,45 @@ def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
     return [*result, tuple(group)] if group else result
 
 
-def pieces(part: Part, text_key: str, share: float) -> Iterator[Piece]:
+def pieces(part: Part, text_key: str, share: float, faults: Faults) -> Iterator[Piece]:
     """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held
     out."""
     if part.source.kind == "jsonl":
-        for offset, line, held_out in _documents(part, share):
-            yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
+        for offset, line, held_out in _documents(part, share, faults):
+            with faults.watch(part.source, offset):
+                yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
     else:
-        yield from _text(part)
+        with faults.watch(part.source, part.start):
+            yield from _text(part, faults)
 
 
-def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) for each line that starts in the part. Raises DATA007 for a line over 64 MiB."""
+def _lines(part: Part, faults: Faults) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) for each line that starts in the part; one over 64 MiB is a fault (DATA007)."""
     with open_regular(part.path) as file:
         if part.start:
             file.seek(part.start - 1)
-            _pass_line(file, part)
+            _pass_line(file, part.stop)
         while (offset := file.tell()) < part.stop and (line := file.readline(LINE_BYTES + 1)):
             if len(line) > LINE_BYTES:
-                raise _too_long(part, offset)
-            yield offset, line.removeprefix(_BOM) if offset == 0 else line
+                what, fix = f"exceeds {LINE_BYTES // 2**20} MiB", "break the line up, or leave it out"
+                faults.add(part.source, offset, Fault("DATA007", what, fix))
+                _pass_line(file, part.stop)
+            else:
+                yield offset, line.removeprefix(_BOM) if offset == 0 else line
 
 
-def _pass_line(file: BinaryIO, part: Part) -> None:
-    """Go to the end of the line in which the file stands."""
-    passed = 0
-    while piece := file.readline(_PIECE_BYTES):
-        passed += len(piece)
+def _pass_line(file: BinaryIO, stop: int) -> None:
+    """Go to the end of the line in which the file stands, or past ``stop``: what starts there is another part's."""
+    while file.tell() < stop and (piece := file.readline(_PIECE_BYTES)):
         if piece.endswith(b"\n"):
             return
-        if passed > LINE_BYTES:
-            raise _too_long(part, part.start - 1)
 
 
-def _text(part: Part) -> Iterator[Piece]:
+def _text(part: Part, faults: Faults) -> Iterator[Piece]:
     block: list[bytes] = []
     size = 0
     block_start = part.start
-    for offset, line in _lines(part):
+    for offset, line in _lines(part, faults):
         if not block:
             block_start = offset
         block.append(line)
@@ -138,11 +139,11 @@ def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
     yield Piece(text[start:], last, held_out)
 
 
-def _documents(part: Part, share: float) -> Iterator[tuple[int, bytes, bool]]:
+def _documents(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, bytes, bool]]:
     """(offset, line, held out) for each line of jsonl that is to be read: a source that is read more than once has its
     held-out documents once, and of one read in part some are passed over."""
     source = part.source
-    for offset, line in _lines(part):
+    for offset, line in _lines(part, faults):
         if not line.strip():
             continue
         held_out = share > 0 and unit_hash(f"{part.name}:{offset}") < share
@@ -151,21 +152,22 @@ def _documents(part: Part, share: float) -> Iterator[tuple[int, bytes, bool]]:
             yield offset, line, held_out
 
 
-def records(part: Part, share: float) -> Iterator[tuple[int, dict[str, Any], bool]]:
-    """(offset, record, held out) for each record of a jsonl file. Raises DATA004 (not JSON), DATA005 (no object),
+def records(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, dict[str, Any], bool]]:
+    """(offset, record, held out) for each record of a jsonl file. Faults: DATA004 (not JSON), DATA005 (no object),
     DATA006 (not UTF-8), DATA007 (too long or too deep)."""
     if part.source.kind != "jsonl":
         fix = "name .jsonl, .json, .csv, .parquet or .arrow files (jsonl also as .gz and .zst)"
         kind = "token ids" if part.source.kind == "ids" else "text"
         what = f"{part.name} is {kind}; methods sft and dpo read records"
         raise DataError(Problem("DATA005", what, str(part.path), fix))
-    for offset, line, held_out in _documents(part, share):
-        yield offset, _object(part, offset, line, int, '{"messages": [...]}'), held_out
+    for offset, line, held_out in _documents(part, share, faults):
+        with faults.watch(part.source, offset):
+            yield offset, _object(part, offset, line, int, '{"messages": [...]}'), held_out
 
 
 def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
-    """The text of one line of jsonl. Raises DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8), DATA007
-    (too deep)."""
+    """The text of one line of jsonl. Raises Fault DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8),
+    DATA007 (too deep)."""
     # As floats, integers of any length are read in linear time.
     record = _object(part, offset, line, float, f'{{"{text_key}": "..."}}')
     if text_key not in record:
@@ -173,16 +175,16 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
         best = max(texts, key=lambda key: len(record[key]), default=None)
         fix = f"data.text_key={best}" if best is not None else f"give every line a `{text_key}`"
         keys = ", ".join(list(record)[:12]) or "none"
-        raise fault(part, offset, "DATA005", f"has no `{text_key}`; its keys are {keys}", fix)
+        raise Fault("DATA005", f"has no `{text_key}`; its keys are {keys}", fix)
     text = record[text_key]
     if not isinstance(text, str):
-        fix = f"make `{text_key}` a text, or leave the line out"
-        raise fault(part, offset, "DATA005", f"`{text_key}` is {_KINDS[type(text)]}, not a text", fix)
+        fix = f"make `{text_key}` a string, or leave the record out"
+        raise Fault("DATA005", f"`{text_key}` is {_KINDS[type(text)]}, not a string", fix)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = not_unicode(error)
-        raise fault(part, offset, found.code, f"character {error.start + 1}: {found.what}", found.fix) from error
+        raise Fault(found.code, f"character {error.start + 1}: {found.what}", found.fix) from error
     return text
 
 
@@ -194,16 +196,16 @@ def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float
     except JSONDecodeError as error:
         snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        fix = f"repair the line: sed -n {_line_number(part, offset)}p {part.path}"
-        raise fault(part, offset, "DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
+        fix = f"repair the line: sed -n {LINE}p {part.path}"
+        raise Fault("DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
     except RecursionError as error:
         fix = "flatten the record or leave it out"
-        raise fault(part, offset, "DATA007", "is nested too deeply to be read", fix) from error
+        raise Fault("DATA007", "is nested too deeply to be read", fix) from error
     except ValueError as error:  # a whole number of thousands of digits
-        raise fault(part, offset, "DATA004", str(error).partition(";")[0].lower(), "shorten the number") from error
+        raise Fault("DATA004", str(error).partition(";")[0].lower(), "shorten the number") from error
     if not isinstance(record, dict):
         kind = _KINDS.get(type(record), "a number")
-        raise fault(part, offset, "DATA005", f"is {kind}, not an object", f"a line is an object such as {example}")
+        raise Fault("DATA005", f"is {kind}, not an object", f"a line is an object such as {example}")
     return record
 
 
@@ -216,30 +218,9 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
         place = f"byte {start - line_start + 1}"
         what = f"{place}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
         fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
-        raise fault(part, line_start, "DATA006", what, fix) from error
+        raise Fault("DATA006", what, fix, line_start) from error
 
 
 def _starts_with_bom(part: Part) -> bool:
     with open_regular(part.path) as file:
         return file.read(len(_BOM)) == _BOM
-
-
-def _line_number(part: Part, offset: int) -> int:
-    """The number, from 1, of the line that holds byte ``offset``. Reads the file up to there: for errors only."""
-    number, left = 1, offset
-    with open_regular(part.path) as file:
-        while left > 0 and (block := file.read(min(left, 2**20))):
-            number += block.count(b"\n")
-            left -= len(block)
-    return number
-
-
-def fault(part: Part, offset: int, code: str, what: str, fix: str) -> DataError:
-    """``what`` is wrong with the line that holds byte ``offset``."""
-    where = str(part.source.original)
-    return DataError(Problem(code, f"{part.name}:{_line_number(part, offset)} {what}", where, fix))
-
-
-def _too_long(part: Part, offset: int) -> DataError:
-    what, fix = f"exceeds {LINE_BYTES // 2**20} MiB", "break the line up, or leave it out"
-    return fault(part, offset, "DATA007", what, fix)

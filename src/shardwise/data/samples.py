@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 
 from shardwise.data import formats, tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
-from shardwise.data.formats import Conversation, Fault
-from shardwise.data.read import Part, fault, records
+from shardwise.data.faults import Fault, Faults
+from shardwise.data.formats import Conversation
+from shardwise.data.read import Part, records
 from shardwise.data.template import Template, find_template
 from shardwise.spec.recipe import PREFERENCE
 
@@ -34,7 +34,6 @@ class Rules:
     end_of_turn: bool
     seq_len: int
     too_long: Literal["truncate", "drop", "error"]
-    skip_bad: bool
     packing: bool
     text_key: str
 
@@ -72,37 +71,25 @@ class _Waiting:
         return [piece for piece in self.pieces if isinstance(piece, Rendered)]
 
 
-@contextmanager
-def _told(part: Part, offset: int, rules: Rules, counts: Counter[str]) -> Iterator[None]:
-    """A fault in the block as a DataError that tells the line; where the recipe lets it pass, the record is counted as
-    bad and the rest of the block left out."""
-    try:
-        yield
-    except Fault as found:
-        if not (rules.skip_bad and found.code == "CHAT002"):
-            raise fault(part, offset, found.code, found.what, found.fix) from found
-        counts["bad"] += 1
-
-
-def encode(
-    part: Part, tokenizer: Path, rules: Rules, share: float, counts: Counter[str]
-) -> Iterator[tuple[bool, Encoded]]:
-    """(held out, sample) for the records of ``part``. ``counts`` gains ``truncated``, ``dropped`` (too long to be of
-    use), ``bad`` (left out as the recipe allows), ``divided`` (samples more than records) and ``disarmed`` (special
-    tokens in the data that are encoded as text). Raises DataError with the number of the line."""
+def encode(part: Part, tokenizer: Path, rules: Rules, share: float, faults: Faults) -> Iterator[tuple[bool, Encoded]]:
+    """(held out, sample) for the records of ``part``. ``faults.counts`` gains ``truncated``, ``dropped`` (too long to
+    be of use), ``divided`` (samples more than records) and ``disarmed`` (special tokens in the data that are encoded as
+    text)."""
     encoder = _encoder(tokenizer)
     before = encoder.disarmed
     waiting: list[_Waiting] = []
-    for offset, record, held_out in records(part, share):
-        with _told(part, offset, rules, counts):
-            made = list(_render(record, tokenizer, rules))
-            counts["divided"] += len(made) - (2 if rules.pairs else 1)
-            waiting += [_Waiting(offset, held_out, sample) for sample in made]
+    for offset, record, held_out in records(part, share, faults):
+        with faults.watch(part.source, offset):
+            made = [_Waiting(offset, held_out, sample) for sample in _render(record, tokenizer, rules)]
+            for text in (text for sample in made for text in sample.texts()):
+                encoder.check(text.text)
+            faults.counts["divided"] += len(made) - (2 if rules.pairs else 1)
+            waiting += made
         if len(waiting) >= _BATCH:
-            yield from _finish(part, waiting, encoder, rules, counts)
+            yield from _finish(part, waiting, encoder, rules, faults)
             waiting = []
-    yield from _finish(part, waiting, encoder, rules, counts)
-    counts["disarmed"] += encoder.disarmed - before
+    yield from _finish(part, waiting, encoder, rules, faults)
+    faults.counts["disarmed"] += encoder.disarmed - before
 
 
 def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
@@ -114,8 +101,8 @@ def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_
     turns = [sample[0] for sample, *_ in sides if len(sample) == 1]  # of conversations; texts have an end-of-text too
     prompts = {turn.text[: turn.spans[0][0]] for turn in turns if isinstance(turn, Rendered)}
     if max(map(len, sides)) > 1 or len(prompts) > 1:
-        what = "the chat template renders what is before an answer otherwise once the answer is there"
-        raise Fault("CHAT003", what, "one turn of the assistant an answer, or another data.chat_template")
+        what = "the chat template renders the prompt differently once an answer follows it"
+        raise Fault("CHAT003", what, "give each answer one assistant message, or choose another data.chat_template")
     yield from (side for (side,) in sides)
 
 
@@ -136,21 +123,16 @@ def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Piec
 
 
 def _finish(
-    part: Part, waiting: list[_Waiting], encoder: Encoder, rules: Rules, counts: Counter[str]
+    part: Part, waiting: list[_Waiting], encoder: Encoder, rules: Rules, faults: Faults
 ) -> Iterator[tuple[bool, Encoded]]:
-    try:
-        encoded = iter(encoder.encode([text for item in waiting for text in item.texts()]))
-    except Fault:  # find out whose it is
-        for item in waiting:
-            with _told(part, item.offset, rules, counts):
-                encoder.encode(item.texts())
-        raise
+    encoded = iter(encoder.encode([text for item in waiting for text in item.texts()]))
     whole = [
         _join([next(encoded) if isinstance(piece, Rendered) else piece for piece in item.pieces]) for item in waiting
     ]
+    counts = faults.counts
     for first in range(0, len(waiting), 2 if rules.pairs else 1):
         item = waiting[first]
-        with _told(part, item.offset, rules, counts):
+        with faults.watch(part.source, item.offset):
             fit = (
                 _fit_pair(whole[first : first + 2], rules, counts) if rules.pairs else _fit(whole[first], rules, counts)
             )
@@ -170,7 +152,7 @@ def _join(pieces: list[Encoded]) -> Encoded:
 def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
     """The sample within ``seq_len``, or nothing. Raises Fault CHAT002 when nothing in it is learnt."""
     if not sample.supervised.any():
-        raise Fault("CHAT002", "trains on 0 tokens", "data.on_bad_sample=skip, or leave the line out")
+        raise Fault("CHAT002", "has no tokens to train on", "leave the record out")
     return _within([sample], [rules.seq_len], rules, counts)
 
 
@@ -192,7 +174,7 @@ def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[E
         side.supervised[max(shared, 1) : first] = 1
         side.supervised[:shared] = 0
         if not side.supervised.any():
-            raise Fault("CHAT002", f"trains on 0 tokens of `{name}`", "data.on_bad_sample=skip, or leave the line out")
+            raise Fault("CHAT002", f"`{name}` has no tokens to train on", "leave the record out")
     room = [max(rules.seq_len // 2, rules.seq_len - len(side)) for side in (rejected, chosen)]
     room[1] = rules.seq_len - min(len(chosen), room[0])
     return _within(pair, room, rules, counts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
@@ -19,24 +19,29 @@ from numpy.typing import NDArray
 
 from shardwise.data import binary, bins
 from shardwise.data.chat import Encoded
+from shardwise.data.faults import MOST, BadRecord, BadRecords, Faults
 from shardwise.data.read import Part, pieces
 from shardwise.data.samples import Rules, encode, tokenizer_of
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, MissingInputError, Problem
 
 SHARD_TOKENS = 2**27
+_FURTHER_UNITS = 64
+"""That are read after the first with bad records: 128 MiB."""
 
 
 @dataclass(frozen=True)
 class Job:
     """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while
-    reading. ``rules``: records become samples for supervised fine-tuning; None: text becomes documents."""
+    reading. ``rules``: records become samples for supervised fine-tuning; None: text becomes documents. ``skip``: bad
+    records are left out."""
 
     tokenizer_directory: Path
     text_key: str
     share: float
     splits: tuple[str, str]
     rules: Rules | None = None
+    skip: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,21 +60,21 @@ class Run:
 
 
 def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
-    """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer."""
+    """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer. Raises BadRecords."""
+    faults = Faults(job.skip)
     gathered = {name: _Gathered() for name in job.splits}
     tokenizer = tokenizer_of(job.tokenizer_directory)
     try:
         for part in unit:
             if job.rules is not None:
-                counts = gathered[job.splits[0]].counts
-                for held_out, sample in encode(part, job.tokenizer_directory, job.rules, job.share, counts):
+                for held_out, sample in encode(part, job.tokenizer_directory, job.rules, job.share, faults):
                     gathered[job.splits[int(held_out)]].add(sample)
                 continue
             if part.source.kind == "ids":
                 gathered[job.splits[0]].add_ids(*binary.documents(part, tokenizer.eot_id, tokenizer.vocab_size))
                 continue
             opened = part.continues
-            for piece in pieces(part, job.text_key, job.share):
+            for piece in pieces(part, job.text_key, job.share, faults):
                 target = gathered[job.splits[int(piece.held_out)]]
                 ids = tokenizer.encode([piece.text])[0]
                 if ids and not opened:
@@ -83,6 +88,8 @@ def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
     except OSError as error:
         what = f"{error.filename or part.name} cannot be read: {error.strerror}"
         raise MissingInputError(Problem("DATA001", what, "data.path", "bring it back, or name other data")) from error
+    faults.settle()
+    gathered[job.splits[0]].counts.update(faults.counts)
     return {name: g.run() for name, g in gathered.items()}
 
 
@@ -128,9 +135,31 @@ class _Gathered:
 
 
 def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[dict[str, Run]]:
-    """Results in the order of ``units``, a few units ahead at most, from ``num_proc`` processes."""
+    """Results in the order of ``units``, a few units ahead at most, from ``num_proc`` processes. After a unit with bad
+    records a limited number of others is read, to report theirs too (BadRecords)."""
+    found: list[BadRecord] = []
+    bad_units = 0
+    for result in _results(units, num_proc):
+        try:
+            run = result()
+        except BadRecords as error:
+            found += error.found
+        except BrokenProcessPool as error:
+            what = f"one of {num_proc} tokenising processes died; the system may have ended it for want of memory"
+            fix = f"data.num_proc={max(num_proc // 2, 1)}"
+            raise DataError(Problem("DATA014", what, "data.num_proc", fix)) from error
+        bad_units += bool(found)
+        if not found:
+            yield run
+        elif len(found) >= MOST or bad_units > _FURTHER_UNITS:
+            break
+    if found:
+        raise BadRecords(*found)
+
+
+def _results(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[Callable[[], dict[str, Run]]]:
     if num_proc == 1 or len(units) <= 1:
-        yield from itertools.starmap(tokenise, units)
+        yield from (partial(tokenise, unit, job) for unit, job in units)
         return
     pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), die_with_parent)
     ahead: deque[Future[dict[str, Run]]] = deque()
@@ -138,12 +167,9 @@ def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> 
         for unit, job in units:
             ahead.append(pool.submit(tokenise, unit, job))
             if len(ahead) > 2 * num_proc:
-                yield ahead.popleft().result()
+                yield ahead.popleft().result
         while ahead:
-            yield ahead.popleft().result()
-    except BrokenProcessPool as error:
-        what = f"one of {num_proc} tokenising processes died; the system may have ended it for want of memory"
-        raise DataError(Problem("DATA014", what, "data.num_proc", f"data.num_proc={max(num_proc // 2, 1)}")) from error
+            yield ahead.popleft().result
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -67,7 +67,7 @@ class Data(Section):
 
 PREFERENCE = "preference"
 """The format that ``method: dpo`` reads, and no other method."""
-SFT_ONLY = {"format", "chat_template", "train_on", "train_on_eot", "packing", "too_long", "on_bad_sample"}
+SFT_ONLY = {"format", "chat_template", "train_on", "train_on_eot", "packing", "too_long"}
 """Keys of the data section that say nothing unless records are read (``method: sft`` or ``dpo``)."""
 
 

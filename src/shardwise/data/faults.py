@@ -1,0 +1,127 @@
+"""Bad records: what is wrong with each, in which line; the first of them are reported together, or all are left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.data.source import Source
+from shardwise.errors import DataError, Problem
+from shardwise.spec.files import open_regular
+
+MOST = 20
+"""Bad records that are reported at once."""
+LINE = "<line>"
+"""In a remedy: the number of the line."""
+
+
+class Fault(Exception):
+    """What is wrong with one record: a code, what, and a remedy. ``offset``: the byte of the file where it is; None:
+    that of the record."""
+
+    def __init__(self, code: str, what: str, fix: str, offset: int | None = None) -> None:
+        super().__init__(what)
+        self.code, self.what, self.fix, self.offset = code, what, fix, offset
+
+
+def not_unicode(error: UnicodeEncodeError) -> Fault:
+    """What is wrong with a text that cannot be encoded. Bytes of a table that are no UTF-8 came as lone surrogates."""
+    point = ord(error.object[error.start])
+    if 0xDC80 <= point <= 0xDCFF:
+        fix = "write the column as UTF-8 text, or leave the record out"
+        return Fault("DATA006", f"not UTF-8 (0x{point - 0xDC00:02x})", fix)
+    return Fault("DATA006", f"lone surrogate U+{point:04X}", "write both halves of the character, or leave it out")
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """One of them. ``where``: the file, as the user knows it."""
+
+    code: str
+    name: str
+    line: int
+    what: str
+    fix: str
+    where: str
+
+
+class BadRecords(DataError):
+    """The first bad records that were met."""
+
+    def __init__(self, *found: BadRecord) -> None:
+        self.found = found[:MOST]
+        super().__init__(*_problems(self.found))
+
+    def __reduce__(self) -> tuple[type[BadRecords], tuple[BadRecord, ...]]:
+        return type(self), self.found  # so that a tokenising process can tell its parent
+
+
+def _problems(found: Sequence[BadRecord]) -> list[Problem]:
+    """A problem each; records of a file that have the same fault share one."""
+    alike: dict[tuple[str, ...], list[BadRecord]] = {}
+    for bad in found:
+        alike.setdefault((bad.code, bad.where, bad.what), []).append(bad)
+    problems = []
+    for first, *others in alike.values():
+        what = f"{first.name}:{first.line} {first.what}"
+        if others:
+            what += "; the same at " + ", ".join(f"{bad.name}:{bad.line}" for bad in others)
+        problems.append(Problem(first.code, what, first.where, first.fix))
+    last = problems[-1]
+    skip = "data.on_bad_sample=skip leaves out every bad record"
+    skip += f" (these are the first {MOST})" if len(found) == MOST else ""
+    problems[-1] = Problem(last.code, last.what, last.where, f"{last.fix}; {skip}")
+    return problems
+
+
+class Faults:
+    """The bad records of what is being read: left out and counted by code (``skip``), or gathered, and raised as
+    BadRecords when there are enough of them or ``settle`` is called. A text file is not a record: it is never left
+    out."""
+
+    def __init__(self, skip: bool = False) -> None:
+        self.skip = skip
+        self.counts: Counter[str] = Counter()
+        self._found: list[BadRecord] = []
+        self._counted = (Path(), 0, 1)
+
+    @contextmanager
+    def watch(self, source: Source, offset: int) -> Iterator[None]:
+        """A Fault in the block is one of the record at byte ``offset``; the rest of the block is left out."""
+        try:
+            yield
+        except Fault as fault:
+            self.add(source, offset, fault)
+
+    def add(self, source: Source, offset: int, fault: Fault) -> None:
+        """Count or gather one."""
+        if self.skip and source.kind == "jsonl":
+            self.counts.update(("bad", fault.code))
+            return
+        line = self._line(source.path, offset if fault.offset is None else fault.offset)
+        fix, where = fault.fix.replace(LINE, str(line)), str(source.original)
+        self._found.append(BadRecord(fault.code, source.name, line, fault.what, fix, where))
+        if len(self._found) == MOST:
+            self.settle()
+
+    def settle(self) -> None:
+        """Raises BadRecords if there are any."""
+        if self._found:
+            raise BadRecords(*self._found)
+
+    def _line(self, path: Path, offset: int) -> int:
+        """The number, from 1, of the line that holds byte ``offset``. Reads the file up to there, or from the fault
+        before on."""
+        known, start, number = self._counted
+        start, number = (start, number) if known == path and start <= offset else (0, 1)
+        with open_regular(path) as file:
+            file.seek(start)
+            left = offset - start
+            while left > 0 and (block := file.read(min(left, 2**20))):
+                number += block.count(b"\n")
+                left -= len(block)
+        self._counted = path, offset, number
+        return number
