@@ -10,9 +10,11 @@ import pytest
 
 from shardwise.cli import train
 from shardwise.cli.app import main
-from shardwise.errors import Problem
+from shardwise.cli.decide import plan_of
+from shardwise.errors import ConfigError, Problem
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
 
@@ -92,6 +94,58 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     assert facts["model"]["parameters"] == 70_553_706_496
     assert facts["plan"]["estimate"]["peak_bytes"] == plan.estimate.peak_bytes
     assert len(facts["settings"]) >= 5
+
+
+def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
+    words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "4096")
+    code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
+    assert code == 0 and "does not fit" in out
+    rows = out[out.index("it would fit with any one of\n") :].splitlines()[1:4]
+    assert rows[0].split("  ")[1] == "lora.frozen=nf4" and "fits: 55.3 GiB of 79.1 GiB (70%)" in rows[0]
+    assert rows[0].endswith("frozen weights in 4 bits: less exact, and slower")
+    assert rows[1].split()[:2] == ["--cluster", "1x4xH100-SXM-80GB"] and rows[1].endswith("4 devices instead of 1")
+    _, text, _ = shardwise("plan", *words, "--cluster", "1xH100", "--json")
+    assert json.loads(text)["remedies"][0]["change"] == "lora.frozen=nf4"
+    _, out, _ = shardwise("plan", *words, "--cluster", "8xH100")
+    assert "would fit" not in out and "closest" not in out
+
+
+def test_train_says_what_would_fit() -> None:
+    for words, cluster, fix in (
+        (["lora=16"], "1xH100", "`lora.frozen=nf4` (55.3 GiB), or 4 devices instead of 1 ("),
+        (["seq_len=512"], "1x3090", "no single change is enough; the closest are `lora.rank=16 lora.frozen=nf4` ("),
+    ):
+        recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-70B", *words])
+        with pytest.raises(ConfigError) as caught:
+            plan_of(recipe, resolve(recipe), parse_cluster(cluster), None)
+        (problem,) = caught.value.problems
+        assert problem.code == "PLAN010" and problem.fix.startswith(fix)
+        assert problem.fix.endswith("; `shardwise plan` says what each costs")
+
+
+def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
+    """Under ``why`` stand the recipe's keys; those of plan.yaml are understood as well."""
+    _, out, _ = shardwise("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "--explain", "why")
+    rows = [line.split() for line in out.split("\nwhy\n")[1].split("\n\n")[0].splitlines()]
+    settings = [f"{row[0]}={row[1]}" for row in rows if row[0] != "tokens"]
+    assert {"parallel.strategy=zero1", "recompute.mode=none", "compile=false"} < {*settings} and len(settings) == len(
+        rows
+    ) - 1
+    typed = load_recipe(None, settings)
+    assert (typed.parallel.strategy, typed.compile, typed.train.global_batch_size) == ("zero1", False, 32)
+    theirs = [
+        "shard.strategy=zero1",
+        "layout.dp_shard=4",
+        "remat.mode=full",
+        "batch.accumulation=3",
+        "batch.seq_len=8k",
+    ]
+    found = load_recipe(None, theirs)
+    assert (found.parallel.strategy, found.parallel.dp_shard, found.recompute.mode) == ("zero1", 4, "full")
+    assert (found.train.gradient_accumulation_steps, found.train.seq_len) == (3, 8192)
+    Path("r.yaml").write_text("remat: {mode: selective, every: 2}\nshard:\n  strategy: zero2\n")
+    written = load_recipe("r.yaml")
+    assert (written.recompute.mode, written.recompute.every, written.parallel.strategy) == ("selective", 2, "zero2")
 
 
 def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:

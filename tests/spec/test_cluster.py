@@ -35,6 +35,9 @@ def test_the_cluster_of_the_sketch() -> None:
         ("2x4xA100-40GB+50GB/s", 2, 4, "A100-SXM-40GB", 50e9),
         (" 1xrtx pro 6000 blackwell ", 1, 1, "RTX Pro 6000", 12.5e9),
         ("2xMI300X", 1, 2, "MI300X", 12.5e9),
+        ("4x4090", 1, 4, "RTX 4090", 12.5e9),
+        ("2x8x3090+200Gb/node", 2, 8, "RTX 3090", 25e9),
+        ("5090", 1, 1, "RTX 5090", 12.5e9),
     ],
 )
 def test_strings(text: str, nodes: int, count: int, device: str, network_bytes_per_s: float) -> None:
@@ -50,6 +53,9 @@ def test_strings(text: str, nodes: int, count: int, device: str, network_bytes_p
     [
         ("8xH101", "CLU002", "did you mean H100-SXM-80GB?"),
         ("0xH100", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("4x4080", "CLU002", "did you mean RTX 4090"),
+        ("1000x", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("8x8x8x4090", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8x", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8xH100+fast", "CLU001", "write [NODESx]DEVICESxNAME"),

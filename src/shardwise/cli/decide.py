@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise import techniques
+from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
+from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
@@ -53,7 +55,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
         peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
         what = f"needs {peak} a rank, {capacity} available: {parts}"
-        fix = "`shardwise plan` shows every setting; more devices, `recompute=full`, or a shorter `train.seq_len`"
+        fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
 

@@ -17,7 +17,8 @@ from shardwise.launch.rundir import check_new
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.models.resolve import resolve, with_adapter
-from shardwise.planner.search import choose, settings
+from shardwise.planner.remedy import remedies
+from shardwise.planner.search import choose, fits, settings
 from shardwise.planner.wire import wire_s
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
@@ -67,10 +68,12 @@ def run(options: Options) -> None:
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
+    changes = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     if options.json:
         model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)
         facts = {"model": model, "cluster": {**machines, "name": str(cluster)}, "plan": asdict(chosen)}
-        return print_json({**facts, "settings": [asdict(plan) for plan in plans]})
+        told = [{"change": found.change, "price": found.price, "plan": asdict(found.plan)} for found in changes]
+        return print_json({**facts, "settings": [asdict(plan) for plan in plans], "remedies": told})
     say(render.title(spec, cluster))
     if spec.foreign is not None:
         say(f"{spec.family}, {NOTICE}")
@@ -79,6 +82,8 @@ def run(options: Options) -> None:
     say()
     busy_s = [wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in plans]
     _print_plan(plans, chosen, busy_s if cluster.world > 1 else [], options.explain)
+    if changes:
+        say(*render.remedy_lines(changes), "")
     _print_next(path, words.overrides, options)
     return None
 

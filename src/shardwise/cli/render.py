@@ -8,15 +8,15 @@ from math import ceil
 
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.planner.remedy import Remedy
+from shardwise.planner.search import MARGIN
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.keys import dotted
+from shardwise.spec.keys import PLANNED, dotted
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan
 from shardwise.spec.units import columns, show_bytes, show_count, show_payload, show_seconds
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-MARGIN = 0.8
-"""Below this share of the memory a plan fits; an estimate under 80 % has not been seen to run out (Fujii et al.,
-2411.06465)."""
+WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss"}
 SENT = {"node": "sent in the node", "network": "over the network"}
 COLOURS = {"fits": "green", "close": "yellow", "does not fit": "red"}
 
@@ -112,10 +112,43 @@ def sent_by_link(plan: Plan) -> Counter[str]:
     return found
 
 
+def remedy_lines(found: list[Remedy]) -> list[str]:
+    """What would make it fit, with its memory and what it costs; or what comes closest."""
+    enough = all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
+    rows = [
+        (
+            remedy.change,
+            verdict(remedy.plan.estimate),
+            label(remedy.plan),
+            f"recompute {remedy.plan.remat.mode}",
+            remedy.price,
+        )
+        for remedy in found
+    ]
+    head = "it would fit with any one of" if enough else "no single change makes it fit; these come closest"
+    return [head, *("  " + line for line in columns(rows, "<<<<<"))]
+
+
+def remedy_words(found: list[Remedy]) -> str:
+    """The same in one line, for an error: what to write, and the memory that a rank then needs."""
+    if not found:
+        return "`shardwise plan` shows every setting; more or larger devices, or a smaller model"
+    head = (
+        ""
+        if all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
+        else "no single change is enough; the closest are "
+    )
+    named = (remedy.price if remedy.change.startswith("--") else f"`{remedy.change}`" for remedy in found)
+    each = (
+        f"{words} ({show_bytes(remedy.plan.estimate.peak_bytes)})" for words, remedy in zip(named, found, strict=True)
+    )
+    return f"{head}{', or '.join(each)}; `shardwise plan` says what each costs"
+
+
 def why_lines(plan: Plan) -> list[str]:
-    """A reason for every value."""
+    """A reason for every value, under the recipe's name for it."""
     flat = dotted(asdict(plan)) | {"batch.global_batch_size": plan.batch.global_batch_size(plan.layout.dp)}
-    rows = [(key, str(flat.get(key, "")), reason) for key, reason in plan.why.items()]
+    rows = [(WORDS.get(key, key), _typed(flat.get(key, "")), reason) for key, reason in plan.why.items()]
     return ["  " + line for line in columns(rows, "<<<")]
 
 
@@ -131,8 +164,13 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"traffic a step and rank: {' · '.join(sent)}")
     if plan.why:
         key = "shard.strategy" if "shard.strategy" in plan.why else next(iter(plan.why))
-        lines.append(f"why     {key}: {plan.why[key]}        (shardwise plan explains the rest)")
+        lines.append(f"why     {WORDS.get(key, key)}: {plan.why[key]}        (shardwise plan explains the rest)")
     return lines
+
+
+def _typed(value: object) -> str:
+    """A value as it is written in a recipe."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _words(kind: str) -> str:

@@ -32,14 +32,39 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
 
 
 def least_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> int:
-    """A bound below the peak that needs no replay: what is alive for the whole step, with all gradients at its end or
-    all gathered weights between forward and backward."""
+    """A bound below the peak that needs no replay: what is alive for the whole step, and beside it all gradients, as at
+    the end, or what stands between forward and backward of the last micro-batch."""
     state = sum(optim.state_bytes(costed, plan, 0).values()) + (CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0)
+    gathered = waiting = 0
     if plan.shard.strategy == "ddp" or plan.layout.dp == 1:
-        return state + sum(shard.gradient_bytes(costed, plan).values())
-    groups = shard.groups(costed, plan).values()
-    gathered = 0 if plan.shard.strategy == "zero3" else sum(group.wire_bytes for group in groups)
-    return state + max(gathered, sum(group.gradient_bytes for group in groups))
+        gradients = waiting = sum(shard.gradient_bytes(costed, plan).values())
+    else:
+        groups = shard.groups(costed, plan).values()
+        gradients = waiting = sum(group.gradient_bytes for group in groups)
+        if plan.shard.strategy == "zero1":
+            waiting = sum(group.accumulated_bytes for group in groups)
+        elif plan.layout.dp_replicate > 1:
+            waiting = sum(group.reduce_bytes // plan.layout.dp_shard for group in groups)
+        if plan.shard.strategy != "zero3":
+            gathered = sum(group.wire_bytes for group in groups)
+    between = gathered + saved_bytes(costed, plan) + (waiting if plan.batch.accumulation > 1 else 0)
+    return state + max(gradients, between)
+
+
+def saved_bytes(costed: Sheet, plan: Plan) -> int:
+    """Activations that stand when forward has ended, by what each block leaves; a block's output counts where the next
+    one saves it."""
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    left = []
+    for block in costed.blocks:
+        kept = {tensor for i in block.kept_ops for tensor in block.forward[i].allocates}
+        ops = block.forward_plain if block.recompute else block.forward
+        made = {tensor for op in ops for tensor in op.allocates}
+        made -= {tensor for op in ops for tensor in op.frees} - kept
+        inside = sum(block.tensors[tensor].bytes(b, s) for tensor in made - {block.output})
+        read = block.recompute or block.input in block.saved
+        left.append(inside + (block.tensors[block.input].bytes(b, s) if read and block.input >= 0 else 0))
+    return sum(left[kind] for kind in costed.order)
 
 
 def widened_bytes(sheet: Sheet, plan: Plan) -> int:

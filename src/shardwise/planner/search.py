@@ -72,11 +72,25 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
                 return _least_memory(found[at:], tried[-1], recipe, cluster)
     if refused:
         raise ConfigError(*dict.fromkeys(refused))
-    tried += [candidate.priced(cluster) for candidate in found]
-    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes)
+    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes, default=None)
+    for candidate in sorted(found, key=lambda candidate: candidate.least_bytes):
+        if smallest is None or candidate.least_bytes < smallest.estimate.peak_bytes:
+            smallest = min(
+                filter(None, (candidate.priced(cluster), smallest)), key=lambda plan: plan.estimate.peak_bytes
+            )
+    assert smallest is not None
     share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
     reason = f"derived: nothing stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
     return _explained(smallest, reason, recipe)
+
+
+def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
+    """Whether the bound leaves a chance of ``share`` of the memory to the smallest micro-batches with as much
+    recomputation as may be."""
+    mode = REMAT[-1] if recipe.recompute.mode == "auto" else recipe.recompute.mode
+    *_, train = _smaller_micro_batches(recipe.train, cluster.world)
+    found, refused = _candidates(recipe, spec, cluster, mode, train)
+    return bool(refused) or any(c.least_bytes <= share * cluster.device.memory_bytes for c in found)
 
 
 def fits(plan: Plan) -> bool:

@@ -21,7 +21,9 @@ DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
 CPU_LINK_BYTES_PER_S = 1.2e9
 """What gloo's all-reduce moves between processes of one machine, measured on two cores."""
 
-_PATTERN = re.compile(r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?)(?P<network>\+.*)?")
+_PATTERN = re.compile(
+    r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?|\d{3,}(?!x)[^+x]*?)(?P<network>\+.*)?"
+)
 _NETWORK = re.compile(r"\+(?:(?P<nics>\d+)x)?(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>Gb|GB)(?:/node|/s|ps)?")
 _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 

@@ -19,6 +19,9 @@ SIZES: dict[str, str] = _TABLES["sizes"]
 """Keys that take ``8k`` and ``1M``, and what they count: tokens, steps or bytes."""
 _BY_ALIAS: dict[str, str] = {alias: key for key, names in _TABLES["aliases"].items() for alias in names.split()}
 """What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
+PLANNED: dict[str, str] = _TABLES["planned"]
+"""What a plan calls settings that the recipe has under another name; either is understood."""
+_BY_ALIAS |= PLANNED
 _VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
 """Of a key that was given by another name, what the values of that system mean."""
 DROP = object()
@@ -72,6 +75,8 @@ class Keys:
         """The key meant by ``dotted``: itself, an alias, or a leaf name that only one section has; None if unknown."""
         if dotted in self.leaves:
             return dotted
+        if _BY_ALIAS.get(dotted) in self.leaves:
+            return _BY_ALIAS[dotted]
         section, _, leaf = dotted.rpartition(".")
         homes = [key for key in self.leaves if key.rpartition(".")[2] == leaf]
         if leaf in _BY_ALIAS and _BY_ALIAS[leaf] in self.leaves:

@@ -1,0 +1,127 @@
+"""What would make a plan fit: each single change of the recipe or of the machines, planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.errors import ConfigError
+from shardwise.models.config import ModelSpec
+from shardwise.planner.search import MARGIN, choose, could_fit
+from shardwise.spec.cluster import Cluster, devices
+from shardwise.spec.complaints import cross_check
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+CLOSEST = 3
+"""So many changes are shown where none is enough."""
+NODE = 8
+"""Devices of a full node."""
+Change = tuple[dict[str, object], Cluster, str]
+"""Keys of the recipe with their new values, the machines, and what it costs."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``change`` is what to type; ``price`` what it costs, in words; ``plan`` what would run."""
+
+    change: str
+    price: str
+    plan: Plan
+
+
+def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
+    """The changes after which ``chosen``, which stays not below the margin, would fit; where there is none, those that
+    come closest."""
+    share = MARGIN if _share(chosen) <= 1 else 1.0
+    found: list[Remedy] = []
+    beyond: list[Change] = []
+    for choices in (*([change] for change in _recipe_changes(recipe, cluster)), *_cluster_changes(cluster)):
+        for change in choices:
+            remedy = _replanned(change, recipe, spec, share)
+            if remedy is not None and _share(remedy.plan) <= share:
+                found.append(remedy)
+                break
+        else:
+            beyond += choices[-1:]
+    if found:
+        return found
+    near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None))]
+    return sorted(near, key=lambda remedy: _share(remedy.plan))[:CLOSEST]
+
+
+def _share(plan: Plan) -> float:
+    return plan.estimate.peak_bytes / max(1, plan.estimate.capacity_bytes)
+
+
+def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
+    optim, adapted = recipe.optim, recipe.lora.rank is not None
+    pins = recipe.parallel.model_dump(include={"strategy", "dp_shard", "dp_replicate"}, exclude_defaults=True)
+    if pins:
+        free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
+        yield free, cluster, "the split of the ranks is chosen for you"
+    if recipe.recompute.mode in ("none", "selective"):
+        yield {"recompute.mode": "full"}, cluster, "forward runs twice: a third more arithmetic"
+    if (micro := recipe.train.micro_batch_size or 1) > 1:
+        smaller: dict[str, object] = {"train.micro_batch_size": 1}
+        if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
+            steps = micro * (recipe.train.gradient_accumulation_steps or 1)
+            smaller["train.gradient_accumulation_steps"] = steps
+        yield smaller, cluster, "the same batch in smaller pieces: slower"
+    if optim.name != "adamw8bit":
+        packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
+        yield packed, cluster, "AdamW's moments in 8 bits: its steps are nearly the same"
+    if optim.name == "adamw" and optim.moments != "bf16":
+        yield {"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: its steps are nearly the same"
+    if not adapted and recipe.model.config is None and recipe.model.init != "random":
+        yield {"lora.rank": 16}, cluster, "only adapters are trained"
+        small = "only adapters are trained, beside weights in 4 bits: less exact, and slower"
+        yield {"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small
+    if adapted and recipe.lora.frozen != "nf4":
+        yield {"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower"
+    if recipe.train.seq_len >= 256:
+        yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens a step"
+
+
+def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
+    """More devices of the kind, then larger ones that are as fast; of each list the first that fits is meant."""
+    if cluster.kind != "cuda":
+        return
+    nodes, each = cluster.nodes, cluster.devices_per_node
+    sizes = [(nodes + 1, each), (2 * nodes, each), (4 * nodes, each)]
+    if nodes == 1 and each < NODE:
+        sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= NODE] + [(2, NODE), (4, NODE)]
+    larger = [replace(cluster, nodes=n, devices_per_node=count) for n, count in sizes]
+    yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
+    here = cluster.device
+    better = [
+        device
+        for device in devices().values()
+        if device.memory_bytes > here.memory_bytes
+        and device.name.startswith("MI") == here.name.startswith("MI")
+        and device.bf16_flops >= here.bf16_flops
+        and device.peer_bytes_per_s >= here.peer_bytes_per_s
+    ]
+    better.sort(key=lambda device: device.memory_bytes)
+    if better:
+        yield [({}, replace(cluster, device=device), f"{device.name} instead of {here.name}") for device in better]
+
+
+def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None) -> Remedy | None:
+    """None where the change is not allowed, or where a glance shows that it needs more than ``share`` of the memory."""
+    keys, machines, price = change
+    changed = recipe.model_dump(exclude_unset=True)
+    for key, value in keys.items():
+        section, _, leaf = key.partition(".")
+        changed.setdefault(section, {})[leaf] = value
+    other = Recipe.model_validate(changed)
+    if cross_check(other, lambda key: key):
+        return None
+    try:
+        if share is not None and not could_fit(other, spec, machines, share):
+            return None
+        plan = choose(other, spec, machines)
+    except ConfigError:
+        return None
+    words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
+    return Remedy(" ".join(words) or f"--cluster {machines}", price, plan)

@@ -1,0 +1,107 @@
+"""What would make a plan fit: every change that is named does what it says when it is typed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.load import load_spec
+from shardwise.planner.remedy import remedies
+from shardwise.planner.search import MARGIN, choose, could_fit
+from shardwise.spec.cluster import Device, parse_cluster
+from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Plan
+
+SEVENTY_B = load_spec("meta-llama/Llama-3.1-70B")
+ONE_B = load_spec("meta-llama/Llama-3.2-1B")
+MODEL = "model=meta-llama/Llama-3.1-70B"
+
+
+def share(plan: Plan) -> float:
+    return plan.estimate.peak_bytes / plan.estimate.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "expected"),
+    [
+        (
+            ["seq_len=4096", "global_batch=64"],
+            "8xH100",
+            [
+                "lora.rank=16",
+                "lora.rank=16 lora.frozen=nf4",
+                "--cluster 4x8xH100-SXM-80GB+100Gb/node",
+                "--cluster 1x8xGB200",
+            ],
+        ),
+        (
+            ["seq_len=4096", "global_batch=64", "recompute=none", "strategy=zero3"],
+            "2x8xRTX-PRO-6000",
+            ["recompute.mode=full", "lora.rank=16 lora.frozen=nf4", "--cluster 2x8xGB200+100Gb/node"],
+        ),
+        (
+            ["lora=16", "seq_len=4096"],
+            "1xH100",
+            ["lora.frozen=nf4", "--cluster 1x4xH100-SXM-80GB", "--cluster 1x1xGB200"],
+        ),
+    ],
+)
+def test_what_is_named_fits_when_it_is_typed(words: list[str], cluster: str, expected: list[str]) -> None:
+    machines = parse_cluster(cluster)
+    asked = load_recipe(None, [MODEL, *words])
+    chosen = choose(asked, SEVENTY_B, machines)
+    assert share(chosen) > 1
+    found = remedies(asked, SEVENTY_B, machines, chosen)
+    assert [remedy.change for remedy in found] == expected
+    for remedy in found:
+        more, other = remedy.change.split(), machines
+        if more[0] == "--cluster":
+            other, more = parse_cluster(more[1]), []
+        again = choose(load_recipe(None, [MODEL, *words, *more]), SEVENTY_B, other)
+        assert share(again) <= 1 and again.estimate == remedy.plan.estimate
+        assert remedy.price
+
+
+def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
+    asked = load_recipe(None, [MODEL, "seq_len=4096"])
+    cluster = parse_cluster("1x4090")
+    found = remedies(asked, SEVENTY_B, cluster, choose(asked, SEVENTY_B, cluster))
+    assert found[0].change == "lora.rank=16 lora.frozen=nf4" and len(found) == 3
+    assert 1 < share(found[0].plan) <= share(found[1].plan) <= share(found[2].plan)
+
+
+def test_pins_that_stand_in_the_way() -> None:
+    """On two devices a model of 1.2 B parameters: as replicas; with eight rows at a time."""
+    words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096"]
+    for pin, gib, change in (
+        (["strategy=ddp"], 15, "parallel.strategy=auto"),
+        (["micro_batch_size=8", "global_batch=16", "recompute=full"], 13, "train.micro_batch_size=1"),
+        (["micro_batch_size=8"], 13, "train.micro_batch_size=1 train.gradient_accumulation_steps=8"),
+        (["recompute=none"], 16, "recompute.mode=full"),
+    ):
+        cluster = replace(parse_cluster("2xCPU"), device=Device("CPU", gib * 2**30))
+        asked = load_recipe(None, [*words, *pin])
+        chosen = choose(asked, ONE_B, cluster)
+        assert share(chosen) > 1
+        names = [remedy.change for remedy in remedies(asked, ONE_B, cluster, chosen)]
+        assert change in names and not any(name.startswith("--cluster") for name in names)
+
+
+def test_where_it_is_close_only_what_stays_below_the_margin_is_a_remedy() -> None:
+    words = [MODEL, "seq_len=4096", "global_batch=64"]
+    cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
+    asked = load_recipe(None, words)
+    chosen = choose(asked, SEVENTY_B, cluster)
+    assert MARGIN < share(chosen) <= 1
+    found = remedies(asked, SEVENTY_B, cluster, chosen)
+    assert "optim.name=adamw8bit" in [remedy.change for remedy in found]
+    assert all(share(remedy.plan) <= MARGIN for remedy in found)
+
+
+def test_the_glance_never_hides_what_fits() -> None:
+    for cluster in ("8xH100", "4xH100", "2x4xA100-40GB"):
+        machines = parse_cluster(cluster)
+        for words in (["lora=16"], ["seq_len=512"], ["lora=16", "lora.frozen=nf4"]):
+            asked = load_recipe(None, [MODEL, *words])
+            assert could_fit(asked, SEVENTY_B, machines, MARGIN) or share(choose(asked, SEVENTY_B, machines)) > MARGIN
