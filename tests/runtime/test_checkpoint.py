@@ -703,6 +703,14 @@ def test_going_back_within_a_run_is_refused(two_steps: Path) -> None:
     assert (error.exit_code, error.problems[0].code) == (65, "CKPT017")
 
 
+def test_a_reader_says_that_it_takes_an_older_one(two_steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (two_steps / "step-00000002" / "state.json").unlink()
+    assert read(two_steps, values(99)) == {"step": 1, "cursor": 10}
+    said = capsys.readouterr().err
+    assert "error[CKPT014]: the manifest lists 5 files, state.json is missing" in said
+    assert said.endswith("using step-00000001\n")
+
+
 def test_a_run_and_a_part_of_the_tensors_can_be_read(two_steps: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     shutil.copytree(two_steps / "step-00000002", run / "checkpoints" / "step-00000002")

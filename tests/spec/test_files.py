@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import PolicyError, ShardwiseError
+from shardwise.data import tokens
+from shardwise.errors import DataError, PolicyError, ShardwiseError
 from shardwise.models import hf, tensorfile
 from shardwise.spec.files import open_regular, read_regular
 
@@ -33,6 +34,13 @@ def test_weights_that_are_pipes_are_refused_by_name(tmp_path: Path, name: str) -
     with pytest.raises(PolicyError, match="SEC006") as raised:
         hf.find_weights(tmp_path)
     assert isinstance(raised.value, ShardwiseError) and f"'{name}' is no plain file" in str(raised.value)
+
+
+@pytest.mark.timeout(10)
+def test_a_tokenizer_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"TOK004.*it is a pipe, not a regular file"):
+        tokens.open_directory(tmp_path)
 
 
 def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:

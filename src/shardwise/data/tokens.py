@@ -17,6 +17,7 @@ import xxhash
 
 from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.files import read_regular
 from shardwise.spec.hub import fetch
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def open_directory(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     try:
-        backend = Backend.from_file(str(directory / FILES[0]))
-        content = json.loads((directory / FILES[0]).read_bytes())
+        raw = read_regular(directory / FILES[0])
+        backend, content = Backend.from_buffer(raw), json.loads(raw)
     except Exception as error:  # tokenizers raises plain Exception
         what = f"tokenizer.json cannot be read: {str(error).splitlines()[0][:200]}"
         raise DataError(Problem("TOK004", what, str(directory / FILES[0]), "fetch the tokenizer again")) from error

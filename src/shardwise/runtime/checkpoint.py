@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -324,7 +325,8 @@ def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
 def read(path: str | Path, tensors: Tensors) -> Facts:
     """Load what ``tensors`` names, in place, out of a run's newest good checkpoint (or the one named); its facts.
 
-    For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does.
+    For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does;
+    says on stderr what was wrong with newer ones.
     """
     problems = []
     for _, directory in locate(Path(path)):
@@ -332,7 +334,10 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
             record = manifest.check(directory)
             compare(record.tensors, _signature(tensors), str(directory), partial=True)
             fill(directory, record, tensors)
-            return manifest.read_facts(directory)
+            facts = manifest.read_facts(directory)
+            if problems:
+                print(*problems, f"using {directory.name}", sep="\n", file=sys.stderr)
+            return facts
         except (Rejected, OSError) as error:
             problems.append(_problem(error, directory))
     raise DataError(*problems)

@@ -52,7 +52,6 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     log.say(f"stopped early: the last {state.stale} validations found no lower loss")
                     log.event("stopped early", step=state.step)
                     break
-                    break
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
                 profiled = number in profile.steps
