@@ -145,7 +145,7 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
         ({"head_dim": 7}, ConfigError, "PLAN008", "head_dim 7 is not even"),
         ({"num_key_value_heads": 3}, ConfigError, "PLAN008", "one of 1, 2, 4"),
         ({"num_hidden_layers": 0}, ConfigError, "PLAN008", "num_hidden_layers is 0"),
-        ({"vocab_size": "100"}, ConfigError, "CFG004", "`vocab_size` must be a whole number, got '100'"),
+        ({"vocab_size": "100"}, ConfigError, "CFG004", '`vocab_size` must be a whole number, got text "100"'),
         ({"rms_norm_eps": "tiny"}, ConfigError, "CFG004", "`rms_norm_eps` must be a number, got 'tiny'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, ConfigError, "CFG004", "factor"),
         ({"hidden_size": None}, ConfigError, "CFG004", "hidden_size"),

@@ -3,6 +3,7 @@ asked."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.cli.show import defect, print_error
-from shardwise.errors import Problem, ShardwiseError, UsageError
+from shardwise.errors import MissingInputError, Problem, ShardwiseError, UsageError
 from shardwise.launch.worker import speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
@@ -108,8 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print_error(_defect(error), as_json=as_json)
-        return ShardwiseError.exit_code
+        told = _impossible(error) or _defect(error)
+        print_error(told, as_json=as_json)
+        return told.exit_code
+
+
+def _impossible(error: Exception) -> ShardwiseError | None:
+    """What is wrong with a path that no file can have, from wherever it was met."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        return None
+    name = str(error.filename)
+    shown = name if len(name) <= 80 else f"{name[:80]}... ({len(name):,} characters)"
+    what = f"no file can be opened as {shown}: {error.strerror}"
+    return MissingInputError(Problem("CFG011", what, "a path in the recipe or on the command line", "another path"))
 
 
 def _defect(error: Exception) -> ShardwiseError:

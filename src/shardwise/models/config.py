@@ -13,6 +13,7 @@ from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.foreign_spec import Foreign
 from shardwise.models.roles import MULTIPLIED
 from shardwise.models.rope import RopeScaling, number, unsupported
+from shardwise.spec.complaints import show_value
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HEADS = ("num_key_value_heads", "head_dim")
@@ -212,10 +213,16 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         raise unsupported(what, name, f"a model of one of these: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
+    shown = {key: show_value(config.get(key)) for key in (*SIZES, *HEADS, *TOKENS)}
     wrong = [
-        Problem("CFG004", f"`{key}` must be a whole number, got {config.get(key)!r}", where, f"{key}: a whole number")
+        Problem("CFG004", f"`{key}` must be a whole number, got {shown[key]}", where, f"{key}: a whole number")
         for key in (*SIZES, *HEADS)
         if type(config.get(key)) is not int and (key in SIZES or config.get(key) is not None)
+    ]
+    wrong += [
+        Problem("CFG004", f"`{key}` must be the id of a token, got {shown[key]}", where, f"{key}: null")
+        for key in TOKENS
+        if not all(type(one) is int for one in _listed(config.get(key)))
     ]
     if wrong:
         raise ConfigError(*wrong)
@@ -242,6 +249,11 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     if found := problems(spec):
         raise ConfigError(*found)
     return spec
+
+
+def _listed(value: Any) -> list[Any]:
+    """The ids that are meant by none, one or a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:

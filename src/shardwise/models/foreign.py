@@ -23,10 +23,9 @@ from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder, Finish
-from shardwise.models.foreign_spec import Foreign
+from shardwise.models.foreign_spec import Foreign, check_foreign, refuse
 from shardwise.models.layers import soft_cap
 from shardwise.models.roles import is_linear, role
-from shardwise.models.rope import unsupported
 
 NAME = "shardwise"
 """Of our attention among transformers' own."""
@@ -85,20 +84,18 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        _refuse(name, f"model_type {kind!r} is no causal language model of transformers")
-    if config.get("quantization_config"):
-        _refuse(name, "its layers are quantised as they run (quantization_config)")
+        refuse(name, f"model_type {kind!r} is no causal language model of transformers")
     try:
-        return examine(CONFIG_MAPPING[kind].from_dict(config).to_dict(), name)
+        settled = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+        check_foreign(config | settled, name)
+        return examine(settled, name)
     except ConfigError:
         raise
     except Exception as error:  # code of some hundred models, of which any may fail in its own way
-        _refuse(name, f"{kind} of transformers {__version__} cannot be taken over ({error!r})")
-
-
-def _refuse(name: str, what: str) -> NoReturn:
-    fix = "a model of another family, or the module in a loop of your own (docs/own-loop.md)"
-    raise unsupported(f"not supported: {what}", name, fix)
+        if isinstance(error, KeyError) and error.args == (f"{NAME}-examined",):
+            refuse(name, f"{kind} of transformers {__version__} chooses its attention from a table of its own")
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        refuse(name, f"{kind} of transformers {__version__} fails when it is run once without weights ({said})")
 
 
 def _build(config: dict[str, Any], attend: str) -> tuple[Any, list[str]]:
@@ -134,11 +131,28 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **gi
     return out.transpose(1, 2), None
 
 
+class _Window:
+    """In the place of a dense mask; a model that computes with one is refused."""
+
+    def __init__(self, refuse: Callable[[str], NoReturn], local_size: int | None) -> None:
+        self.refuse, self.local_size = refuse, local_size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own questions, such as how to copy it
+            raise AttributeError(name)
+        self._computed()
+
+    def _computed(self, *_: Any) -> NoReturn:
+        self.refuse("its attention computes with a dense mask of its own")
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = _computed
+
+
 class _Seen:
     """What one run on the meta device shows."""
 
     def __init__(self, name: str) -> None:
-        self.refuse = partial(_refuse, name)
+        self.refuse = partial(refuse, name)
         self.order: list[str] = []
         self.windows: list[int | None] = []
         self.heads: tuple[int, int, int] = (0, 0, 0)
@@ -152,7 +166,7 @@ class _Seen:
         seen = mask_function(zero, zero, torch.tensor(query, device="cpu"), keys).reshape(-1)
         if not torch.equal(seen.bool(), (keys <= query) & (keys > query - (local_size or query + 1))):
             self.refuse("its mask is neither causal nor a sliding window")
-        return "window", local_size
+        return _Window(self.refuse, local_size)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **given: Any
@@ -161,7 +175,8 @@ class _Seen:
         if odd := [key for key, value in given.items() if key not in known and isinstance(value, Tensor)]:
             self.refuse(f"its attention takes {', '.join(odd)}")
         window = given.get("sliding_window")
-        if "shardwise" not in given or given.get("dropout") or dense not in (None, ("window", window)):
+        told = dense is None or (isinstance(dense, _Window) and dense.local_size == window)
+        if "shardwise" not in given or given.get("dropout") or not told:
             self.refuse("its attention cannot be told what may be seen")
         if q.shape[-1] != v.shape[-1] or q.shape[1] % k.shape[1]:
             self.refuse("its values have other heads than its queries")

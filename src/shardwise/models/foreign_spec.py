@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.families import FULL, SLIDING
+from shardwise.models.rope import unsupported
 
 NOTICE = "in transformers' own modules (no types by module; docs/models.md)"
 """What a user is told of such a model."""
@@ -40,3 +45,25 @@ class Foreign:
         found = {ours: drawn for ours, _, _, drawn in self.parameters}[re.sub(r"^layers\.\d+\.", "layers.{}.", name)]
         assert found is not None  # such a model is refused (models/resolve.py)
         return found
+
+
+def refuse(name: str, what: str) -> NoReturn:
+    """Raise MOD001 for a model that cannot be taken over."""
+    fix = "a model of another family, or the module in a loop of your own (docs/own-loop.md)"
+    raise unsupported(f"not supported: {what}", name, fix)
+
+
+def check_foreign(config: dict[str, Any], name: str) -> None:
+    """Raise MOD001 for what its config alone shows not to be served, PLAN008 for ids that it has not."""
+    kind, types = config["model_type"], config.get("layer_types")
+    if config.get("quantization_config"):
+        refuse(name, "its layers are quantised as they run (quantization_config)")
+    if kind in ("bloom", "mpt") or config.get("alibi"):
+        refuse(name, f"{kind} has ALiBi: positions are a term added to the scores, and here they are rotated or learnt")
+    others = [layer for layer in types if layer not in (FULL, SLIDING)] if isinstance(types, list) else []
+    if others:
+        refuse(name, f"{kind} has layers of type {others[0]!r}; served are {FULL} and {SLIDING}")
+    pad, size = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        what, fix = f"pad_token_id {pad} is not one of the {size} ids of vocab_size", "pad_token_id: null"
+        raise ConfigError(Problem("PLAN008", what, f"config of {name}", fix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -115,19 +116,35 @@ def find_weights(source: Path) -> dict[str, Entry]:
 def _checked(directory: Path, name: str) -> Path:
     """The path of file ``name``, refused when it leaves ``directory`` or is no plain safetensors file."""
     path = directory / name
-    real, root = path.resolve(), directory.resolve()
+    try:
+        real, root, there = path.resolve(), directory.resolve(), _exists(path)
+    except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
+        what = f"no file can be opened as {_cut(name)!r}: {reason}"
+        raise DataError(
+            Problem("CKPT009", what, str(directory), "fetch the model again from where it was made")
+        ) from error
     blobs = root.parent.parent / "blobs"
     cached = root.parent.name == "snapshots" and real.is_relative_to(blobs)
     if Path(name).is_absolute() or ".." in Path(name).parts or not (real.is_relative_to(root) or cached):
-        what = f"file name {name!r} leaves the model's directory"
+        what = f"file name {_cut(name)!r} leaves the model's directory"
         raise PolicyError(Problem("SEC006", what, str(directory), "fetch the model again from where it was made"))
     if path.suffix in PICKLES:
         raise pickle_refused(path)
-    if path.exists() and not real.is_file():
-        raise PolicyError(Problem("SEC006", f"{name!r} is no plain file", str(directory), "fetch the model again"))
-    if not path.exists():
+    if not there:
         raise MissingInputError(Problem("CKPT001", f"no file {path}", str(directory), "check the path"))
+    if not real.is_file():
+        raise PolicyError(Problem("SEC006", f"{name!r} is no plain file", str(directory), "fetch the model again"))
     return path
+
+
+def _exists(path: Path) -> bool:
+    """As ``Path.exists``, which takes links in a circle for a missing file."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _indexed(directory: Path) -> dict[str, Entry]:
@@ -136,12 +153,18 @@ def _indexed(directory: Path) -> dict[str, Entry]:
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))
-    if missing := [name for name in files if not (directory / name).exists()]:
+    paths, missing = {}, []
+    for name in files:
+        try:
+            paths[name] = _checked(directory, name)
+        except MissingInputError:
+            missing.append(name)
+    if missing:
         what = f"index names {len(files)} shards, {len(missing)} missing: {_some(missing)}"
         raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {_some(missing)} into {directory}"))
     found: dict[str, Entry] = {}
     for name in files:
-        held = tensorfile.entries(_checked(directory, name))
+        held = tensorfile.entries(paths[name])
         listed = {tensor for tensor, file in places.items() if file == name}
         if wrong := sorted(listed ^ held.keys()):
             what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {_some(wrong)}"
@@ -150,8 +173,13 @@ def _indexed(directory: Path) -> dict[str, Entry]:
     return found
 
 
+def _cut(name: str) -> str:
+    """A name from a file, as a message can bear it."""
+    return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
+
+
 def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(_cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:

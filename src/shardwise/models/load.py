@@ -11,6 +11,8 @@ from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
 from shardwise.models.numbers import check_numbers
+from shardwise.spec.complaints import show_value
+from shardwise.spec.files import read_regular
 from shardwise.spec.hub import fetch
 
 
@@ -23,8 +25,9 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
     try:
         if family_of(config, name) is not None:
             return from_hf(config, name)
-    except (TypeError, AttributeError) as error:  # a list where a word belongs, a word where settings do
-        what = f"the config has something of another kind than is expected there: {error}"
+    except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        # a list where a word belongs, a word where settings do
+        what = f"the config has something of another kind than is expected there: {str(error)[:200]}"
         fix = "take the values from the model's own config.json"
         raise ConfigError(Problem("CFG004", what, f"config of {name}", fix)) from error
     from shardwise.models import foreign
@@ -62,7 +65,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         fix = "a directory that holds config.json as transformers' save_pretrained writes it"
         raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        what = f"{path} is not JSON, or no object: {error}"
+        config = json.loads(read_regular(path))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {show_value(config)}, not an object")
+        return config
+    except (ValueError, OSError, RecursionError) as error:
+        what = f"{path} is not JSON, or cannot be read: {str(error)[:200]}"
         raise DataError(Problem("MOD004", what, str(path), "fetch the file again")) from error

@@ -36,13 +36,23 @@ NOT_NEGATIVE = {
     "initializer_range": 0.02,
 }
 """What is added to a variance before its root is taken, or is a deviation."""
+AT_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "mtp_num_layers", "num_nextn_predict_layers"), 1000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**14),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 2**14),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
+    **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim"), 2**28),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 2**36),
+}
+"""Far beyond every model: a plan is made layer by layer, and a model of transformers is built module by module."""
 DEEPEST = 32
 """How many mappings inside one another a config may have; those of real models have three."""
 
 
 def check_numbers(config: dict[str, Any], name: str) -> None:
-    """Raises DataError (MOD005) naming every number of a ``config.json`` that is NaN, infinite, beyond 64 bits, or
-    zero or negative where that gives no finite result; MOD004 if it is nested beyond reason."""
+    """Raises DataError (MOD005) naming every number of a ``config.json`` that is NaN, infinite, beyond :data:`AT_MOST`
+    or 64 bits, or zero or negative where that gives no finite result; MOD004 if it is nested beyond reason."""
     problems, where, left = [], f"config of {name}", [(config, "", 1)]
     while left:
         values, path, depth = left.pop()
@@ -68,6 +78,8 @@ def _fault(key: str, value: Any) -> str:
         return f"a whole number of {value.bit_length():,} bits; 64 are the most"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "infinite"
+    if value > AT_MOST.get(key, value):
+        return f"{value:,}; {AT_MOST[key]:,} are the most"
     if key in ABOVE_ZERO and value <= 0:
         return f"{value}; it must be above 0"
     return f"{value}; it must not be negative" if key in NOT_NEGATIVE and value < 0 else ""

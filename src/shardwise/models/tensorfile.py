@@ -124,28 +124,30 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result:
-                raise _contradiction(path, f"`{key}` is listed twice")
+                raise _contradiction(path, f"`{key[:200]}` is listed twice")
             result[key] = value
         return result
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise _contradiction(path, f"not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # of text, of syntax, of numbers with thousands of digits, of depth
+        raise _contradiction(path, f"not JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise _contradiction(path, "not a JSON object")
     return value
 
 
-def _entry(path: Path, name: str, facts: Any, data_start: int) -> Entry:
+def _entry(path: Path, tensor: str, facts: Any, data_start: int) -> Entry:
+    name = tensor[:200]  # for a message
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
         raise _contradiction(path, f"tensor `{name}` lacks dtype, shape or data_offsets")
     shape, offsets = facts["shape"], facts["data_offsets"]
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or len(offsets) != 2:
-        raise _contradiction(path, f"tensor `{name}` has shape {shape} and offsets {offsets}")
-    if facts["dtype"] not in DTYPES:
-        raise _contradiction(path, f"tensor `{name}` has the unknown type {facts['dtype']!r}")
+        given = f"shape {shape} and offsets {offsets}"
+        raise _contradiction(path, f"tensor `{name}` has {given if len(given) < 400 else 'impossible numbers'}")
+    if not isinstance(facts["dtype"], str) or facts["dtype"] not in DTYPES:
+        raise _contradiction(path, f"tensor `{name}` has the unknown type {str(facts['dtype'])[:200]!r}")
     dtype, (start, stop) = DTYPES[facts["dtype"]], offsets
     if stop - start != prod(shape) * dtype.itemsize:
         raise _contradiction(path, f"tensor `{name}`: {stop - start} bytes for {facts['dtype']} {shape}")

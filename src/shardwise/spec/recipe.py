@@ -195,7 +195,7 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nproc: int | None = Field(default=None, ge=1)
     nodes: int = Field(default=1, ge=1)
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: float = Field(default=60.0, gt=0, le=604_800)
     log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
     trackers: Tracker | list[Tracker] = []
