@@ -13,8 +13,8 @@ Accelerate (DDP) and DeepSpeed (ZeRO-1, 2, 3) train the same model with the same
 say to; they are installed by ``pip install '.[frameworks]'``.
 
 Every case runs in one process group: a step of each program in turn, in an order that changes from round to round.
-Both programs have the same setting of products, but in the cases ``shipped``, where Shardwise has what its run would
-settle on this machine, and the others what torch comes with. A step's time is that of the slower rank. ``ratio`` is
+Both programs have the same setting of products, but in the cases ``shipped``, where Shardwise has what it plans
+on this machine, and the others what torch comes with. A step's time is that of the slower rank. ``ratio`` is
 the median over rounds of Shardwise's time over the other's; ``A/A`` is the same of Shardwise against itself in the
 round before; ``cpu`` the median ratio of processor time over both ranks, which other programs on the machine disturb
 less. ``memory`` is the ratio of the peaks of torch's allocations in a third step, everything held included, measured in
@@ -46,9 +46,9 @@ from shardwise.methods import pretrain
 from shardwise.models import hf, init
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes, to_hf
 from shardwise.planner import search
+from shardwise.planner.products import measured
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
-from shardwise.runtime.matmul import settle
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import mesh as mesh_of
@@ -63,7 +63,7 @@ BATCHES = 4
 WARMUP = 2
 OPTIM = Optim(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
 NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "highest")}
-NUMBERS |= {"fp32-shipped": ("fp32", "auto"), "bf16-shipped": ("bf16", "auto")}
+NUMBERS |= {"fp32-shipped": ("fp32", "auto")}
 FRAMEWORK_CASES = [f"{strategy}-{number}" for strategy in ("ddp", "zero1", "zero2", "zero3") for number in NUMBERS]
 CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in ("ddp", "zero2", "zero3")]
 
@@ -110,7 +110,8 @@ def plan_of(name: str, rows: int) -> Plan:
         precision=Precision(compute=compute, matmul=matmul),  # type: ignore[arg-type]
         recompute=Recompute(mode="none"),
     )
-    return search.choose(recipe, SPEC, local_cluster(WORLD, "cpu"))
+    cluster = local_cluster(WORLD, "cpu")
+    return search.choose(recipe, SPEC, replace(cluster, device=replace(cluster.device, products=measured())))
 
 
 def shardwise(plan: Plan) -> Step:
@@ -262,9 +263,8 @@ SIDES: dict[str, Callable[[Plan], Step]] = {
 
 
 def products(case: Case) -> dict[str, Matmul]:
-    """How each side computes products. As shipped: Shardwise as a run of it settles, the others as torch does."""
-    planned, shipped = case.plan.precision, case.name.endswith("shipped")
-    own, _ = settle(planned.matmul, automatic=shipped and planned.compute == "fp32")
+    """How each side computes products. As shipped: Shardwise as it plans on this machine, the others as torch does."""
+    own, shipped = case.plan.precision.matmul, case.name.endswith("shipped")
     return {side: own if side in ("shardwise", "compiled") or not shipped else "highest" for side in case.sides}
 
 
@@ -293,7 +293,7 @@ def times(rank: int, world: int, case: Case, rounds: int) -> dict[str, Times]:
     losses: dict[str, list[float]] = {side: [] for side in case.sides}
     for number in range(rounds + WARMUP):
         for side in case.sides if number % 2 else reversed(case.sides):
-            settle(settings[side], automatic=False)
+            torch.set_float32_matmul_precision(settings[side])
             dist.barrier()
             begun, begun_cpu = time.perf_counter(), time.process_time()
             losses[side].append(programs[side](batches[number % BATCHES]))
@@ -315,7 +315,7 @@ def peak(rank: int, world: int, case: Case, side: str) -> int:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     batches = set_up(rank, case)
-    settle(products(case)[side], automatic=False)
+    torch.set_float32_matmul_precision(products(case)[side])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         program = SIDES[side](case.plan)
         for number in range(3):

@@ -240,15 +240,13 @@ def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
     assert code == 78 and err.startswith("error[PLAN012]: norms are asked to compute in bf16")
 
 
-def test_products_are_widened_where_a_cpu_computes_in_bf16(shardwise: Run) -> None:
-    words = ("train", "--nproc", "1", "--dry-run", "precision.matmul=widened")
-    code, _, err = shardwise(*words, "precision.compute=fp32")
-    assert code == 78 and err.startswith("error[PLAN012]: products are widened where a CPU computes in bf16, not fp32")
-    assert shardwise(*words, "precision.compute=bf16")[0] == 0
-    code, _, err = shardwise(
-        "plan", "--cluster", "8xH100", "train.global_batch_size=8", "precision.matmul=widened", "precision.compute=bf16"
-    )
-    assert code == 78 and "not bf16 on a" in err
+def test_products_that_torch_does_not_know(shardwise: Run) -> None:
+    words = ("train", "--nproc", "1", "--dry-run")
+    code, _, err = shardwise(*words, "precision.matmul=widened")
+    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` must be one of auto, highest, high, medium")
+    Path("plan.yaml").write_text(dump_plan(Plan()).replace("matmul: highest", "matmul: widened"))
+    code, _, err = shardwise(*words, "--plan", "plan.yaml")
+    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` must be one of highest, high, medium")
 
 
 def test_axes_that_are_not_there_yet(shardwise: Run) -> None:

@@ -48,12 +48,6 @@ def test_bf16_compute_with_fp32_weights(ranks: RankPool) -> None:
         assert measured.turn.error <= 1e-3, f"{measured}\nunder {of}"
 
 
-def test_bf16_that_a_cpu_computes_in_fp32(ranks: RankPool) -> None:
-    plans = covering(replace(BF16, matmul="widened"))
-    for measured, of in zip(parity.prove(ranks, UNTIED, plans, steps=1), plans, strict=True):
-        assert measured.turn.error <= 1e-3, f"{measured}\nunder {of}"
-
-
 @pytest.mark.prove
 def test_bf16_reduction_and_bf16_weights(ranks: RankPool) -> None:
     narrow = [

@@ -11,14 +11,13 @@ import pytest
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
-from shardwise.planner import search
-from shardwise.planner.price import least_bytes, widened_bytes
+from shardwise.planner.price import least_bytes
 from shardwise.planner.search import MARGIN, choose, settings
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.wire import wire_s
-from shardwise.spec.cluster import Device, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan, Traffic
+from shardwise.spec.plan import Traffic
 from shardwise.spec.recipe import Lora, Parallel, Precision, Recipe, Recompute, Train
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
@@ -101,28 +100,25 @@ def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> No
     assert plan.precision.compute == expected and plan.precision.loss_scaling == (expected == "fp16")
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_a_cpu_without_bf16_computes_it_in_fp32(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in fp32 meanwhile is counted: 3 x 4 bytes x 2^21, or with long heads 8 x 4 x 2^21."""
-    monkeypatch.setattr(search, "computes_bf16", lambda: able)
-    cpu = local_cluster(2, "cpu")
-
-    def precise(seq_len: int, **settings: str) -> Plan:
-        asked = Precision.model_validate({"compute": "bf16", **settings})
-        return choose(recipe(precision=asked, train=Train(seq_len=seq_len, global_batch_size=64)), ONE_B, cpu)
-
-    for seq_len, beside in ((4096, 8 * 4 * 2**21), (64, 3 * 4 * 2**21)):
-        plan, pinned = precise(seq_len), precise(seq_len, matmul="highest")
-        assert (plan.precision.matmul, pinned.precision.matmul) == ("highest" if able else "widened", "highest")
-        assert ("precision.matmul" in plan.why) == (not able)
-        assert plan.estimate.peak_bytes - pinned.estimate.peak_bytes == (0 if able else beside)
-        assert plan.estimate.peak_bytes == sum(plan.estimate.memory.values())
-    long = settings(recipe(precision=Precision(compute="bf16"), train=Train(seq_len=16384)), EIGHT_B, cpu)
-    plan, sheet = next(iter(long)), sheet_of(EIGHT_B, "narrow")
-    group = 4 * 16384 * 128  # of the queries that share one head of keys
-    assert widened_bytes(techniques.cost(sheet, plan), plan) == (0 if able else 8 * 4 * group)
-    gpus = choose(recipe(precision=Precision(compute="bf16")), ONE_B, parse_cluster("8xH100"))
-    assert gpus.precision.matmul == "highest"
+@pytest.mark.parametrize(
+    ("products", "types", "why"),
+    [
+        (None, ("fp32", "highest"), "default: how fast this CPU multiplies bf16 was not measured"),
+        (Products(1, 1, 0.5, 1e-4, 2e-4), ("bf16", "highest"), "measured: bf16 products are 2.00 times as fast as"),
+        (Products(1, 0.5, 0.5, 1e-4, 2e-4), ("fp32", "medium"), "1.00 times as fast as fp32's on this CPU; 1.2 are"),
+        (Products(1, 0.5, 2.5, 1e-4, 6e-1), ("fp32", "highest"), "0.40 times as fast as fp32's on this CPU; 1.2 are"),
+    ],
+)
+def test_a_cpu_computes_in_what_was_measured_to_be_faster(
+    products: Products | None, types: tuple[str, str], why: str
+) -> None:
+    cpu = Cluster(Device("CPU", 2**40, products=products), kind="cpu")
+    plan = choose(recipe(), ONE_B, cpu)
+    assert (plan.precision.compute, plan.precision.matmul) == types
+    assert why in plan.why["precision.compute"]
+    assert ("precision.matmul" in plan.why) == (products is not None and types[0] == "fp32")
+    for asked in ("fp32", "bf16"):
+        assert choose(recipe(precision=Precision(compute=asked)), ONE_B, cpu).precision.compute == asked  # type: ignore[arg-type]
 
 
 def test_what_is_faster_on_the_wire_than_the_choice_does_not_fit() -> None:

@@ -1,6 +1,8 @@
-"""Joining the world: its size, the mesh, ranks that do not belong together, the probe of matrix products."""
+"""Joining the world: its size, the mesh, ranks that do not belong together, what rank 0 tells the others."""
 
 from __future__ import annotations
+
+import socket
 
 import pytest
 import torch
@@ -9,8 +11,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.agree import difference
-from shardwise.runtime.matmul import Probe, probe
-from shardwise.runtime.world import device_of, process, world
+from shardwise.runtime.world import device_of, from_first, process, told_by_first, world
 from shardwise.spec.layout import Layout
 from tests.runtime import rank_work
 
@@ -74,16 +75,14 @@ def test_a_difference_in_the_plan_names_the_key() -> None:
     assert problem.code == "RUN002" and "`batch.accumulation` 1 on rank 0, 2 there" in problem.what
 
 
-def test_medium_is_chosen_only_when_it_is_exact_and_much_faster() -> None:
-    assert Probe(1e-4, 2e-4, 1.9).choice == "medium"
-    assert Probe(1e-4, 6e-1, 4.0).choice == "highest"  # this processor would compute in bf16
-    assert Probe(1e-4, 2e-4, 0.9).choice == "highest"  # where whole steps took 1.23 times as long with medium
-    assert Probe(1e-4, 2e-4, 1.2).choice == "highest"  # a disturbed clock does not change the numbers of a run
-
-
-def test_the_probe_tells_fp32_from_bf16_and_leaves_the_setting_alone() -> None:
-    before = torch.get_float32_matmul_precision()
-    found = probe()
-    assert torch.get_float32_matmul_precision() == before
-    assert 0 < found.error_highest < 1e-3  # of sums of 512 products of standard normals
-    assert found.error_medium > 0 and found.gain > 0
+def test_the_first_tells_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the group is joined afterwards through the same rendezvous."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert told_by_first(lambda: "measured: 2 \u00d7") == "measured: 2 \u00d7"
+    with world(Layout(), "cpu", 20.0):
+        assert from_first(lambda: 3) == 3

@@ -71,17 +71,16 @@ def test_memory_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert total_memory_bytes() > 2**28
 
 
-@pytest.mark.parametrize(
-    ("told", "able"),
-    [
-        ("flags\t\t: fpu avx512f avx512_vnni", False),
-        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
-        ("flags\t\t: fpu amx_bf16", True),
-        ("Features\t: fp asimd i8mm bf16 dgh", True),
-        ("Features\t: fp asimd asimdhp", False),
-    ],
-)
-def test_which_cpus_compute_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, able: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{told}\n")
+def test_a_processor_is_known_by_its_model_and_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by its clock of this moment, nor by what other cores say."""
     monkeypatch.setattr(host, "_CPUINFO", tmp_path / "cpuinfo")
-    assert host.computes_bf16() == able
+    told = "processor\t: {}\nmodel name\t: AMD EPYC\ncpu MHz\t\t: {}\nflags\t\t: fpu avx512f\n\n"
+    (tmp_path / "cpuinfo").write_text(told.format(0, 2596.1) + told.format(1, 3100.0))
+    before = host.processor()
+    assert before == "model name\t: AMD EPYC\nflags\t\t: fpu avx512f"
+    (tmp_path / "cpuinfo").write_text(told.format(0, 1800.7))
+    assert host.processor() == before
+    (tmp_path / "cpuinfo").write_text(told.format(0, 2596.1).replace("avx512f", "avx512f avx512_bf16"))
+    assert host.processor() != before
+    (tmp_path / "cpuinfo").unlink()
+    assert host.processor()

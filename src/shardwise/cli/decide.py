@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from shardwise import techniques
 from shardwise.cli.render import remedy_words
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.models.config import ModelSpec
+from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.spec.batch import batch
-from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, Products, local_cluster, parse_cluster
 from shardwise.spec.host import total_memory_bytes
 from shardwise.spec.load import load_plan
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import MEASURED, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import lora
@@ -26,6 +29,19 @@ def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
     if text is not None:
         return parse_cluster(text)
     return local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+
+
+def with_products(cluster: Cluster, ask: Callable[[], Products] = measured) -> Cluster:
+    """The machines with how fast they multiply, of which only CPUs are asked."""
+    device = cluster.device
+    return cluster if cluster.kind == "cuda" else replace(cluster, device=replace(device, products=ask()))
+
+
+def products_of_first() -> Products:
+    """How fast rank 0's CPU multiplies: ranks that torchrun started must all make the same plan."""
+    from shardwise.runtime.world import told_by_first
+
+    return Products(**json.loads(told_by_first(lambda: json.dumps(asdict(measured())))))
 
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:
@@ -39,10 +55,15 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
     return replace(cluster, device=device, host_memory_bytes=memory, assumptions=())
 
 
-def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None) -> Plan:
+def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None, resumed: Path | None = None) -> Plan:
     """The plan of ``file`` as it stands (RUN001 if it is for other machines, PLAN019 if for another recipe), else the
-    planner's choice. PLAN010 if it cannot fit."""
-    plan = load_plan(file) if file else choose(recipe, spec, cluster)
+    planner's choice, with the number types of the run that is ``resumed``. PLAN010 if it cannot fit."""
+    kept = _kept(recipe, cluster, resumed) if resumed else {}
+    asked = recipe.model_copy(update={"precision": recipe.precision.model_copy(update=kept)})
+    plan = load_plan(file) if file else choose(asked, spec, cluster)
+    if not file:
+        reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
+        plan = replace(plan, why={**plan.why, **reasons})
     if plan.layout.world != cluster.world:
         what = f"{file or 'the plan'} is for {plan.layout.world} processes, {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
@@ -58,6 +79,26 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
+
+
+def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
+    """What was measured when ``run`` was started: it must not change, whatever is measured now. How a CPU computed
+    products says nothing about a GPU."""
+    try:
+        begun = vars(load_plan(run / "plan.yaml").precision)
+    except ShardwiseError:
+        return {}
+    keys = MEASURED if cluster.kind == "cpu" else ("compute",)
+    return {key: begun[key] for key in keys if vars(recipe.precision)[key] == "auto"}
+
+
+def slower(plan: Plan, cluster: Cluster) -> str | None:
+    """A warning of bf16 where fp32 is faster."""
+    products = cluster.device.products
+    if plan.precision.compute != "bf16" or products is None or products.bf16_gain >= 1:
+        return None
+    times = 1 / products.bf16_gain
+    return f"warning: bf16 products take {times:.2f} times as long as fp32's on this CPU; `precision.compute=fp32`"
 
 
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of
+from shardwise.cli.decide import cluster_of, with_products
 from shardwise.cli.options import Common, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -62,7 +62,7 @@ def run(options: Options) -> None:
     for notice in loaded.notices:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
-    spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
+    spec, cluster = resolve(recipe), with_products(cluster_of(recipe, options.cluster))
     chosen = choose(recipe, spec, cluster)
     plans = settings(recipe, spec, cluster, chosen)
     if options.out:

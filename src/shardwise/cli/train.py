@@ -13,7 +13,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of, plan_of
+from shardwise.cli.decide import cluster_of, plan_of, slower, with_products
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
@@ -105,8 +105,10 @@ def _launch(options: Options, recipe: Recipe) -> int:
     changed = {} if standing is None else rundir.changes(directory, recipe)
     check_port(options.port)
     check_installed(recipe)
-    spec, cluster = resolve(recipe), cluster_of(recipe)
-    plan = plan_of(recipe, spec, cluster, options.plan)
+    spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
+    plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
+    if warning := slower(plan, cluster):
+        note(warning, as_json=options.json)
     parameters = parameter_count(spec)
     if plan.lora is not None:  # checkpoints hold the adapters alone
         parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())

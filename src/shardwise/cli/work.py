@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.cli.decide import cluster_of_ranks, plan_of
+from shardwise.cli.decide import cluster_of_ranks, plan_of, products_of_first, with_products
 from shardwise.cli.show import defect, print_error
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import rundir
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
+from shardwise.planner.products import measured
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.track import check_installed
 from shardwise.spec.recipe import Recipe
@@ -57,7 +58,11 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
     run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
     recipe = recipe.model_copy(update={"run": run})
     cluster = cluster_of_ranks(recipe)
-    plan = plan_of(recipe, resolve(recipe), cluster, plan_file)
+    directory = Path(run.out) / run.name
+    if plan_file is None:
+        cluster = with_products(cluster, products_of_first if world > 1 else measured)
+    resumed = directory if rundir.newest_step(directory) else None
+    plan = plan_of(recipe, resolve(recipe), cluster, plan_file, resumed)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
     train(recipe, plan, start=Start(allow_fresh_start=fresh))
 

@@ -14,7 +14,6 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import optim, shard
-from shardwise.techniques.numbers import WIDENED_NUMBERS
 
 CUDA_RESERVE_BYTES = 2 * 2**30
 """What a CUDA context and NCCL's buffers take beside torch's allocations: 1 to 3 GiB are seen."""
@@ -26,7 +25,6 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     result = replay(schedule(costed, plan))
     reserve = CUDA_RESERVE_BYTES if cluster.kind == "cuda" else 0
     memory = {name: result.peak.get(name, 0) for name in MEMORY_CATEGORIES} | {"reserve": reserve}
-    memory["buffers"] += widened_bytes(costed, plan)
     peak, sent = sum(memory.values()), traffic(costed, plan.layout)
     return replace(plan, estimate=Estimate(memory, peak, cluster.device.memory_bytes, sent, flops(costed, plan)))
 
@@ -65,23 +63,6 @@ def saved_bytes(costed: Sheet, plan: Plan) -> int:
         read = block.recompute or block.input in block.saved
         left.append(inside + (block.tensors[block.input].bytes(b, s) if read and block.input >= 0 else 0))
     return sum(left[kind] for kind in costed.order)
-
-
-def widened_bytes(sheet: Sheet, plan: Plan) -> int:
-    """The most that stands in fp32 for a moment where bf16 is computed in it (runtime/widened.py): pieces of the three
-    matrices of a product, or of the eight of attention's backward."""
-    if plan.precision.matmul != "widened":
-        return 0
-    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
-    matrices = [tensor.numel(b, s) for unit in sheet.units for tensor in (*unit.weights, *unit.tensors)]
-    heads = [0]
-    for unit in sheet.units:
-        for op in unit.forward:
-            if op.kind == "attention":
-                q, k = (unit.tensors[tensor] for tensor in op.reads[:2])
-                groups = k.shape[2] if len(k.shape) > 2 else 1  # [b, s, heads, ...], or unknown in [b*s, ...]
-                heads.append(min(q.numel(1, s), max(WIDENED_NUMBERS, q.numel(1, s) // int(groups))))
-    return 4 * max(3 * min(WIDENED_NUMBERS, max(matrices)), 8 * max(heads))
 
 
 def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:

@@ -20,8 +20,7 @@ from shardwise.planner.price import least_bytes, price, traffic
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
-from shardwise.spec.cluster import Cluster
-from shardwise.spec.host import computes_bf16
+from shardwise.spec.cluster import BF16_GAIN, Cluster, Products
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Recipe, Train
@@ -242,19 +241,32 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     asked = recipe.precision
     compute, reason = asked.compute, "pinned"
     if compute == "auto":
-        volta = "V100" in cluster.device.name
-        able = not volta if cluster.kind == "cuda" else computes_bf16()
-        compute = "bf16" if able else "fp16" if volta else "fp32"
-        reason = f"derived: the device {'computes in bf16' if able else 'has no bf16 instructions'}"
+        compute, reason = "bf16", "derived: the device computes in bf16"
+        if "V100" in cluster.device.name:
+            compute, reason = "fp16", "derived: the device has no bf16 instructions"
+        elif cluster.kind == "cpu":
+            compute, reason = "fp32", "default: how fast this CPU multiplies bf16 was not measured"
+    products = cluster.device.products
+    if products is not None and asked.compute in ("auto", "bf16"):
+        compute = products.compute if asked.compute == "auto" else "bf16"
+        reason = f"{'measured' if asked.compute == 'auto' else 'pinned'}: {pace(products)}"
     reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
     why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
     matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
-    if asked.matmul == "auto" and compute == "bf16" and cluster.kind == "cpu" and not computes_bf16():
-        matmul = "widened"
-        why["precision.matmul"] = "derived: the CPU has no bf16; its products take a quarter of the time in fp32"
+    if asked.matmul == "auto" and compute == "fp32" and products is not None:
+        matmul = products.fp32
+        gain, bad = products.medium_gain, "medium would not compute in fp32"
+        why["precision.matmul"] = f"measured: {f'medium is {gain:.2f} times as fast' if gain else bad}"
     precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
     why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
     return precision, why
+
+
+def pace(products: Products) -> str:
+    """How fast bf16 is on this CPU, in words."""
+    gain = products.bf16_gain
+    asked = f"; {BF16_GAIN} are asked" if products.compute == "fp32" else ""
+    return f"bf16 products are {gain:.2f} times as fast as fp32's on this CPU{asked}"
 
 
 def _chunk(spec: ModelSpec, cluster: Cluster, tokens: int) -> tuple[int, dict[str, str]]:

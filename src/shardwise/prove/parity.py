@@ -31,7 +31,6 @@ from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, step
-from shardwise.runtime.widened import widen_bf16
 from shardwise.runtime.world import mesh
 from shardwise.spec.plan import Lora, Number, Plan
 from shardwise.spec.recipe import Optim, Recipe, Run
@@ -177,14 +176,11 @@ def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan],
     """What a rank of the pool does: one training after another, through the techniques and the runtime's step."""
     traces = []
     for plan in plans:
-        widen_bf16(plan.precision.matmul == "widened")
         try:
             traces.append(train(rank, spec, plan, steps))
         except Exception as error:
             error.add_note(f"while training under {plan}")
             raise
-        finally:
-            widen_bf16(False)
     return traces
 
 

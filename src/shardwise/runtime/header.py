@@ -8,6 +8,7 @@ import shardwise
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.runtime.job import Job
+from shardwise.spec.plan import MEASURED
 from shardwise.spec.units import show_bytes, show_count
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
@@ -32,9 +33,9 @@ def header(job: Job) -> str:
         method = recipe.method
         terms = f"pairs of a step (in {tokens:,} tokens), beta {method.beta:g}, smoothing {method.label_smoothing:g}"
     loss = f"loss: mean over the {terms}"
-    kept = f"{plan.kept}, compute {precision.compute}"
+    reasons = {key: f" ({plan.why[name]})" if (name := f"precision.{key}") in plan.why else "" for key in MEASURED}
+    kept = f"{plan.kept}, compute {precision.compute}{reasons['compute']}"
     sums = f"gradients summed in {precision.reduce}"
-    products = "bf16" if precision.matmul == "widened" else "fp32"
     samples = "answers, each two a pair" if split.pairs else "samples"
     noun = ("answers", samples) if split.packs else ("text", "documents")
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
@@ -47,7 +48,7 @@ def header(job: Job) -> str:
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
-        ("numbers", f"{kept}, {sums} · {products} products: {precision.matmul} ({job.matmul_why})"),
+        ("numbers", f"{kept}, {sums} · fp32 products: {precision.matmul}{reasons['matmul']}"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
         ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),

@@ -28,7 +28,7 @@ from shardwise.data.whole import write_whole
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.runtime import manifest, matmul
+from shardwise.runtime import manifest
 from shardwise.runtime.manifest import Rejected, candidates
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import read_regular
@@ -36,7 +36,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 DEFAULT_STEPS = 1000
-KEPT = ("data", "matmul")
+KEPT = ("data",)
 """The keys of :func:`identity`."""
 SAVES_A_RUN = 10
 """How many checkpoints a run makes when ``checkpoint.save_steps`` is not given."""
@@ -44,9 +44,9 @@ SAVES_A_RUN = 10
 
 @dataclass(frozen=True)
 class Job:
-    """A run as one rank sees it. ``plan`` has its matmul precision settled; ``run_id`` binds checkpoints to the run.
-    ``references``: of pairs, the scores of the model as it came, by split (runtime/reference.py). ``portions``: of
-    streamed data, of which the first is ``prepared``."""
+    """A run as one rank sees it. ``run_id`` binds checkpoints to the run. ``references``: of pairs, the scores of the
+    model as it came, by split (runtime/reference.py). ``portions``: of streamed data, of which the first is
+    ``prepared``."""
 
     recipe: Recipe
     plan: Plan
@@ -55,7 +55,6 @@ class Job:
     device: torch.device
     max_steps: int
     run_id: str = ""
-    matmul_why: str = ""
     references: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     portions: Portions | None = None
 
@@ -162,20 +161,18 @@ def device_kind(recipe: Recipe) -> DeviceKind:
 
 
 def settle(job: Job) -> Job:
-    """Agree on the run's identity and on the precision of matrix products: as an earlier start of the run left them
-    in ``run.json``, else decided now by rank 0. Raises DataError DATA013 when the data are not those of the run."""
+    """Agree on the run's identity: as an earlier start of the run left it in ``run.json``, else decided now by rank 0.
+    Raises DataError DATA013 when the data are not those of the run. From here on products are the plan's."""
     run = from_first(lambda: read_run(job.directory))
-    data, precision = job.prepared.manifest.fingerprint, job.plan.precision
+    data = job.prepared.manifest.fingerprint
     if run and run["data"] != data:
         prints = f"(fingerprint {run['data'][:8]}, now {data[:8]})"
         what = f"run {job.recipe.run.name} was started on other data {prints}"
         fix = "bring the data back, or start another run: run.name=<another name>"
         raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
-    automatic = job.recipe.precision.matmul == "auto" and job.device.type == "cpu" and precision.compute == "fp32"
-    choice, why = matmul.settle(precision.matmul, automatic, run["matmul"] if run else None)
-    plan = replace(job.plan, precision=replace(precision, matmul=choice))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
-    job = replace(job, plan=plan, run_id=run_id, matmul_why=why)
+    job = replace(job, run_id=run_id)
+    torch.set_float32_matmul_precision(job.plan.precision.matmul)
     if job.rank == 0 and not (job.directory / "run.json").exists():
         write_run(job)
     return job
@@ -215,7 +212,7 @@ def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def identity(job: Job) -> dict[str, Any]:
     """What must stay as it was when a run goes on; in ``run.json``, and in every checkpoint."""
-    return {"data": job.prepared.manifest.fingerprint, "matmul": job.plan.precision.matmul}
+    return {"data": job.prepared.manifest.fingerprint}
 
 
 def write_run(job: Job) -> None:

@@ -40,8 +40,6 @@ from shardwise.interop.torch_private import complete_accumulated
 from shardwise.runtime import checkpoint, reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.usage import Usage
-from shardwise.runtime.widened import widen_bf16
-from shardwise.spec.host import computes_bf16
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
@@ -83,8 +81,7 @@ def plan(
     if dial == "ddp" or me.world_size == count:
         dial, count = "ddp", me.world_size
     layout = Layout(dp_replicate=count, dp_shard=me.world_size // count, ranks_per_node=me.local_world_size)
-    cpu_without = compute == "bf16" and not torch.cuda.is_available() and not computes_bf16()
-    precision = Precision(compute=compute, reduce=reduce, matmul="widened" if cpu_without else "highest")
+    precision = Precision(compute=compute, reduce=reduce)
     return Plan(layout=layout, shard=Shard(dial), precision=precision, remat=Remat(recompute), compile=compile)
 
 
@@ -105,7 +102,6 @@ def _check_words(**given: object) -> None:
 def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
     """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields the mesh."""
     with processes.world(plan.layout, "cuda" if torch.cuda.is_available() else "cpu", timeout_s) as mesh:
-        widen_bf16(plan.precision.matmul == "widened")
         yield mesh
 
 

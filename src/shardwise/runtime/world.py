@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import set_timeout
-from shardwise.runtime.widened import widen_bf16
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
 
@@ -90,8 +90,22 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
         yield made
         dist.barrier()
     finally:
-        widen_bf16(False)
         dist.destroy_process_group()
+
+
+def told_by_first(make: Callable[[], str]) -> str:
+    """The text that ``make`` returns on rank 0, on every rank that torchrun started, before there is a process group:
+    through the store of its rendezvous."""
+    store = _store()
+    if process().rank == 0:
+        store.set("shardwise/told", make())
+    return str(store.get("shardwise/told").decode())
+
+
+@cache
+def _store() -> Any:
+    """Kept, for where rank 0 serves it, it would end with the last that knows it."""
+    return next(dist.rendezvous("env://"))[0]
 
 
 def from_first(make: Callable[[], T]) -> T:

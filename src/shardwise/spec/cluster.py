@@ -21,6 +21,12 @@ DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
 CPU_LINK_BYTES_PER_S = 1.2e9
 """What gloo's all-reduce moves between processes of one machine, measured on two cores."""
 
+EXACT = 8.0
+"""fp32 through another order of summation errs 2 to 3 times as much; products that are really bf16's, 1,000 times."""
+MEDIUM_GAIN, BF16_GAIN = 1.3, 1.2
+"""How many times as fast a setting must be to be taken: between processors that gain nothing (0.9 to 1.1) and those
+that gain (2), for two runs of one recipe on one machine must not differ."""
+
 _PATTERN = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?|\d{3,}(?!x)[^+x]*?)(?P<network>\+.*)?"
 )
@@ -29,9 +35,42 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 
 
 @dataclass(frozen=True)
+class Products:
+    """What matrix products take on a CPU (planner/products.py): seconds in fp32 under torch's "highest" and "medium"
+    and in bf16, and the largest errors of the two in fp32."""
+
+    highest_s: float
+    medium_s: float
+    bf16_s: float
+    highest_error: float
+    medium_error: float
+
+    @property
+    def medium_gain(self) -> float:
+        """How many times as fast as "highest" it is; 0 where it does not compute in fp32."""
+        return self.highest_s / self.medium_s if self.medium_error <= EXACT * self.highest_error else 0.0
+
+    @property
+    def fp32(self) -> Literal["highest", "medium"]:
+        """The setting under which fp32 is multiplied."""
+        return "medium" if self.medium_gain >= MEDIUM_GAIN else "highest"
+
+    @property
+    def bf16_gain(self) -> float:
+        """How many times as fast as fp32 bf16 is."""
+        return (self.medium_s if self.fp32 == "medium" else self.highest_s) / self.bf16_s
+
+    @property
+    def compute(self) -> Literal["fp32", "bf16"]:
+        """The type in which a model is computed unless the recipe says otherwise."""
+        return "bf16" if self.bf16_gain >= BF16_GAIN else "fp32"
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
-    peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted."""
+    peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
+    ``products``: of a CPU, where they were measured."""
 
     name: str
     memory_bytes: int
@@ -41,6 +80,7 @@ class Device:
     host_link_bytes_per_s: float = 0.0
     matmul_share: float | None = None
     verified: str = "no"
+    products: Products | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _CPUINFO = Path("/proc/cpuinfo")
+_IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"}  # x86
+_IDENTITY |= {"CPU implementer", "CPU variant", "CPU part", "CPU revision", "Features"}  # Arm
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -77,7 +80,8 @@ def _limits() -> Iterator[tuple[int, int]]:
             yield int(Path(limit).read_text()), int(Path(usage).read_text())
 
 
-def computes_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX-512, AMX, or Arm's); elsewhere bf16 is slower than fp32."""
-    flags = _CPUINFO.read_text() if _CPUINFO.exists() else ""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+def processor() -> str:
+    """What tells this processor from others, a line each: its maker, model and what it can do."""
+    told = _CPUINFO.read_text().partition("\n\n")[0] if _CPUINFO.exists() else ""
+    lines = [line for line in told.splitlines() if line.partition(":")[0].strip() in _IDENTITY]
+    return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"

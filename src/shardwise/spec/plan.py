@@ -9,8 +9,10 @@ from shardwise.spec.layout import Layout
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Number = Literal["fp64", "fp32", "bf16", "fp16"]
-Matmul = Literal["highest", "high", "medium", "widened"]
-"""torch's setting for fp32 products; ``widened``: bf16 products on a CPU are computed in fp32 (runtime/widened.py)."""
+Matmul = Literal["highest", "high", "medium"]
+"""torch's setting for fp32 products."""
+MEASURED = ("compute", "matmul")
+"""What of the precision is measured on CPUs where the recipe leaves it open; a run that goes on keeps it."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",

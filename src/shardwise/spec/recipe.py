@@ -152,7 +152,7 @@ class Precision(Section):
     weights: Number = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] | None = None
     modules: dict[str, Number] = {}
-    matmul: Literal["auto", "highest", "high", "medium", "widened"] = "auto"
+    matmul: Literal["auto", "highest", "high", "medium"] = "auto"
 
 
 class Recompute(Section):

@@ -26,10 +26,6 @@ def kept_type(plan: Plan, name: str) -> Number:
     return plan.precision.weights if plan.lora is None or is_adapter(name) else plan.lora.frozen
 
 
-WIDENED_NUMBERS = 2**21
-"""How many numbers of a bf16 matrix are widened to fp32 at a time where products are (runtime/widened.py)."""
-
-
 def torch_type(number: Number) -> torch.dtype:
     """``bf16`` -> ``torch.bfloat16``, and so on."""
     import torch

@@ -47,9 +47,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if precision.modules and _beyond_llama(spec):
         what = f"{spec.name} has norms or multipliers that Llama has not: types by module are not worked out for them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
-    if precision.matmul == "widened" and (precision.compute != "bf16" or cluster.kind != "cpu"):
-        what = f"products are widened where a CPU computes in bf16, not {precision.compute} on a {cluster.device.name}"
-        problems.append(Problem("PLAN012", what, "precision.matmul", "auto"))
     head = compute_type(precision, "head")
     if head != precision.compute:
         what = f"the output layer is asked to compute in {head}, but it is one with the loss, which computes in "

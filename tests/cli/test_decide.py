@@ -1,0 +1,68 @@
+"""What a plan is made from: how fast this CPU multiplies, and what a run was started with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.cli.decide import plan_of, slower, with_products
+from shardwise.models.resolve import resolve
+from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
+from shardwise.spec.load import dump_plan, load_recipe
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+RECIPE = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
+SPEC = resolve(RECIPE)
+FAST = Products(1.0, 0.5, 0.25, 1e-4, 2e-4)
+"""medium is exact and gains, and so does bf16."""
+SLOW = Products(1.0, 1.0, 1.6, 1e-4, 2e-4)
+
+
+def cpus(found: Products) -> Cluster:
+    cluster = replace(parse_cluster("2xCPU"), device=Device("CPU", 2**33))
+    return with_products(cluster, lambda: found)
+
+
+def pinned(**precision: str) -> Recipe:
+    return RECIPE.model_copy(update={"precision": RECIPE.precision.model_copy(update=precision)})
+
+
+def types(plan: Plan) -> tuple[str, str]:
+    return plan.precision.compute, plan.precision.matmul
+
+
+def test_only_cpus_are_asked() -> None:
+    def never() -> Products:
+        raise AssertionError
+
+    assert with_products(parse_cluster("8xH100"), never) == parse_cluster("8xH100")
+
+
+def test_a_run_that_goes_on_keeps_its_types(tmp_path: Path) -> None:
+    """Whatever is measured now; a pin wins."""
+    medium = Products(1.0, 0.5, 0.5, 1e-4, 2e-4)
+    begun = plan_of(RECIPE, SPEC, cpus(medium), None)
+    assert types(begun) == ("fp32", "medium")
+    (tmp_path / "plan.yaml").write_text(dump_plan(begun))
+    again = plan_of(RECIPE, SPEC, cpus(FAST), None, tmp_path)
+    assert types(again) == ("fp32", "medium")
+    assert again.why["precision.compute"] == again.why["precision.matmul"] == "as when the run was started"
+    assert types(plan_of(pinned(compute="bf16"), SPEC, cpus(FAST), None, tmp_path)) == ("bf16", "medium")
+    assert types(plan_of(pinned(matmul="highest"), SPEC, cpus(FAST), None, tmp_path)) == ("fp32", "highest")
+    gpu = plan_of(RECIPE, SPEC, parse_cluster("2xH100"), None, tmp_path)
+    assert types(gpu) == ("fp32", "highest")  # medium is another thing there
+    assert types(plan_of(RECIPE, SPEC, cpus(FAST), None)) == ("bf16", "highest")
+    (tmp_path / "plan.yaml").write_text("layout: [")
+    assert types(plan_of(RECIPE, SPEC, cpus(FAST), None, tmp_path)) == ("bf16", "highest")
+
+
+def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:
+    plan = plan_of(pinned(compute="bf16"), SPEC, cpus(SLOW), None)
+    warning = slower(plan, cpus(SLOW))
+    assert warning == "warning: bf16 products take 1.60 times as long as fp32's on this CPU; `precision.compute=fp32`"
+    assert plan.why["precision.compute"] == (
+        "pinned: bf16 products are 0.62 times as fast as fp32's on this CPU; 1.2 are asked"
+    )
+    assert slower(plan, cpus(FAST)) is None
+    assert slower(plan_of(RECIPE, SPEC, cpus(SLOW), None), cpus(SLOW)) is None
