@@ -269,9 +269,9 @@ def test_what_stands_where_a_model_is_exported_to_is_never_replaced(shardwise: R
     Path("runs/a/recipe.yaml").write_text("run: {seed: 0}\n")
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")
-    fix = "another --output"
+    fix = "another --out"
     for place in ("mine", "mine/thesis.txt"):
-        problem = ("OUT001", f"{place} exists; nothing is overwritten", "--output", fix)
+        problem = ("OUT001", f"{place} exists; nothing is overwritten", "--out", fix)
         assert shardwise("export", "runs/a", "-o", place) == (73, text(*problem))
     assert Path("mine/thesis.txt").read_text() == "years of work"
 

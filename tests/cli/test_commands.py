@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_flags_and_settings_are_the_same_thing(shardwise: Run) -> None:
     assert len(found) == 1 and "seq_len: 64" in found.pop()
     _, out, _ = shardwise("train", "--print-config", "--compile", "--nproc", "1", "--checkpoint.asynchronous", "false")
     assert "compile: true" in out and "nproc: 1" in out and "asynchronous: false" in out
+
+
+@pytest.mark.parametrize("word", ["-o", "--out", "--output"])
+def test_where_to_write_is_one_word_in_every_command(shardwise: Run, word: str) -> None:
+    for command in (["train"], ["plan"], ["export"], ["data", "prepare"]):
+        code, out, _ = shardwise(*command, "--help")
+        assert code == 0 and {"-o", "--out", "--output"} <= set(re.split(r"[\s,]+", out)), command
+    code, out, _ = shardwise("train", "--print-config", "--json", word, "elsewhere")
+    assert code == 0 and json.loads(out)["run"]["out"] == "elsewhere"
+    code, _, _ = shardwise("plan", "--cluster", "2xCPU", "recompute=full", word, "plan.yaml")
+    assert code == 0 and load_plan("plan.yaml").remat.mode == "full"
 
 
 def test_schema(shardwise: Run) -> None:

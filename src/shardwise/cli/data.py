@@ -30,7 +30,9 @@ class Options(Common):
     """Tokenise the data of a recipe into memory-mapped shards with checksums, in parallel."""
 
     words: DataWords = field(default_factory=list)
-    out: Annotated[Path | None, Option("-o", "--out", help="Directory to write; the cache if left out.")] = None
+    out: Annotated[
+        Path | None, Option("-o", "--out", "--output", help="Directory to write; the cache if left out.")
+    ] = None
     force: Annotated[bool, Option("--force", help="Make it anew even if it is there.")] = False
 
 

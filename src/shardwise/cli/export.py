@@ -29,7 +29,7 @@ class Options(Common):
     best: Annotated[
         bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
     ] = False
-    out: Annotated[Path | None, Option("-o", "--output", help="Where to write; RUN/hf if left out.")] = None
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write; RUN/hf if left out.")] = None
 
 
 def run(options: Options) -> None:

@@ -42,7 +42,7 @@ class Options(Common):
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan; nothing is searched.")] = None
     explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
-    out: Annotated[Path | None, Option("-o", "--output", help="Write the chosen plan there, as YAML.")] = None
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan there, as YAML.")] = None
 
 
 def run(options: Options) -> None:

@@ -49,7 +49,7 @@ class Options:
     dry_run: Annotated[bool, Option("--dry-run", help="Plan and check everything, start nothing.")] = False
     print_config: Annotated[bool, Option("--print-config", help="Print the whole recipe and stop.")] = False
     run: Annotated[str | None, Option("--run", help="The run's name: its directory under --out.")] = None
-    out: Annotated[str | None, Option("--out", help="Where runs are written (runs).")] = None
+    out: Annotated[str | None, Option("-o", "--out", "--output", help="Where runs are written (runs).")] = None
     allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start anew if no checkpoint verifies.")] = (
         False
     )

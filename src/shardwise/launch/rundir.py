@@ -43,7 +43,7 @@ def check_new(target: Path) -> None:
     """What the user names is made, never replaced: it may hold anything. Raises OUT001, OUT002."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = f"{target} exists; nothing is overwritten"
-        raise OutputError(Problem("OUT001", what, "--output", "another --output"))
+        raise OutputError(Problem("OUT001", what, "--out", "another --out"))
     check_writable(target.absolute().parent)
 
 
