@@ -190,21 +190,29 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
 def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
     from shardwise.cli.data import stages
+    from shardwise.data.epochs import epoch, few_steps
     from shardwise.data.pack import open_windows
     from shardwise.data.stream import check_size
-    from shardwise.runtime.job import open_data
+    from shardwise.runtime.job import max_steps, open_data
 
+    batch = plan.batch.global_batch_size(plan.layout.dp)
     try:
         with stages(hidden) as said:
             prepared, _ = open_data(recipe, progress=said)
         check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
         windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
-        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)
+        check_size(windows, batch, recipe.data)
     except ShardwiseError:
         with suppress(OSError):
             directory.rmdir()
             directory.parent.rmdir()
         raise
+    if hidden or recipe.data.streaming:  # of streamed text nobody knows how much an epoch is
+        return
+    total = max_steps(recipe, windows, batch)
+    say(epoch(windows, batch, total), *report(prepared.manifest.counts))
+    if warning := few_steps(windows, batch, plan.layout.dp, total):
+        note(warning)
 
 
 def _wait(ended: local.Ended, directory: Path, options: Options) -> int:

@@ -1,0 +1,81 @@
+"""What ``shardwise train`` says of few samples, before it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import train
+from shardwise.cli.app import main
+from shardwise.data import tokens
+from shardwise.launch.local import Ended
+
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """``train`` on 105 short conversations, or with other words; no rank is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.local, "launch", lambda *_: Ended(0))
+    with Path("talks.jsonl").open("w") as file:
+        for i in range(105):
+            talk = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} " * 6}]
+            file.write(json.dumps({"messages": talk}) + "\n")
+    tokens.train(["say it again " * 50], 300, Path("."))
+    config = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    words = [f"model.config.{key}={value}" for key, value in config.items()]
+    words += [
+        "method=sft",
+        "data.path=talks.jsonl",
+        "data.chat_template=zephyr",
+        "data.validation_share=0",
+        "--nproc=1",
+    ]
+    words += ["data.tokenizer.path=.", "data.cache=cache", "train.seq_len=128", "train.global_batch_size=4"]
+
+    def run(*more: str) -> tuple[str, str]:
+        assert main(["train", *words, *more]) == 0
+        captured = capfd.readouterr()
+        return captured.out, captured.err
+
+    return run
+
+
+def test_samples_windows_and_steps_are_told_and_few_steps_warned_of(run: Run) -> None:
+    out, err = run("--num-epochs", "3")
+    found = re.search(r"^data    105 samples -> (\d+) windows of 128 tokens -> (\d+) steps an epoch (.*)$", out, re.M)
+    assert found is not None
+    windows, steps = int(found[1]), int(found[2])
+    assert steps == -(-windows // 4) < 20 and found[3] == f"(global batch 4); {-(-3 * windows // 4)} steps are " + (
+        f"{-(-3 * windows // 4) / steps:.3g} epochs"
+    )
+    assert err.startswith(f"warning[DATA017]: an epoch is only {steps} steps: reading all data once ")
+    fix = err.splitlines()[1]
+    assert fix.startswith("fix:   train.global_batch_size=2 (") and f"train.num_epochs={-(-100 // steps)} (" in fix
+    shorter = re.search(r"train\.seq_len=(\d+)", fix)
+    assert shorter is not None
+    for word in (f"train.seq_len={shorter[1]}", "train.global_batch_size=2"):
+        out, err = run("--num-epochs", "3", word)
+        found = re.search(r"-> (\d+) steps an epoch", out)
+        assert found is not None and int(found[1]) >= 20 and "DATA017" not in err
+
+
+def test_enough_steps_are_not_warned_of(run: Run) -> None:
+    out, err = run("train.seq_len=64", "--max-steps", "500")
+    assert re.search(r"^data    105 samples -> \d+ windows of 64 tokens -> \d+ steps an epoch", out, re.M)
+    assert "DATA017" not in err
+    _, err = run("--max-steps", "500")
+    assert "DATA017" in err and "num_epochs" not in err
+
+
+def test_text_is_told_in_documents_and_what_was_left_out(run: Run) -> None:
+    Path("a.jsonl").write_text(json.dumps({"text": "words " * 20_000}) + "\n[]\n")
+    out, _ = run("method=pretrain", "data.chat_template=null", "data.path=a.jsonl", "data.on_bad_sample=skip")
+    assert re.search(r"^data    1 documents -> \d+ windows of 128 tokens -> \d+ steps an epoch", out, re.M)
+    assert "\nbad         1 bad records left out" in out
