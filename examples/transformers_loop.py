@@ -1,9 +1,10 @@
 """A training loop of one's own around a transformers model.
 
-    torchrun --nproc-per-node 2 examples/transformers_loop.py zero3
+    torchrun --nproc-per-node 2 examples/transformers_loop.py zero3 runs/example
     python examples/transformers_loop.py
 
-The lines that mention shardwise are what it takes; the rest is the plain loop.
+The lines that mention shardwise or checkpoints are what it takes; the rest is the plain loop. After Ctrl-C or SIGTERM
+it saves and leaves; started again, it goes on from there.
 """
 
 from __future__ import annotations
@@ -26,28 +27,36 @@ def rows_of_step(step: int) -> torch.Tensor:
     return torch.randint(SIZES["vocab_size"], (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
 
 
-def main(strategy: str, steps: int = 6) -> list[float]:
+def main(strategy: str, directory: str = "runs/transformers-loop", steps: int = 6) -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     plan = shardwise.plan(strategy)
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)
         optimizer = shardwise.optimizer(model, learning_rate=1e-2)
-        losses = []
-        for step in range(steps):
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)  # a warm-up
+        checkpoints = shardwise.Checkpoints(directory, model, optimizer, scheduler=scheduler)
+        first, losses = (checkpoints.resume() or {"step": 0})["step"], []
+        for step in range(first, steps):
             ids = rows_of_step(step).chunk(plan.layout.dp)[dist.get_rank()].to(model.device)
             loss = model(input_ids=ids, labels=ids).loss
             shardwise.backward(model, loss)
             shardwise.clip_grad_norm(model, 1.0)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             losses.append(float(mean) / plan.layout.dp)
+            if step + 1 == steps or checkpoints.stopping:
+                checkpoints.save(step + 1)
+            if checkpoints.stopping:
+                break
+        checkpoints.close()
         if dist.get_rank() == 0:
-            print(*(f"step {step}: loss {loss:.4f}" for step, loss in enumerate(losses)), sep="\n")
+            print(*(f"step {step}: loss {loss:.4f}" for step, loss in enumerate(losses, first)), sep="\n")
     return losses
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["ddp"])
+    main(*sys.argv[1:3] or ["ddp"])

@@ -1,12 +1,16 @@
 """A training loop of one's own around a vision model: images of one of four stripes, told apart by a small transformer.
 
-torchrun --nproc-per-node 2 examples/vision_loop.py zero2
+torchrun --nproc-per-node 2 examples/vision_loop.py zero2 runs/example
 python examples/vision_loop.py
+
+The sampler's position is kept in the checkpoint. After Ctrl-C or SIGTERM it saves and leaves;
+started again, it goes on from there.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +48,24 @@ def batch_of_step(step: int) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def main(strategy: str, steps: int = 6) -> list[float]:
+class Sampler:
+    """In place of a data loader's: all rows of the steps from ``step`` on. What it returns as its state is saved."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        self.step += 1
+        return batch_of_step(self.step - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def main(strategy: str, directory: str = "runs/vision-loop", steps: int = 6) -> list[float]:
     torch.manual_seed(0)
     model = Classifier()
     plan = shardwise.plan(strategy)
@@ -52,9 +73,12 @@ def main(strategy: str, steps: int = 6) -> list[float]:
         shardwise.parallelize(model, plan, mesh)
         optimizer = shardwise.optimizer(model, learning_rate=3e-3)
         device = next(model.parameters()).device
-        losses = []
-        for step in range(steps):
-            images, labels = (x.chunk(plan.layout.dp)[dist.get_rank()].to(device) for x in batch_of_step(step))
+        sampler = Sampler()
+        checkpoints = shardwise.Checkpoints(directory, model, optimizer, sampler=sampler)
+        checkpoints.resume()
+        first, losses = sampler.step, []
+        for step in range(first, steps):
+            images, labels = (x.chunk(plan.layout.dp)[dist.get_rank()].to(device) for x in next(sampler))
             loss = nn.functional.cross_entropy(model(images), labels)
             shardwise.backward(model, loss)
             shardwise.clip_grad_norm(model, 1.0)
@@ -63,10 +87,15 @@ def main(strategy: str, steps: int = 6) -> list[float]:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             losses.append(float(mean) / plan.layout.dp)
+            if step + 1 == steps or checkpoints.stopping:
+                checkpoints.save(step + 1)
+            if checkpoints.stopping:
+                break
+        checkpoints.close()
         if dist.get_rank() == 0:
-            print(*(f"step {step}: loss {loss:.4f}" for step, loss in enumerate(losses)), sep="\n")
+            print(*(f"step {step}: loss {loss:.4f}" for step, loss in enumerate(losses, first)), sep="\n")
     return losses
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["ddp"])
+    main(*sys.argv[1:3] or ["ddp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,9 +38,9 @@ def started(world: int, nodes: int = 1) -> Iterator[None]:
         yield
 
 
-def example(rank: int, world: int, name: str, strategy: str) -> list[float]:
+def example(rank: int, world: int, name: str, strategy: str, directory: str, steps: int = 6) -> list[float]:
     with started(world):
-        return EXAMPLES[name](strategy)
+        return EXAMPLES[name](strategy, directory, steps)
 
 
 class Model(nn.Module):
@@ -70,7 +71,7 @@ class Mixed(nn.Module):
         self.wide = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x.bfloat16()).float())
+        return self.wide(self.narrow(x.to(self.narrow.weight.dtype)).float())
 
 
 def mixed(rank: int, world: int) -> dict[str, Tensor]:
@@ -164,6 +165,66 @@ def apart(rank: int, world: int, strategy: str) -> list[str]:
         except TrainingError as error:
             return [str(error)]
         return []
+
+
+def averaged(rank: int, world: int, directory: str) -> dict[str, Tensor]:
+    """The buffers of this rank, after a forward of its own or after a resume."""
+    with started(world):
+        plan = own.plan("ddp")
+        model = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(6), nn.Identity()) for _ in range(3)))
+        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
+        checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
+        if checkpoints.resume() is None:
+            model(rows(rank)[0].float())
+            checkpoints.save(1)
+            checkpoints.close()
+        return dict(model.named_buffers())
+
+
+class Drawn:
+    """A sampler of a rank's own: a generator and what it drew last."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator, self.last = torch.Generator().manual_seed(seed), (0.0, float("nan"))
+
+    def draw(self) -> float:
+        self.last = (self.last[0] + 1, float(torch.rand((), generator=self.generator)))
+        return self.last[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.last = state["last"]
+
+
+def stopped(rank: int, world: int, strategy: str, directory: str, asked_at: int) -> Any:
+    """Train until a stop is asked of the last rank in the midst of step ``asked_at``, or 6 steps: the step at which
+    this rank left, what it drew, the rate that was left, and whether signals are as they were."""
+    before = signal.getsignal(signal.SIGTERM)
+    with started(world):
+        plan = own.plan(strategy)  # type: ignore[arg-type]
+        model = own.parallelize(Mixed().float(), plan, processes.mesh(plan.layout, "cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
+        drawn = Drawn(rank)
+        kept = {"scheduler": scheduler, "drawn": drawn}
+        checkpoints = own.Checkpoints(directory, model, optimizer, per_rank=["drawn"], **kept)
+        step, values = (checkpoints.resume() or {"step": 0})["step"], []
+        while step < 6 and not checkpoints.stopping:
+            values.append(drawn.draw())
+            if step == asked_at and rank == world - 1:
+                signal.raise_signal(signal.SIGTERM)
+            own.backward(model, model(rows(step)[0].float()).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+        checkpoints.save(step)
+        events = checkpoints.close()
+        assert [event.kind for event in events] == ["committed"], events
+        return step, values, optimizer.param_groups[0]["lr"], signal.getsignal(signal.SIGTERM) == before
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from examples import transformers_loop, vision_loop
 from shardwise.errors import ConfigError, DataError
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import checkpoint, own
 from tests.runtime import own_ranks
 from tests.runtime.own_ranks import Model, loss_of, rows
@@ -42,6 +43,7 @@ def plain_transformers() -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**transformers_loop.SIZES))
     optimizer = optimizer_of(model, 1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
     losses = []
     for step in range(6):
         ids = transformers_loop.rows_of_step(step)
@@ -49,6 +51,7 @@ def plain_transformers() -> list[float]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
@@ -74,14 +77,16 @@ PLAIN = {"transformers": plain_transformers, "vision": plain_vision}
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_the_examples_train_as_the_plain_loop_does(ranks: RankPool, name: str) -> None:
+def test_the_examples_train_as_the_plain_loop_does(ranks: RankPool, name: str, tmp_path: Path) -> None:
     """fp32: sums in another order, and Adam's first steps make a full step of the sign of a gradient near zero."""
     right = PLAIN[name]()
     for strategy in STRATEGIES:
-        for losses in ranks.run(own_ranks.example, name, strategy, world=2, timeout_s=120):
+        for losses in ranks.run(own_ranks.example, name, strategy, str(tmp_path / strategy), world=2, timeout_s=120):
             assert losses == pytest.approx(right, rel=2e-3), strategy
             assert losses[:2] == pytest.approx(right[:2], rel=1e-5), strategy
-    assert ranks.run(own_ranks.example, name, "zero3", world=1)[0] == pytest.approx(right, rel=1e-5)
+    first, last = (ranks.run(own_ranks.example, name, "zero3", str(tmp_path / "one"), n, world=1)[0] for n in (3, 6))
+    assert [len(first), len(last)] == [3, 3]
+    assert first + last == pytest.approx(right, rel=1e-5)
 
 
 def plain(steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -223,6 +228,91 @@ def test_a_save_that_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="checkpoint of step 1 failed: .*no space left"):
         checkpoints.save(2)
     assert [(event.kind, event.step) for event in checkpoints.close()] == [("failed", 1), ("failed", 2)]
+
+
+def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path: Path) -> None:
+    """And what goes on from there has its schedule, each rank its own sampler."""
+    whole = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "whole"), -1, world=2, timeout_s=120)
+    first = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "cut"), 2, world=2, timeout_s=120)
+    assert [(step, restored) for step, _, _, restored in first] == [(3, True)] * 2
+    again = ranks.run(own_ranks.stopped, "zero3", str(tmp_path / "cut"), -1, world=2, timeout_s=120)
+    for uncut, before, after in zip(whole, first, again, strict=True):
+        assert before[1] + after[1] == uncut[1] and len(uncut[1]) == 6
+        assert after[2] == uncut[2] > before[2]
+    with pytest.raises(RankFailure, match=r"OWN002.*`drawn` was saved for each of 2 ranks, and there are 1"):
+        ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+    "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3]),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-1, total_steps=8),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
+    """Rates and betas of each step, and the weights to the bit."""
+
+    def train(directory: Path, steps: int) -> tuple[list[Any], nn.Module]:
+        torch.manual_seed(0)
+        model = shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = SCHEDULES[schedule](optimizer)
+        checkpoints = shardwise.Checkpoints(directory, model, optimizer, scheduler=scheduler)
+        seen = []
+        for number in range((checkpoints.resume() or {"step": 0})["step"], steps):
+            shardwise.backward(model, loss_of(model, rows(number)))
+            seen.append([optimizer.param_groups[0][key] for key in ("lr", "betas")])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        checkpoints.save(steps)
+        checkpoints.close()
+        return seen, model
+
+    right, whole = train(tmp_path / "whole", 6)
+    seen, _ = train(tmp_path / "cut", 3)
+    more, model = train(tmp_path / "cut", 6)
+    assert seen + more == right
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_checkpoint_with_other_objects_is_refused(tmp_path: Path) -> None:
+    """Without a word, a schedule would begin anew."""
+    model, checkpoints = small(tmp_path)
+    checkpoints.save(1)
+    checkpoints.close()
+    optimizer = shardwise.optimizer(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    kept = shardwise.Checkpoints(tmp_path, model, optimizer, scheduler=scheduler)
+    with pytest.raises(DataError, match=r"OWN002.*saved without the state of `scheduler`"):
+        kept.resume()
+    kept.save(2)
+    kept.close()
+    with pytest.raises(DataError, match=r"OWN002.*saved with the state of `scheduler`"):
+        small(tmp_path)[1].resume()
+
+
+def test_objects_without_a_state_that_can_be_kept_are_refused_by_name(tmp_path: Path) -> None:
+    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.plan(), None)
+    optimizer = shardwise.optimizer(model)
+    odd = own_ranks.Drawn(0)
+    odd.last = (object(), 0.0)  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"CKPT020.*`sampler.last.0` cannot be kept.*type object"):
+        shardwise.Checkpoints(tmp_path, model, optimizer, sampler=odd)
+    with pytest.raises(DataError, match=r"CKPT020.*`loader` is a list, which has no state_dict"):
+        shardwise.Checkpoints(tmp_path, model, optimizer, loader=[1])
+    with pytest.raises(ConfigError, match="`sampler` is not among what is kept"):
+        shardwise.Checkpoints(tmp_path, model, optimizer, per_rank=["sampler"])
+
+
+def test_buffers_of_the_first_rank_are_saved(ranks: RankPool, tmp_path: Path) -> None:
+    """Averages that each rank has of its own rows; all of one rank, or they would not go together."""
+    right, _ = ranks.run(own_ranks.averaged, str(tmp_path), world=2)
+    found, _ = ranks.run(own_ranks.averaged, str(tmp_path), world=2)
+    assert right.keys() == found.keys() and len(right) == 9
+    assert all(torch.equal(right[name], value) for name, value in found.items())
 
 
 def test_checkpoints_load_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,14 +4,21 @@
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)              # in place
         optimizer = shardwise.optimizer(model, learning_rate=3e-4)
-        checkpoints = shardwise.Checkpoints("runs/mine", model, optimizer)
-        for step, batch in loader(first=checkpoints.resume()):    # each rank its own rows
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+        checkpoints = shardwise.Checkpoints("runs/mine", model, optimizer, scheduler=scheduler)
+        first = (checkpoints.resume() or {"step": 0})["step"]
+        for step, batch in enumerate(loader(first), first + 1):    # each rank its own rows
             loss = model(**batch).loss
             shardwise.backward(model, loss)
             shardwise.clip_grad_norm(model, 1.0)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
-            checkpoints.save(step)
+            if step % 100 == 0 or checkpoints.stopping:            # Ctrl-C, SIGTERM
+                checkpoints.save(step)
+            if checkpoints.stopping:
+                break
+        checkpoints.close()
 
 A rank's loss is a mean over its own rows; gradients are means over the ranks, as DistributedDataParallel's are, so
 ranks with equally many rows train as one process with all of them. Started by ``torchrun``, or alone as one process.
@@ -23,7 +30,7 @@ import json
 import math
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,6 +46,8 @@ from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.interop.torch_private import complete_accumulated
 from shardwise.runtime import checkpoint, reduce
 from shardwise.runtime import world as processes
+from shardwise.runtime.guard import stop_requests
+from shardwise.runtime.stateful import Objects
 from shardwise.runtime.usage import Usage
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
@@ -48,6 +57,8 @@ from shardwise.techniques import remat, shard
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_STATES = "$states"
+"""The key of a checkpoint's facts that holds the states of other objects; no argument of ``save`` has such a name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
@@ -123,8 +134,7 @@ def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None, whole: C
     shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh, routed)
     if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
         _autocast(module, torch.bfloat16)
-    if plan.layout.dp > 1:
-        _USAGES[module] = Usage(module, zeros_sent=shard.reduce_unused(module))
+    _USAGES[module] = Usage(module, plan.layout.dp, zeros_sent=shard.reduce_unused(module))
     _PLANS[module] = plan
     return module
 
@@ -172,17 +182,15 @@ def optimizer(
 def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
     """Propagate ``loss``, a mean over this rank's rows. Of several ``micro_batches`` a step, say which is the ``last``:
     after it gradients are the mean over all of them and over all ranks."""
-    plan, usage = _PLANS[module], _USAGES.get(module)
-    if usage is not None:
-        usage.begin()
+    plan, usage = _PLANS[module], _USAGES[module]
+    usage.begin()
     if last and micro_batches > 1 and plan.shard.strategy == "zero1":
         complete_accumulated(module)
     shard.synchronise([module], plan, last=last)
     (loss / (plan.layout.dp * micro_batches)).backward()
     if last:
         shard.finish([module])
-        if usage is not None:
-            usage.finish()
+        usage.finish()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
@@ -200,15 +208,39 @@ def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
 
 class Checkpoints:
     """The checkpoints of a module and its optimizer in ``directory``: saved while training goes on, committed whole or
-    not at all, and loaded under any other strategy and number of ranks. Made by every rank at once."""
+    not at all, and loaded under any other strategy and number of ranks. Made by every rank at once.
+
+    ``keep``: what else has a state, as ``scheduler=scheduler, sampler=sampler``: anything with ``state_dict()`` and
+    ``load_state_dict()`` of JSON values and tensors. The first rank's is saved; of those whose names are in
+    ``per_rank`` every rank's own, which load onto as many ranks only."""
 
     def __init__(
-        self, directory: str | Path, module: nn.Module, optimizer: Optimizer, settings: Checkpoint | None = None
+        self,
+        directory: str | Path,
+        module: nn.Module,
+        optimizer: Optimizer,
+        settings: Checkpoint | None = None,
+        *,
+        per_rank: Collection[str] = (),
+        **keep: Any,
     ) -> None:
         self.module, self.optimizer = module, optimizer
+        self._objects = Objects(keep, per_rank, optimizer)
         self._kept = checkpoint.Checkpoints(directory, settings or Checkpoint(), "own loop")
         self._kept.guard(optimizer)
         self._events: list[checkpoint.Event] = []
+        self._signals = ExitStack()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop should save and leave: true on all ranks from the same step on, after Ctrl-C, SIGTERM or
+        SIGUSR1 on any. From when it is first read until ``close`` these signals only ask; a second Ctrl-C ends at
+        once. All ranks learn of it in ``backward``."""
+        usage = _USAGES[self.module]
+        if usage.request is None:
+            usage.request = self._signals.enter_context(stop_requests())
+            self._signals.callback(usage.forget)
+        return usage.stop
 
     def tensors(self) -> dict[str, Tensor]:
         """What is saved: parameters and buffers by name, and the optimizer's state of each parameter."""
@@ -235,20 +267,27 @@ class Checkpoints:
             json.dumps(plain, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(Problem("CKPT020", f"facts are kept as JSON: {error}", "save", "numbers, texts")) from error
-        for event in self._kept.poll():
+        for event in self._kept.wait() if self._objects.per_rank else self._kept.poll():
             self._events.append(event)
             if event.kind not in ("committed", "removed"):
                 warnings.warn(f"checkpoint of step {event.step} {event.kind}: {event.what}", stacklevel=2)
         changing = {f"model.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
-        self._kept.save(self.tensors() | changing, {"step": step, **plain}, step)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for buffer in changing.values():  # or some would be saved as one rank has them, some as another
+                dist.broadcast(buffer, 0)
+        states = {_STATES: self._objects.collect(self._kept.crew)} if self._objects.objects else {}
+        self._kept.save(self.tensors() | changing, {"step": step, **plain, **states}, step)
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none."""
+        """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none.
+        Raises DataError OWN002 if it was saved with other objects beside, or with those of another number of ranks."""
         made = not self.optimizer.state
         if made:
             _make_state(self.optimizer)
         facts = self._kept.resume(self._as_saved if made else self.tensors())
-        if facts is None and made:
+        if facts is not None:
+            self._objects.restore(facts.pop(_STATES, None), self._kept.crew)
+        elif made:
             self.optimizer.state.clear()
         return facts
 
@@ -261,8 +300,10 @@ class Checkpoints:
         return self.tensors()
 
     def close(self) -> list[checkpoint.Event]:
-        """Wait for the save in flight; what became of the saves since the last call."""
+        """Wait for the save in flight; what became of the saves since the last call. Signals mean again what they did
+        before ``stopping`` was read."""
         events, self._events = self._events + self._kept.wait(), []
+        self._signals.close()
         return events
 
 

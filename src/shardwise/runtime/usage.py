@@ -24,16 +24,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import Problem, TrainingError
+from shardwise.runtime.guard import StopRequest
 
 
 class Usage:
     """Watches a parallelized ``module``; made by every rank before its first forward."""
 
-    def __init__(self, module: nn.Module, zeros_sent: bool) -> None:
+    def __init__(self, module: nn.Module, ranks: int, zeros_sent: bool) -> None:
         """``zeros_sent``: gradients that a rank does not have are reduced as zeros. Where this torch cannot, all ranks
         must have the same ones."""
         self.zeros_sent = zeros_sent
-        self.asked_to_stop = False
+        self.ranks = ranks
+        self.request: StopRequest | None = None
         self.stop = False
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._used: set[str] = set()
@@ -42,6 +44,8 @@ class Usage:
         self._reached: set[str] = set()
         self._events: list[str] = []
         self._watched: set[int] = set()
+        if ranks == 1:
+            return
         self._watch("", module)
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
@@ -58,20 +62,26 @@ class Usage:
     def finish(self) -> None:
         """After the last backward of a step. Raises TrainingError (OWN001) on all ranks if they ran different units:
         then nothing of this step may be used."""
+        asked = bool(self.request)
+        if self.ranks == 1:
+            self.stop |= asked
+            return
         names, events, self._events, self._open = list(self._parameters), self._events, [], False
         order = [*crc32("\n".join(events).encode()).to_bytes(4, "little")]
         bits = [int(name in self._used) for name in names]
-        told = torch.tensor(
-            [*bits, int(self.asked_to_stop), *order, *(255 - byte for byte in order)], dtype=torch.uint8
-        )
+        told = torch.tensor([*bits, int(asked), *order, *(255 - byte for byte in order)], dtype=torch.uint8)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         numbers = told.tolist()
         if [255 - byte for byte in numbers[-4:]] != numbers[-8:-4]:
             raise TrainingError(_apart(events))
-        self.stop = bool(numbers[len(names)])
+        self.stop |= bool(numbers[len(names)])
         for name, used in zip(names, numbers, strict=False):
             if not used:
                 self._parameters[name].grad = None
+
+    def forget(self) -> None:
+        """Nobody asks any more whether to stop."""
+        self.request = None
 
     def _watch(self, prefix: str, module: nn.Module) -> None:
         """Sharded parameters get gradients as plain tensors, which exist from the unit's first gathering on."""
