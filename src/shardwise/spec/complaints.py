@@ -33,11 +33,11 @@ def show_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def unknown_key(dotted: str, where: str, keys: Keys) -> Problem:
-    """CFG001."""
+def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> Problem:
+    """CFG001. ``fix``: what is known of it."""
     near = keys.nearest(dotted)
-    fix = f"did you mean `{near}`?" if near else "remove it; `shardwise schema` lists every key"
-    return Problem("CFG001", f"unknown key `{dotted}`", where, fix)
+    guess = f"did you mean `{near}`?" if near else "remove it; `shardwise schema` lists every key"
+    return Problem("CFG001", f"unknown key `{dotted}`", where, fix or guess)
 
 
 def numbers_out_of_bounds(key: str, value: Any, where: str, nullable: bool) -> list[Problem]:

@@ -32,10 +32,12 @@ def translate(key: str, alias: str, value: Any) -> Any:
     false``)."""
     if alias == "warmup_ratio" and isinstance(value, int | float):
         return float(value) or 0  # 1 would be a step, not the whole run
+    if alias == "lora_target" and isinstance(value, str) and "," in value:
+        return [name.strip() for name in value.split(",")]
     if alias == "load_in_4bit" and str(value).lower() == "false":
         return DROP
     if alias in ("bf16", "fp16"):
-        return {"true": alias, "false": DROP, "auto": "auto"}.get(str(value).lower(), value)
+        return {"true": alias, "false": DROP, "none": DROP, "auto": "auto"}.get(str(value).lower(), value)
     return _VALUES.get(key, {}).get(str(value).lower(), value)
 
 

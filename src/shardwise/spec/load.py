@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.spec import complaints
+from shardwise.spec import complaints, elsewhere
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
 from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
@@ -45,6 +45,12 @@ class _Reading:
     def takes(self, key: str, kind: str) -> bool:
         schema = self.keys.leaves[key]
         return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
+
+    def takes_mapping(self, dotted: str) -> bool:
+        """Whether a mapping is the value of this key, and no section: of one of ours, or of a key of another system
+        that is answered as a whole."""
+        key = self.keys.canonical(dotted)
+        return elsewhere.answered_whole(dotted) if key is None else self.takes(key, "object")
 
 
 @cache
@@ -103,7 +109,7 @@ def _flatten(
             elif value is not None:
                 what = f"`{dotted}` is a section, got {complaints.show_value(value)}"
                 reading.problems.append(Problem("CFG004", what, where, f"indent its keys under `{dotted}:`"))
-        elif isinstance(value, dict) and value and reading.keys.canonical(dotted) is None:
+        elif isinstance(value, dict) and value and not reading.takes_mapping(dotted):
             yield from _flatten(value, here, document, reading)
         elif dotted not in reading.keys.sections:
             yield dotted, value, where
@@ -112,15 +118,21 @@ def _flatten(
 def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bool) -> None:
     """Record one setting under its canonical key."""
     key = reading.keys.canonical(dotted)
-    if key is None:
-        reading.problems.append(complaints.unknown_key(dotted, where, reading.keys))
+    answer = None if key else elsewhere.find(dotted)
+    if answer is not None and answer.asks_for_nothing(value):
+        why = answer.say if answer.kind == "automatic" else "as it asks for nothing"
+        reading.notices.append(f"{where}: `{dotted}` is left out: {why}")
         return
+    if key is None:
+        reading.problems.append(complaints.unknown_key(dotted, where, reading.keys, answer.fix if answer else None))
+        return
+    alias, leaf = dotted.rpartition(".")[2], key.rpartition(".")[2]
+    value = translate(key, alias, value)
     if key != dotted:
-        alias = dotted.rpartition(".")[2]
-        value = translate(key, alias, value)
-        if value is DROP:
+        unset = value is None and alias != leaf and not reading.takes(key, "null")
+        if value is DROP or unset:
             return
-        if alias != key.rpartition(".")[2] or not replace:
+        if alias != leaf or not replace:
             reading.notices.append(f"{where}: `{dotted}` is read as `{key}`")
     if key in reading.settings and not replace:
         first = reading.settings[key][1]

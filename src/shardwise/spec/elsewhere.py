@@ -1,0 +1,107 @@
+"""What became of the keys of other systems (elsewhere.json): one answer for each that has no other name here.
+
+    automatic   nothing to say: it is done, or chosen, in any case; the key is left out with a notice
+    instead     another key says it; ``write`` is what to write
+    missing     not there, and what to do about it
+
+Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) and those of ``accepts`` ask for nothing, and
+are left out too. ``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.spec.keys import other_names
+
+OFF = (None, False, "", "no", "none", 0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to do with the keys of a row. ``of``: whose they are."""
+
+    of: str
+    keys: str
+    kind: Literal["automatic", "instead", "missing"]
+    say: str = ""
+    write: str = ""
+    accepts: tuple[Any, ...] = ()
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether leaving the key out is what ``value`` means."""
+        empty = isinstance(value, list | dict) and not value
+        return empty or self.kind == "automatic" or value in OFF or value in self.accepts
+
+    @property
+    def fix(self) -> str:
+        """What to write, and what there is to know."""
+        if self.kind == "missing":
+            return f"leave it out: {self.say}"
+        return ", ".join(filter(None, (f"`{self.write}`" if self.write else "", self.say)))
+
+
+@cache
+def answers() -> tuple[Answer, ...]:
+    """Every row of the table."""
+    rows = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+    return tuple(Answer(**{**row, "accepts": tuple(row.get("accepts", ()))}) for row in rows)
+
+
+@cache
+def _by_key() -> dict[str, Answer]:
+    return {key: answer for answer in answers() for key in answer.keys.split()}
+
+
+def find(dotted: str) -> Answer | None:
+    """The answer for a key of another system, however deep it stands in a section of that system's."""
+    sections = dotted.split(".")
+    names = [".".join(sections[:depth]) for depth in range(len(sections), 0, -1)]
+    return next((_by_key()[name] for name in (*names, sections[-1]) if name in _by_key()), None)
+
+
+def answered_whole(name: str) -> bool:
+    """Whether there is an answer for a whole section of another system (``fsdp_config``)."""
+    return name in _by_key()
+
+
+def page() -> str:
+    """docs/migrating.md."""
+    text = [_HEAD]
+    for key, names in sorted(other_names().items()):
+        text.append(f"| {' '.join(f'`{name}`' for name in names)} | `{key}` |")
+    for kind, title in _TITLES.items():
+        text += ["", f"## {title}", "", "| key | of | |", "|---|---|---|"]
+        for answer in answers():
+            if answer.kind == kind:
+                keys = " ".join(f"`{key}`" for key in sorted(answer.keys.split()))
+                said = answer.say if kind == "missing" else answer.fix
+                text.append(f"| {keys} | {answer.of} | {said} |")
+    return "\n".join(text) + "\n"
+
+
+_TITLES = {
+    "instead": "Said by another key",
+    "automatic": "Not needed: left out with a notice",
+    "missing": "Not there",
+}
+_HEAD = """# Coming from axolotl, TRL, transformers, LLaMA-Factory or torchtune
+
+A recipe takes many of their keys as they are, flat or in the right section, and says how it read them. For every other
+key of their example configurations there is one answer, which is also printed where such a key is met. Keys that are
+empty or off (`load_in_8bit: false`, `wandb_project:`) are left out with a notice.
+
+`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables behind this page, which is made of them:
+`python -m shardwise.spec.elsewhere > docs/migrating.md`.
+
+## Taken as they are
+
+| their key | is read as |
+|---|---|"""
+
+if __name__ == "__main__":
+    print(page(), end="")

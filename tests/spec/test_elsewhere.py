@@ -1,0 +1,215 @@
+"""What became of the keys of other systems: each answer is true, and those of whole recipes work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.spec import elsewhere
+from shardwise.spec.keys import keys_of, other_names
+from shardwise.spec.load import read_recipe, recipe_schema
+
+KEYS = keys_of(recipe_schema())
+ROOT = Path(__file__).parents[2]
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+adapter: lora
+lora_model_dir:
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_fan_in_fan_out:
+sequence_len: 4096
+sample_packing: true
+eval_sample_packing: false
+pad_to_sequence_len: true
+wandb_project:
+wandb_entity:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+train_on_inputs: false
+group_by_length: false
+bf16: auto
+fp16:
+tf32: false
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+early_stopping_patience:
+resume_from_checkpoint:
+local_rank:
+logging_steps: 1
+xformers_attention:
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+eval_table_size:
+saves_per_epoch: 1
+debug:
+deepspeed:
+weight_decay: 0.0
+fsdp:
+fsdp_config:
+special_tokens:
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: dpo
+do_train: true
+lora_rank: 8
+lora_target: q_proj,v_proj
+pref_beta: 0.2
+pref_loss: sigmoid
+cutoff_len: 2048
+overwrite_cache: true
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+save_only_model: false
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+resume_from_checkpoint: null
+"""
+TORCHTUNE = """
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, v_proj]
+  lora_rank: 8
+optimizer:
+  _component_: torch.optim.AdamW
+  fused: true
+  lr: 3e-4
+checkpointer:
+  checkpoint_files: [a.safetensors]
+batch_size: 2
+epochs: 1
+enable_activation_checkpointing: true
+"""
+
+
+def read(tmp_path: Path, text: str, *more: str):
+    (tmp_path / "r.yaml").write_text(text)
+    return read_recipe(tmp_path / "r.yaml", more)
+
+
+def test_no_key_has_two_answers_or_is_one_of_ours() -> None:
+    keys = [key for answer in elsewhere.answers() for key in answer.keys.split()]
+    assert len(keys) == len(set(keys)) > 400
+    assert not [key for key in keys if KEYS.canonical(key)]
+
+
+def test_what_to_write_instead_can_be_written() -> None:
+    needs = {
+        "lora.frozen": ["lora.rank=4"],
+        "lora.alpha": ["lora.rank=4"],
+        "lora.dora": ["lora.rank=4"],
+        "lora.dropout": ["lora.rank=4"],
+        "lora.targets": ["lora.rank=4"],
+        "data.train_on": ["method=sft"],
+        "data.packing": ["method=sft"],
+        "data.chat_template": ["method=sft"],
+        "data.mixture_weights": ["data.path=[a,b]"],
+        "data.streaming": ["train.max_steps=5"],
+        "checkpoint.keep_best": ["evaluate.eval_steps=5"],
+    }
+    for answer in elsewhere.answers():
+        if answer.kind == "instead":
+            key, _, value = answer.write.partition(": ")
+            given = read_recipe(None, [*needs.get(key, []), f"{key}={value}"]).given
+            assert key in given or f"{key}.mode" in given, answer.write
+
+
+def test_every_key_gets_its_answer(tmp_path: Path) -> None:
+    """Told as that of the key, never as a misspelling of another; off, it is left out."""
+    expected = {key: answer for answer in elsewhere.answers() for key in answer.keys.split()}
+    off = read(tmp_path, "".join(f"{key}:\n" for key in expected if "." not in key))
+    assert len(off.notices) == sum("." not in key for key in expected)
+    assert all(" is left out: " in notice for notice in off.notices)
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, "".join(f"{key}: something\n" for key in expected if "." not in key))
+    told = {p.what.split("`")[1]: (p.code, p.fix) for p in raised.value.problems}
+    assert told == {k: ("CFG001", a.fix) for k, a in expected.items() if "." not in k and a.kind != "automatic"}
+    for key, answer in expected.items():
+        assert elsewhere.find(key) is answer and answer.fix
+
+
+def test_an_example_of_axolotl(tmp_path: Path) -> None:
+    recipe = read(tmp_path, AXOLOTL).recipe
+    assert (recipe.model.path, recipe.train.seq_len, recipe.train.num_epochs) == (
+        "NousResearch/Meta-Llama-3-8B",
+        4096,
+        4,
+    )
+    assert (recipe.lora.rank, recipe.lora.frozen, recipe.lora.targets) == (32, "nf4", "all-linear")
+    assert (recipe.optim.name, recipe.optim.warmup_steps, recipe.recompute.mode) == ("adamw8bit", 0.1, "full")
+    assert (recipe.evaluate.evals_per_epoch, recipe.checkpoint.saves_per_epoch) == (4, 1)
+
+
+def test_an_example_of_llama_factory(tmp_path: Path) -> None:
+    recipe = read(tmp_path, LLAMA_FACTORY).recipe
+    assert (recipe.method.name, recipe.method.beta, recipe.train.seq_len) == ("dpo", 0.2, 2048)
+    assert (recipe.lora.rank, recipe.lora.targets) == (8, ["q_proj", "v_proj"])
+    assert (recipe.data.num_proc, recipe.run.trackers, recipe.precision.compute) == (16, [], "bf16")
+
+
+def test_an_example_of_torchtune(tmp_path: Path) -> None:
+    """All that must be said otherwise is told at once, each with what to write."""
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, TORCHTUNE)
+    found = {p.what.split("`")[1]: p.fix for p in raised.value.problems}
+    assert {key: fix.partition(",")[0] for key, fix in found.items()} == {
+        "model._component_": "`model.path: meta-llama/Llama-3.1-8B`",
+        "model.lora_attn_modules": "`lora.targets: [q",
+        "model.lora_rank": "`lora.rank: 8`",
+        "optimizer._component_": "`optim.name: adamw`",
+        "optimizer.lr": "`optim.learning_rate: 2.0e-5`",
+        "batch_size": "`train.micro_batch_size: 4`",
+        "enable_activation_checkpointing": "`recompute: full`",
+    }
+
+
+def test_a_misspelt_key_is_still_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, "lora_alfa: 16\n")
+    assert raised.value.problems[0].fix == "did you mean `lora.alpha`?"
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    """Make it again: python -m shardwise.spec.elsewhere > docs/migrating.md"""
+    assert (ROOT / "docs" / "migrating.md").read_text() == elsewhere.page()
+
+
+def test_every_argument_of_transformers_trainer_has_an_answer() -> None:
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    taken = {name for names in other_names().values() for name in names}
+    names = [item.name for item in fields(TrainingArguments)]
+    bare = [
+        n
+        for n in names
+        if n not in taken and not KEYS.canonical(n) and n not in KEYS.sections and not elsewhere.find(n)
+    ]
+    assert bare == []
