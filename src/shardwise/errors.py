@@ -4,7 +4,7 @@
     ├── UsageError               2   the command line
     ├── DataError               65   data or a checkpoint that is there but bad
     ├── MissingInputError       66   a file, model or checkpoint that is not there
-    ├── UnavailableError        69   a port or a service
+    ├── UnavailableError        69   a service that cannot be reached
     ├── OutputError             73   where the run would write
     ├── PreemptedError          75   stopped on request after saving; start again to continue
     ├── PolicyError             77   refused because it could run foreign code or leave its directory

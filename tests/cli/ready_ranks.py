@@ -11,25 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.launch import local
-from shardwise.launch.worker import LAUNCHER
-from tests.faults.ranks import DEADLINE_S, ROOT, environment, free_port, prepare
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What torch's agent tells of a rank that failed."""
-
-    exitcode: int
-    pid: int
-    timestamp: int
+from shardwise.launch.worker import LAUNCHER, STORE
+from tests.faults.ranks import DEADLINE_S, ROOT, environment, prepare
 
 
 class ReadyRanks:
@@ -38,9 +29,7 @@ class ReadyRanks:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
 
-    def launch(
-        self, arguments: Sequence[str], nproc: int, run_directory: Path, port: int = 0, module: str = "shardwise"
-    ) -> local.Ended:
+    def launch(self, arguments: Sequence[str], nproc: int, run_directory: Path) -> local.Ended:
         (run_directory / "exit.json").unlink(missing_ok=True)
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         ask = {"words": list(arguments), "world": nproc, "environment": kept, "directory": os.getcwd()}
@@ -52,8 +41,8 @@ class ReadyRanks:
                 socket.send_fds(self._server, [json.dumps(ask).encode()], [1, 2, theirs.fileno()])
             text = answer.recv(2**16)
         assert text, "the process that ranks are forked from has ended"
-        ended: list[list[int]] = json.loads(text)
-        failures = {rank: Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
+        ended: list[tuple[int, int, float]] = json.loads(text)
+        failures = {rank: local.Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
         return local._failed(failures, run_directory) if failures else local.Ended(0)
 
 
@@ -73,15 +62,17 @@ def serve(asks: socket.socket) -> None:
         text, descriptors, _, _ = socket.recv_fds(asks, 2**20, 3)
         if not text:
             return
-        ask, port, outputs = json.loads(text), free_port(), descriptors[:2]
-        pids = [fork(rank, ask, port, outputs) for rank in range(ask["world"])]
-        for descriptor in outputs:
-            os.close(descriptor)
+        ask, outputs = json.loads(text), descriptors[:2]
+        with tempfile.TemporaryDirectory() as private:
+            pids = [fork(rank, ask, f"{private}/store", outputs) for rank in range(ask["world"])]
+            for descriptor in outputs:
+                os.close(descriptor)
+            ended = gather(pids)
         with socket.socket(fileno=descriptors[2]) as answer, suppress(BrokenPipeError):
-            answer.send(json.dumps(gather(pids)).encode())
+            answer.send(json.dumps(ended).encode())
 
 
-def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> int:
+def fork(rank: int, ask: dict[str, Any], store: str, outputs: Sequence[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -93,7 +84,7 @@ def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> i
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ask["world"], "LOCAL_WORLD_SIZE": ask["world"]}
         os.environ.clear()
         os.environ |= ask["environment"] | {name: str(value) for name, value in places.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getppid())}
+        os.environ |= {STORE: store, LAUNCHER: str(os.getppid())}
         from shardwise.cli.app import main
 
         code = main(ask["words"])
@@ -105,18 +96,18 @@ def fork(rank: int, ask: dict[str, Any], port: int, outputs: Sequence[int]) -> i
         os._exit(code)
 
 
-def gather(pids: Sequence[int]) -> list[tuple[int, int, int]]:
+def gather(pids: Sequence[int]) -> list[tuple[int, int, float]]:
     """(exit code, pid, when) of each; when one fails the others are asked to stop, and killed at the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     handles = {os.pidfd_open(pid): pid for pid in pids}
-    ended: dict[int, tuple[int, int, int]] = {}
+    ended: dict[int, tuple[int, int, float]] = {}
     while handles:
         ready = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))[0]
         for handle in ready:
             pid = handles.pop(handle)
             os.close(handle)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            ended[pid] = (code, pid, time.time_ns())
+            ended[pid] = (code, pid, time.monotonic())
         failed = any(code for code, _, _ in ended.values())
         for pid in handles.values() if failed or not ready else ():
             os.kill(pid, signal.SIGTERM if ready else signal.SIGKILL)

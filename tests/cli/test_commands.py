@@ -174,6 +174,7 @@ def test_nodes_print_their_lines(shardwise: Run) -> None:
     assert code == 0
     lines = [line.strip() for line in out.splitlines() if "torchrun" in line]
     assert len(lines) == 2 and "--node-rank 1" in lines[1]
+    assert "--master-port 29500" in lines[0] and "FIRST_NODE is the address" in out and "docs/security.md" in out
     assert lines[0].endswith("-m shardwise train runs/a/recipe.yaml --plan runs/a/plan.yaml")
     assert load_plan("runs/a/plan.yaml").layout.world == 2
     assert load_recipe("runs/a/recipe.yaml").run.nodes == 2
@@ -207,8 +208,8 @@ SMALL = ("data.cache=cache", "--nproc", "1", "data.tokenizer.vocab_size=300", "m
 def test_train_writes_what_ranks_read_and_starts_them(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
     code, _, err = shardwise("train", texts(), *SMALL, "--run", "a", "--allow-fresh-start")
     assert (code, err) == (0, "")
-    words, nproc, directory, port = ended[1]
-    assert (nproc, directory, port) == (1, Path("runs/a"), 0)
+    words, nproc, directory = ended[1]
+    assert (nproc, directory) == (1, Path("runs/a"))
     assert words == ["train", "runs/a/recipe.yaml", "--plan", "runs/a/plan.yaml", "--allow-fresh-start"]
     recipe = load_recipe("runs/a/recipe.yaml")
     assert (recipe.run.name, recipe.run.device, recipe.run.nproc) == ("a", "cpu", 1)

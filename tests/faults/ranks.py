@@ -12,18 +12,19 @@ import dataclasses
 import importlib
 import json
 import os
-import random
 import select
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from shardwise.launch.worker import STORE
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
@@ -59,7 +60,6 @@ class Ranks:
     def start(self, words: Sequence[str], order: Order, directory: Path, log: Path) -> list[int]:
         """Start ``shardwise <words>`` as ranks; ``directory`` is the run's. What they print goes to ``log``."""
         ask = {"words": list(words), "order": asdict(order), "directory": str(directory), "log": str(log)}
-        ask["port"] = free_port()
         self._into.write(json.dumps(ask) + "\n")
         self._into.flush()
         pids: list[int] = json.loads(self._out.readline())
@@ -69,19 +69,6 @@ class Ranks:
         """Wait for all of them; exit codes, minus the signal for those that were killed."""
         codes: list[int] = json.loads(self._out.readline())
         return codes
-
-
-def free_port() -> int:
-    """A port below those that the kernel hands out itself, so that nobody takes it before rank 0 does."""
-    for _ in range(100):
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError("no free port")
 
 
 @contextmanager
@@ -128,9 +115,12 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever is printed must not end up among the answers
     for line in sys.stdin:
         ask = json.loads(line)
-        pids = [fork(rank, ask) for rank in range(ask["order"]["world"])]
-        os.write(answers, json.dumps(pids).encode() + b"\n")
-        os.write(answers, json.dumps(gather(pids)).encode() + b"\n")
+        with tempfile.TemporaryDirectory() as private:
+            ask["store"] = f"{private}/store"
+            pids = [fork(rank, ask) for rank in range(ask["order"]["world"])]
+            os.write(answers, json.dumps(pids).encode() + b"\n")
+            codes = gather(pids)
+        os.write(answers, json.dumps(codes).encode() + b"\n")
 
 
 def fork(rank: int, ask: dict[str, Any]) -> int:
@@ -152,15 +142,14 @@ def fork(rank: int, ask: dict[str, Any]) -> int:
 
 
 def be_rank(rank: int, ask: dict[str, Any]) -> int:
-    """What torchrun starts: the exit code."""
+    """What a launcher starts: the exit code. Without ours, a rank prints what ends it."""
     order, name = ask["order"], str(rank)
     os.environ |= {
         "RANK": name,
         "LOCAL_RANK": name,
         "WORLD_SIZE": str(order["world"]),
         "LOCAL_WORLD_SIZE": str(order["world"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ask["port"]),
+        STORE: ask["store"],
         "SHARDWISE_FAULT": order["faults"].get(name, ""),
     }
     if order["sabotage"]:

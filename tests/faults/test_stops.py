@@ -18,6 +18,7 @@ from shardwise.runtime.pages import read_pages
 from tests.faults.conftest import Make
 from tests.faults.job import KILL, SAVE, STEPS, Job
 from tests.faults.ranks import ROOT, environment
+from tests.launch.sockets import network_addresses, stays_here
 
 pytestmark = pytest.mark.timeout(400)
 """Starting Python, torch and two ranks takes four seconds, and ten times as long on a machine that others use."""
@@ -106,6 +107,8 @@ def test_the_launcher_is_killed_and_no_rank_outlives_it(make: Make, whole: Job) 
     launcher.until(lambda: job.fired(f"data-{KILL}-1"))
     ranks = launcher.ranks()
     assert len(ranks) == 2 and not gone(ranks, 0.0)
+    assert network_addresses(launcher.process.pid) == []
+    assert all(stays_here(address) for rank in ranks for address in network_addresses(rank))
     launcher.process.kill()
     assert launcher.wait() == -signal.SIGKILL
     assert gone(ranks, 5.0)

@@ -9,14 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch.worker import die_with_launcher, rank
+from shardwise.launch.worker import STORE, die_with_launcher, rank
 from shardwise.runtime.outcome import Exit, write_exit
 
 
 def main(directory: Path, deed: str) -> int:
     """The exit code."""
     die_with_launcher()
-    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR")
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", STORE)
     (directory / f"rank-{rank()}").write_text(f"{os.getpid()} " + " ".join(f"{n}={os.environ[n]}" for n in names))
     while not (directory / f"rank-{1 - rank()}").exists():
         time.sleep(0.02)

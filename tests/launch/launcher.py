@@ -1,4 +1,5 @@
-"""The launcher in a process of its own, so that tests can send it signals: ``launcher <directory> <deed>``."""
+"""The launcher in a process of its own, so that tests can look at it and send it signals: ``launcher <directory>
+<deed>``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from shardwise.launch.local import launch
 
 if __name__ == "__main__":
-    ended = launch(sys.argv[1:], 2, Path(sys.argv[1]), module="tests.launch.fake_rank")
+    module = "tests.launch.network_rank" if sys.argv[2] == "network" else "tests.launch.fake_rank"
+    ended = launch(sys.argv[1:], 2, Path(sys.argv[1]), module=module)
     print(ended.exit_code, ended.problem.code if ended.problem else "-", flush=True)
     sys.exit(ended.exit_code)

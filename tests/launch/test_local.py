@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.errors import Problem
 from shardwise.launch.local import launch
-from shardwise.launch.worker import LAUNCHER
+from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.outcome import read_exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_ranks_get_their_environment_and_leave_ours_alone(tmp_path: Path) -> Non
     for rank in range(2):
         words = (tmp_path / f"rank-{rank}").read_text().split()[1:]
         assert words[:2] == [f"RANK={rank}", "WORLD_SIZE=2"]
-        assert words[2:4] == [f"OMP_NUM_THREADS={threads}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+        assert words[2] == f"OMP_NUM_THREADS={threads}" and words[3].startswith(f"{STORE}=/")
     assert dict(os.environ) == before and LAUNCHER not in os.environ
     assert signal.getsignal(signal.SIGTERM) is handlers
 

@@ -18,7 +18,7 @@ from shardwise.errors import DataError, ShardwiseError
 from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
-from shardwise.runtime import agree, build, export, generate, measure, reduce, world
+from shardwise.runtime import agree, build, exchange, export, generate, measure, reduce, world
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, StepStats, step
 from shardwise.spec.plan import Plan, Precision
@@ -218,3 +218,10 @@ def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) ->
     state = state_of(plan, Optim())
     ids = generate.generate(state.parts, [1, 2, 3], sampling, CPU)
     return ids, all(isinstance(parameter, DTensor) for parameter in state.parameters().values())
+
+
+def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:
+    """What arrives of objects whose sizes differ."""
+    mine = {"of": rank, "long": "x" * (1000 - rank)}
+    dealt = [("for", number, "y" * number) for number in range(world)] if rank == 0 else []
+    return exchange.broadcast(mine), exchange.gather(mine), exchange.scatter(dealt)

@@ -13,9 +13,9 @@ PACKAGE_LINES = {
     "methods": 400,
     "techniques": 3_600,
     "planner": 3_000,
-    "runtime": 4_100,
+    "runtime": 4_150,
     "prove": 900,
-    "launch": 700,
+    "launch": 650,
     "interop": 1_400,
     "cli": 1_400,
 }

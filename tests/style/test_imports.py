@@ -210,6 +210,28 @@ def test_every_library_is_declared_and_pinned() -> None:
     report(unpinned, "constraints.txt pins every direct dependency")
 
 
+def test_what_ranks_send_one_another_is_not_unpickled() -> None:
+    """A pickle can run any command. torch's collectives of objects unpickle what arrives, whoever sent it."""
+    pipes_of_our_own = ("src/shardwise/prove/pool.py",)
+    wrong = [
+        source.at(node, node.attr)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr.endswith(("_object", "_object_list")) or ast.unparse(node) in ("pickle.loads", "pickle.load"))
+        and source.path not in pipes_of_our_own
+    ]
+    wrong += [
+        source.at(node, "torch.load without weights_only=True")
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "torch.load"
+        and not any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+    ]
+    report(wrong, "objects travel through shardwise.runtime.exchange")
+
+
 def test_the_contract_of_independence_names_every_technique() -> None:
     techniques = sorted(
         source.name

@@ -21,7 +21,6 @@ from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import PreemptedError, ShardwiseError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
-from shardwise.launch.ports import check_port
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
@@ -55,7 +54,9 @@ class Options:
     )
     json: Annotated[bool, Option("--json", help="Results and errors as JSON.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
-    port: Annotated[int, Option("--port", help="Rendezvous port; 0 picks a free one.")] = 0
+    port: Annotated[
+        int, Option("--port", min=1, max=65535, help="Port of the first of several nodes; one machine opens none.")
+    ] = nodes.DEFAULT_PORT
 
 
 def run(options: Options) -> int:
@@ -103,7 +104,6 @@ def _launch(options: Options, recipe: Recipe) -> int:
     directory = Path(recipe.run.out) / recipe.run.name
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
     changed = {} if standing is None else rundir.changes(directory, recipe)
-    check_port(options.port)
     check_installed(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
@@ -136,12 +136,12 @@ def _launch(options: Options, recipe: Recipe) -> int:
     flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
     words += [flag for flag, on in flags.items() if on]
     if cluster.nodes > 1:
-        return _print_nodes(recipe, words[1:], cluster, options.port)
+        return _print_nodes(words[1:], cluster, options.port)
     if standing is not None:
         differs = "".join(f"; {key} {change}" for key, change in changed.items())
         note(f"resuming {directory} from step {standing}{differs}", as_json=options.json)
     with output_to_stderr() if options.json else nullcontext():
-        ended = local.launch(words, cluster.devices_per_node, directory, options.port)
+        ended = local.launch(words, cluster.devices_per_node, directory)
     return _wait(ended, directory, options)
 
 
@@ -163,10 +163,12 @@ def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> lis
     return ["train", str(directory / "recipe.yaml"), "--plan", str(directory / "plan.yaml")]
 
 
-def _print_nodes(recipe: Recipe, words: list[str], cluster: Cluster, port: int) -> int:
-    lines = nodes.lines(cluster.nodes, cluster.devices_per_node, words, port, recipe.run.name)
+def _print_nodes(words: list[str], cluster: Cluster, port: int) -> int:
+    lines = nodes.lines(cluster.nodes, cluster.devices_per_node, words, port)
     say(f"\n{cluster.nodes} nodes: run one line on each, where this directory and the recipe's data are visible;")
-    say("FIRST_NODE is the name or address of the first:\n", *(f"  {line}" for line in lines))
+    say("FIRST_NODE is the address of the first in the network between them, INTERFACE the name of its interface there")
+    say(f"(`ip route get $FIRST_NODE`). Keep strangers from port {port} of the first: docs/security.md\n")
+    say(*(f"  {line}" for line in lines))
     return 0
 
 

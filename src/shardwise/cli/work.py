@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import cluster_of_ranks, plan_of, products_of_first, with_products
-from shardwise.cli.show import defect, print_error
+from shardwise.cli.show import defect, note, print_error
 from shardwise.errors import PreemptedError, ShardwiseError
-from shardwise.launch import rundir
+from shardwise.launch import nodes, rundir
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
 from shardwise.models.resolve import resolve
 from shardwise.planner.products import measured
@@ -28,6 +28,8 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     directory = Path(recipe.run.out) / recipe.run.name
     if not by_our_launcher():
         _check_directory(directory, recipe, resume)  # raises before anything is written into another start's directory
+        if warning := nodes.exposure():
+            note(warning)
     try:
         _train(recipe, plan_file, fresh)
         return 0

@@ -1,28 +1,36 @@
-"""Ranks on this machine, through torch's elastic agent: started together, stopped together, none left behind."""
+"""Ranks on this machine: started together, stopped together, none left behind.
+
+They find one another through a file that only this user can open (docs/decisions/0009), so the launcher listens on no
+port and needs no torch.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from shardwise.errors import Problem, ShardwiseError
-from shardwise.launch.worker import LAUNCHER
+from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.spec.host import cores
 
-SAVE_AND_STOP_S = 600
-"""How long ranks may take to save after SIGTERM or Ctrl-C; a second Ctrl-C ends the launcher, and with it the ranks."""
+SAVE_AND_STOP_S = 600.0
+"""How long ranks may take to save after SIGTERM or Ctrl-C."""
+AFTER_FAILURE_S = 30.0
+"""How long the other ranks may take to end once one has failed."""
+POLL_S = 0.05
+TWICE_S = 1.0
+"""A second Ctrl-C that comes sooner is the first, passed on twice."""
 
 
 @dataclass(frozen=True)
@@ -33,111 +41,126 @@ class Ended:
     problem: Problem | None = None
 
 
-def launch(
-    arguments: Sequence[str], nproc: int, run_directory: Path, port: int = 0, module: str = "shardwise"
-) -> Ended:
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended with another code than 0: minus the signal if it was killed."""
+
+    exit_code: int
+    pid: int
+    time_s: float
+
+
+def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise") -> Ended:
     """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them.
 
-    torchrun's own exit code is 1 for everything, so the code and the cause come from the workers' ``exit.json``; a
-    rank that was killed could not write one, and is named by the signal.
+    The code and the cause come from the ranks' ``exit.json``; a rank that was killed could not write one, and is named
+    by the signal.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     clear_exit(run_directory)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"shardwise-{uuid.uuid4().hex[:12]}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=SAVE_AND_STOP_S,
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
-    _silence_agent()
-    with _inherited(nproc), _asked(SignalException):
+    command = [sys.executable, "-u", "-m", module, *arguments]
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as private, _requests() as asked:
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-        except ChildFailedError as error:
-            return _failed(error.failures, run_directory)
-        except SignalException as error:
-            return _stopped(signal.Signals(error.sigval), run_directory)
-    return Ended(0)
+            for rank in range(nproc):
+                ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, f"{private}/store")))
+            failures = _watch(ranks, asked)
+        finally:
+            _send(ranks, signal.SIGKILL)
+    if asked.again:
+        return Ended(128 + signal.SIGINT)
+    if asked.first is not None:
+        return _stopped(asked.first, run_directory)
+    return _failed(failures, run_directory) if failures else Ended(0)
 
 
-@contextmanager
-def _inherited(nproc: int) -> Iterator[None]:
-    """Give the ranks their environment; afterwards this process has its own back, and its signal handlers."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    signals = {number: signal.getsignal(number) for number in numbers}
-    before = dict(os.environ)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if threading.current_thread() is threading.main_thread():
-            for number, previous in signals.items():
-                signal.signal(number, previous)
+def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, LAUNCHER: os.getpid()}
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), "TOKENIZERS_PARALLELISM": "false"}
+    return defaults | os.environ | {name: str(value) for name, value in places.items()} | {STORE: store}
 
 
-@contextmanager
-def _asked(stop: Callable[[str, signal.Signals], BaseException]) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C makes the agent pass it on and wait until the ranks have saved. A second Ctrl-C, at
-    least a second later, ends this process at once, and with it the ranks (worker.die_with_launcher). The agent's own
-    treatment would interrupt its waiting by a second waiting."""
-    first_s: list[float] = []
+class _Requests:
+    """What this process has been asked for: ``first`` by SIGTERM or Ctrl-C, ``again`` by a second Ctrl-C."""
 
-    def receive(number: int, frame: FrameType | None) -> None:
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.again = False
+        self._first_s = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not first_s:
-            first_s.append(now)
+        if self.first is None:
+            self.first, self._first_s = signal.Signals(number), now
             hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-            os.write(2, f"{signal.Signals(number).name}: saving, then stopping{hint}\n".encode())
-            raise stop(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
-        if number == signal.SIGINT and now - first_s[0] > 1.0:
-            os.write(2, b"stopped by a second Ctrl-C without saving; what was saved before is intact\n")
-            os._exit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, receive)
-    yield
+            os.write(2, f"{self.first.name}: saving, then stopping{hint}\n".encode())
+        elif number == signal.SIGINT and now - self._first_s > TWICE_S:
+            self.again = True
 
 
-def _silence_agent() -> None:
-    """The agent reports each failure over thirty lines; ours says it once."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+@contextmanager
+def _requests() -> Iterator[_Requests]:
+    """Receive the signals that ask for a stop; afterwards this process has its own handlers back."""
+    asked = _Requests()
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, asked.receive) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
-def _failed(failures: dict[int, Any], run_directory: Path) -> Ended:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[int, Failure]:
+    """Wait until every rank has ended; those that failed. A request to stop is passed on once, and waited for; when one
+    rank fails the others are asked to end. Who does not end in time is killed, and so are all of them when the request
+    comes again."""
+    running, failures = dict(enumerate(ranks)), dict[int, Failure]()
+    told, deadline_s = False, float("inf")
+    while running:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code is not None:
+                del running[rank]
+            if code:
+                failures[rank] = Failure(code, process.pid, time.monotonic())
+        if not told and (asked.first is not None or failures):
+            told = True
+            deadline_s = time.monotonic() + (SAVE_AND_STOP_S if asked.first else AFTER_FAILURE_S)
+            _send(running.values(), asked.first or signal.SIGTERM)
+        if asked.again or time.monotonic() > deadline_s:
+            if asked.again:
+                os.write(2, b"stopped by a second Ctrl-C without saving; what was saved before is intact\n")
+            _send(running.values(), signal.SIGKILL)
+            break
+        time.sleep(POLL_S if running else 0.0)
+    return failures
+
+
+def _send(ranks: Collection[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in ranks:
+        process.send_signal(number)
+    if number == signal.SIGKILL:
+        for process in ranks:
+            process.wait()
+
+
+def _failed(failures: dict[int, Failure], run_directory: Path) -> Ended:
     """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence."""
     outcome = read_exit(run_directory)
-    # timestamps are whole seconds; a rank that ended by SIGTERM was stopped by the agent because another had failed
-    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
-    killed = {r: f for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    # a rank that ended by SIGTERM was asked to, because another had failed
+    rank, first = min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
+    killed = {r: f for r, f in failures.items() if f.exit_code < 0 and f.exit_code != -signal.SIGTERM}
     if killed and (outcome is None or outcome.kind == "peer_lost" or outcome.rank in killed):
-        rank, first = min(killed.items(), key=lambda item: item[1].timestamp)
-        problem = _killed(rank, first.pid, -first.exitcode, run_directory)
+        rank, first = min(killed.items(), key=lambda item: item[1].time_s)
+        problem = _killed(rank, first.pid, -first.exit_code, run_directory)
         told = Exit("crash", 1, problem.what, rank, pid=first.pid, problems=[asdict(problem)], restartable=True)
         write_exit(run_directory, told)
         return Ended(1, problem)
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
-    what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exitcode} and left no cause"
+    what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code} and left no cause"
     fix = f"its output is above; run again with --debug, or `--resume {run_directory}`"
-    return Ended(first.exitcode if first.exitcode > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
+    return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
 
 
 def _killed(rank: int, pid: int, number: int, run_directory: Path) -> Problem:

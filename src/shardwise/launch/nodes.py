@@ -1,20 +1,46 @@
-"""Several nodes: the exact line to run on each."""
+"""Several nodes: the exact line to run on each; and what a start by torchrun lays open (docs/security.md)."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import shlex
+import socket
 from collections.abc import Sequence
+
+from shardwise.launch.worker import by_our_launcher, is_worker, rank, started
 
 DEFAULT_PORT = 29500
 
 
-def lines(
-    nodes: int, nproc: int, train_arguments: Sequence[str], port: int = 0, run_id: str = "shardwise"
-) -> list[str]:
-    """One ``torchrun`` line a node. The first node's name stands for ``FIRST_NODE``. The variable keeps restarted
-    ranks from reading the addresses of dead ones in the launcher's store."""
-    endpoint = f"$FIRST_NODE:{port or DEFAULT_PORT}"
-    head = f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --nproc-per-node {nproc}"
-    tail = f'--rdzv-backend c10d --rdzv-endpoint "{endpoint}" --rdzv-id {shlex.quote(run_id)} -m shardwise train'
+def lines(nodes: int, nproc: int, train_arguments: Sequence[str], port: int = DEFAULT_PORT) -> list[str]:
+    """One ``torchrun`` line a node. The first node's address stands for ``FIRST_NODE``, the network between the nodes
+    for ``INTERFACE``. The rendezvous is torch's static one: the other, c10d, unpickles what stands in its store."""
+    head = 'GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" torchrun '
+    head += f'--nnodes {nodes} --nproc-per-node {nproc} --master-addr "$FIRST_NODE" --master-port {port}'
     command = shlex.join(train_arguments)
-    return [f"{head} --node-rank {node} {tail} {command}" for node in range(nodes)]
+    return [f"{head} --node-rank {node} -m shardwise train {command}" for node in range(nodes)]
+
+
+def exposure() -> str | None:
+    """What the first of torchrun's ranks warns of: a port that machines elsewhere can reach; None if there is none."""
+    if by_our_launcher() or not is_worker() or rank() or "MASTER_PORT" not in os.environ:
+        return None
+    world, local_world = started()
+    port = os.environ.get("MASTER_PORT", "")
+    if world == local_world:
+        what = f"torchrun listens on port {port} of every network interface, without authentication"
+        return f"warning[NET001]: {what}\nfix:   on one machine, `shardwise train`, which opens no port to a network"
+    address = os.environ.get("MASTER_ADDR", "")
+    public = sorted(found for found in _addresses(address) if ipaddress.ip_address(found).is_global)
+    if not public:
+        return None
+    what = f"{address} is {public[0]}, a public address: anybody who reaches its port {port} can disturb this run"
+    return f"warning[NET001]: {what}\nfix:   the address of a private network between the nodes, or a firewall"
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return set()

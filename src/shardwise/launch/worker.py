@@ -9,6 +9,8 @@ import sys
 import time
 
 LAUNCHER = "SHARDWISE_LAUNCHER_PID"
+STORE = "SHARDWISE_STORE"
+"""The file through which the ranks of our launcher find one another; read by shardwise.runtime.world."""
 TURN_S = 2.0
 """Longer than torchrun takes to see that a rank has ended."""
 _PR_SET_PDEATHSIG = 1

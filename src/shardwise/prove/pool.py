@@ -5,7 +5,8 @@
 
 Each run has a default process group of its own, of exactly ``world`` ranks. A rank that raises, dies or hangs makes
 ``run`` raise :class:`RankFailure` with that rank's traceback, and the ranks are replaced before the next run. Pickles
-travel only between this process and the ranks it started.
+travel only through pipes between this process and the ranks it started; ranks find one another through files in a
+directory that only this user can open, and talk over the loopback interface.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from typing import Any, Self
 
 from shardwise.interop.torch_private import forget_sharding
 
-HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "shardwise.prove.pool")
 AFTER_FIRST_FAILURE_S = 2.0
 """How long the other ranks may take to fail too, once one has: they often wait in a collective for it."""
@@ -54,7 +54,7 @@ class Job:
 
     work: bytes
     world: int
-    prefix: str
+    name: str
     timeout_s: float
 
 
@@ -73,7 +73,6 @@ class RankPool:
     def __init__(self, ranks: int = 4) -> None:
         self.ranks = ranks
         self._seats: list[Seat] = []
-        self._store: Any = None
         self._runs = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -120,16 +119,13 @@ class RankPool:
             seat.pipe.close()
         if self._directory is not None:
             self._directory.cleanup()
-        self._seats, self._store, self._directory = [], None, None
+        self._seats, self._directory = [], None
 
     def _start(self) -> None:
         # A rank that died has closed its pipe before anybody was told of its end; a living one has nothing to say yet.
         if self._seats and all(seat.process.is_alive() and not seat.pipe.poll() for seat in self._seats):
             return
         self.close()
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         spawning = get_context("forkserver")
         spawning.set_forkserver_preload(list(PRELOAD))
@@ -137,7 +133,7 @@ class RankPool:
             ours, theirs = spawning.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{rank}"
             stacks.write_text("")
-            seat = (rank, theirs, self._store.port, str(stacks))
+            seat = (rank, theirs, str(stacks))
             process = spawning.Process(target=serve, args=seat, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -184,13 +180,12 @@ class RankPool:
         return "still waiting when others had failed: gloo"
 
 
-def serve(rank: int, pipe: Any, port: int, stacks: str) -> None:
+def serve(rank: int, pipe: Any, stacks: str) -> None:
     """The life of a rank: take a job, do it inside a fresh default group, answer. Ends when the pipe does."""
     import torch
-    from torch.distributed import TCPStore
 
     torch.set_num_threads(1)
-    store = TCPStore(HOST, port, is_master=False)  # once: now and then a connection takes seconds
+    os.putenv("GLOO_SOCKET_IFNAME", "lo")
     jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(pipe, jobs), daemon=True).start()
     with Path(stacks).open("w") as report:
@@ -198,7 +193,7 @@ def serve(rank: int, pipe: Any, port: int, stacks: str) -> None:
             job = pickle.loads(jobs.get())
             faulthandler.dump_traceback_later(job.timeout_s, file=report)
             try:
-                reply = pickle.dumps((None, perform(rank, job, store)))
+                reply = pickle.dumps((None, perform(rank, job, Path(stacks).parent)))
             except BaseException:  # whatever the work raised, a SystemExit too, is the answer to the process that asked
                 reply = pickle.dumps((traceback.format_exc(), None))
             faulthandler.cancel_dump_traceback_later()
@@ -214,12 +209,12 @@ def listen(pipe: Any, jobs: SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
-def perform(rank: int, job: Job, store: Any) -> Any:
+def perform(rank: int, job: Job, directory: Path) -> Any:
     """Do one job inside a default gloo group of ``job.world`` ranks, and take the group down."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=2 * job.timeout_s + 10)  # past the job's own: a hang is shown by every rank's stacks
-    fresh = dist.PrefixStore(job.prefix, store)
+    fresh = dist.FileStore(str(directory / job.name), job.world)
     dist.init_process_group("gloo", store=fresh, rank=rank, world_size=job.world, timeout=timeout)
     try:
         dist.barrier()  # or a rank with little to do may leave while another still connects to it

@@ -11,10 +11,10 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import ConfigError, Problem, ShardwiseError
+from shardwise.runtime.exchange import all_gather
 from shardwise.runtime.world import process
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
@@ -37,12 +37,10 @@ def agree(recipe: Recipe, plan: Plan) -> None:
         "plan": dotted(asdict(plan)),
     }
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = all_gather(digest)
     if len(set(digests)) == 1:
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {"host": process().host, "digest": digest, **mine})
+    everyone = all_gather({"host": process().host, "digest": digest, **mine})
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
     raise ConfigError(difference(everyone[0], everyone[rank], rank))
 
@@ -55,9 +53,7 @@ def together(work: Callable[[], T]) -> T:
         made = work()
     except ShardwiseError as found:
         error = found
-    errors: list[ShardwiseError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if first := next(filter(None, errors), None):
+    if first := next(filter(None, all_gather(error)), None):
         raise first from error
     return cast(T, made)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import PosixPath
 from typing import Any, Self, TypeVar
 
 import torch
@@ -18,12 +19,17 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.interop.torch_private import set_timeout
 from shardwise.runtime.commit import MaybeCommitted
+from shardwise.runtime.exchange import broadcast, gather, may_travel, scatter
+from shardwise.runtime.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
 
 T = TypeVar("T")
 JOIN_S = 60.0
 """How long ranks wait for one another when the group is made."""
 TIMEOUT_S = 1800.0
 """How long a rank may write while the others wait for it. A rank that dies is noticed at once, through its sockets."""
+
+
+may_travel(MaybeCommitted, Rejected, Manifest, FileRecord, TensorRecord, Slice, PosixPath)
 
 
 class RankError(Exception):
@@ -64,13 +70,12 @@ class Crew:
 
     def first(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on the first rank, on every rank. Raises RankError everywhere if it raised."""
-        box: list[Any] = list(_attempt(work)) if self.rank == 0 else [None, None]
+        result, error = _attempt(work) if self.rank == 0 else (None, None)
         if self.size > 1:
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
-        if box[1] is not None:
-            raise RankError({0: box[1]})
-        result: T = box[0]
-        return result
+            result, error = broadcast((result, error), self.group)
+        if error is not None:
+            raise RankError({0: error})
+        return result  # type: ignore[return-value]
 
     def spared(self, work: Callable[[], T], patience_s: float) -> T | Exception:
         """What ``work``, in which ranks may wait for one another, returns; or on every rank an error of it, if it
@@ -101,19 +106,14 @@ class Crew:
 
     def deal(self, work: Callable[[], list[T]]) -> T:
         """The first rank makes one thing for each rank; every rank gets its own. Raises as ``first`` does."""
-        mine: list[Any] = [None]
-        things: list[Any] | None = None
+        things: list[Any] = []
         if self.rank == 0:
             made, error = _attempt(work)
             things = [(None, error)] * self.size if made is None else [(thing, None) for thing in made]
-        if self.size > 1:
-            dist.scatter_object_list(mine, things, group=self.group, group_src=0)
-        elif things is not None:
-            mine = things
-        if mine[0][1] is not None:
-            raise RankError({0: mine[0][1]})
-        result: T = mine[0][0]
-        return result
+        result, error = scatter(things, self.group) if self.size > 1 else things[0]
+        if error is not None:
+            raise RankError({0: error})
+        return result  # type: ignore[no-any-return]
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; the list of results on the first rank, an empty one elsewhere.
@@ -125,13 +125,11 @@ class Crew:
             if error is not None:
                 raise RankError({0: error})
             return [result]  # type: ignore[list-item]
-        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object((result, error), answers, group=self.group, group_dst=0)
-        box: list[Any] = [{rank: failed for rank, (_, failed) in enumerate(answers) if failed} if answers else None]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        if box[0]:
-            raise RankError(box[0])
-        return [found for found, _ in answers] if answers else []
+        answers = gather((result, error), self.group)
+        failures = broadcast({rank: failed for rank, (_, failed) in enumerate(answers) if failed}, self.group)
+        if failures:
+            raise RankError(failures)
+        return [found for found, _ in answers]
 
 
 def _raise(error: Exception | None) -> None:

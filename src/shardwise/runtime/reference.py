@@ -44,9 +44,10 @@ def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
     came. Collective. Raises DataError (DPO001) where an earlier start of the run has left no scores that fit."""
     if not job.recipe.pairs:
         return job
-    scores = from_first(lambda: _read(job))
-    if isinstance(scores, Problem):
-        raise DataError(scores)
+    found = from_first(lambda: _read(job))
+    if isinstance(found, Problem):
+        raise DataError(found)
+    scores: Scores = {name: values.numpy() for name, values in found.items()}
     begun, scored = time.perf_counter(), 0
     for name, windows, numbers in _splits(job):
         missing = [k for k in numbers if np.isnan(scores[name][windows.pairs(k)]).any()]
@@ -91,16 +92,17 @@ def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
     return [(name, windows, numbers) for name, windows, numbers in splits if isinstance(windows, Packs)]
 
 
-def _read(job: Job) -> Scores | Problem:
+def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
     """What stands on the disk, else all NaN; a Problem for a run that has begun and lost it."""
     path = _path(job)
     if path.is_file():
         try:
-            return {name: entry.read().numpy() for name, entry in tensorfile.entries(path).items()}
+            return {name: entry.read() for name, entry in tensorfile.entries(path).items()}
         except DataError as error:
             return error.problems[0]
     if not candidates(job.directory / "checkpoints"):
-        return {name: np.full(windows.store.split.documents // 2, np.nan) for name, windows, _ in _splits(job)}
+        sizes = {name: windows.store.split.documents // 2 for name, windows, _ in _splits(job)}
+        return {name: torch.full((size,), torch.nan, dtype=torch.float64) for name, size in sizes.items()}
     others = sorted(other.name for other in job.directory.glob("reference-*.safetensors"))
     what = f"the run has checkpoints, and its {path.name}, which says what the model was, is not there"
     if others:

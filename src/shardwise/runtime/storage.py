@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime import commit
+from shardwise.runtime.exchange import may_travel
 from shardwise.runtime.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord, check_coverage, read, read_at
 from shardwise.spec.files import open_regular
 
@@ -81,6 +82,9 @@ class Target:
     path: Path
     rank: int
     world_size: int
+
+
+may_travel(Stored, Target)
 
 
 class _Store:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import Problem, TrainingError
+from shardwise.runtime.exchange import all_gather
 from shardwise.runtime.guard import StopRequest
 
 
@@ -123,8 +124,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _apart(events: list[str]) -> Problem:
     """The problem that names what ranks ran differently. One gather, on all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, events)
+    everyone = all_gather(events)
     rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
     pair = next(pair for pair in zip_longest(everyone[0], everyone[rank]) if pair[0] != pair[1])
     told = [event or "the end of the step" for event in pair]

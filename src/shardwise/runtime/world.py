@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import set_timeout
+from shardwise.runtime import exchange
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
 
@@ -27,7 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of the run, as its launcher described it. ``fault`` is a test's order to fail."""
+    """This process among those of the run, as its launcher described it. ``fault`` is a test's order to fail;
+    ``store`` is the file through which ranks of ``shardwise train`` find one another."""
 
     rank: int
     local_rank: int
@@ -36,6 +39,7 @@ class Process:
     threads: int
     host: str
     fault: str
+    store: str = ""
 
 
 def process() -> Process:
@@ -49,6 +53,7 @@ def process() -> Process:
         threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores() // local_world_size),
         host=socket.gethostname(),
         fault=os.environ.get("SHARDWISE_FAULT", ""),
+        store=os.environ.get("SHARDWISE_STORE", ""),
     )
 
 
@@ -74,12 +79,16 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
         raise ConfigError(_wrong_world(layout, me.world_size))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes lines between ours
     torch.set_num_threads(me.threads)
+    _keep_to_ourselves(me)
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if kind == "cuda":
         torch.cuda.set_device(me.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    if is_worker():
+    if me.store:
+        place: dict[str, Any] = {"store": _store(), "rank": me.rank, "world_size": me.world_size}
+        dist.init_process_group(backend, timeout=timeout, **place)
+    elif is_worker():
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -94,8 +103,8 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
 
 
 def told_by_first(make: Callable[[], str]) -> str:
-    """The text that ``make`` returns on rank 0, on every rank that torchrun started, before there is a process group:
-    through the store of its rendezvous."""
+    """The text that ``make`` returns on rank 0, on every rank, before there is a process group: through the store in
+    which ranks find one another."""
     store = _store()
     if process().rank == 0:
         store.set("shardwise/told", make())
@@ -105,14 +114,25 @@ def told_by_first(make: Callable[[], str]) -> str:
 @cache
 def _store() -> Any:
     """Kept, for where rank 0 serves it, it would end with the last that knows it."""
-    return next(dist.rendezvous("env://"))[0]
+    me = process()
+    return dist.FileStore(me.store, me.world_size) if me.store else next(dist.rendezvous("env://"))[0]
+
+
+def _keep_to_ourselves(me: Process) -> None:
+    """Ranks of one machine talk over the loopback interface: nothing can reach them from a network, whatever interface
+    torch or the user's environment would choose. And what torch compiles goes where no other user of the machine
+    can put code for us to load: torch's own choice is a directory of known name in /tmp."""
+    if me.world_size == me.local_world_size:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
+    home = Path.home()
+    if os.access(home, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / ".cache" / "shardwise" / "inductor"))
 
 
 def from_first(make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, on every rank."""
-    box: list[Any] = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    made: T = box[0]
+    made: T = exchange.broadcast(make() if dist.get_rank() == 0 else None)
     return made
 
 

@@ -1,0 +1,86 @@
+"""Objects from rank to rank, as bytes that can do no harm.
+
+torch.distributed's own collectives of objects unpickle whatever arrives, and unpickling can run any command. What
+arrives is what somebody connected to a rank's port has sent: a rank, as a rule. Here it is read as torch reads weights
+of strangers (``weights_only``): numbers, text, containers, tensors, and the classes that ``may_travel`` was told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from io import BytesIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import metadata, planner, storage
+from torch.serialization import add_safe_globals
+
+from shardwise import errors
+
+Group = dist.ProcessGroup | None
+"""A gloo group; None stands for all ranks."""
+PLAIN = (errors.ShardwiseError, Enum)
+
+
+def may_travel(*classes: Any) -> None:
+    """Let ranks send one another instances of ``classes``: plain data, whose making does nothing else."""
+    add_safe_globals(list(classes))
+
+
+# our errors, and what DCP's planners say of tensors
+found = (kind for module in (errors, metadata, planner, storage) for kind in vars(module).values())
+may_travel(*(kind for kind in found if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, PLAIN))))
+# a pickle of protocol 2 calls exceptions as Python 2 did, and every kind of OSError by the name of the first
+may_travel((OSError, "exceptions.OSError"), (RuntimeError, "exceptions.RuntimeError"))
+
+
+def broadcast(value: Any, group: Group = None) -> Any:
+    """The first rank's ``value``, on every rank; what the others give is not looked at."""
+    first = dist.get_rank(group) == 0
+    data = encode(value) if first else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group=group, group_src=0)
+    if not first:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return decode(data)
+
+
+def gather(value: Any, group: Group = None) -> list[Any]:
+    """The values of all ranks, by rank, on the first; an empty list on the others."""
+    data, rank = encode(value), dist.get_rank(group)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    sizes[rank] = len(data)
+    dist.all_reduce(sizes, group=group)
+    padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
+    parts = [torch.empty_like(padded) for _ in sizes] if rank == 0 else []
+    dist.gather(padded, parts or None, group=group, group_dst=0)
+    return [decode(part[: int(size)]) for part, size in zip(parts, sizes, strict=False)]
+
+
+def all_gather(value: Any, group: Group = None) -> list[Any]:
+    """The values of all ranks, by rank, on every one."""
+    everyone: list[Any] = broadcast(gather(value, group), group)
+    return everyone
+
+
+def scatter(values: Sequence[Any], group: Group = None) -> Any:
+    """Of the first rank's ``values``, the one with this rank's number."""
+    parts = broadcast([encode(value) for value in values], group)
+    return decode(parts[dist.get_rank(group)])
+
+
+def encode(value: Any) -> Tensor:
+    """``value`` as bytes."""
+    stream = BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8).clone()
+
+
+def decode(data: Tensor) -> Any:
+    """What was encoded. Raises pickle.UnpicklingError for anything that could do more than hold data."""
+    return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
