@@ -7,7 +7,7 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_600,
+    "spec": 1_650,
     "models": 2_700,
     "data": 3_000,
     "methods": 400,
@@ -16,8 +16,8 @@ PACKAGE_LINES = {
     "runtime": 4_150,
     "prove": 900,
     "launch": 650,
-    "interop": 1_400,
-    "cli": 1_400,
+    "interop": 1_200,
+    "cli": 1_450,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
