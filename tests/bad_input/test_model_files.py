@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.cli.app import main
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError
-from shardwise.models import hf, init, tensorfile
+from shardwise.models import hf, init, peft, tensorfile
 from shardwise.models.config import from_hf, layer_kinds, parameter_count, parameter_shapes, problems, to_hf
 from shardwise.models.load import load_spec, read_spec
+from shardwise.spec.plan import Lora
+from shardwise.techniques import lora
 from tests.models import families, foreign
 from tests.models.test_config import SMALL
 
@@ -214,3 +217,46 @@ def test_a_plan_that_takes_long_is_interrupted() -> None:
 def test_a_timeout_beyond_reason(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.timeout_s=1e308"]) == 78
     assert "error[CFG005]: `run.timeout_s` must be a number > 0 and ≤ 604800" in capfd.readouterr().err
+
+
+ADAPTER = Lora(2, 4.0, ("q", "down"))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    shapes = lora.adapters(SPEC, ADAPTER)
+    peft.write_adapter(directory, ADAPTER, SPEC, None, shapes, lambda name: torch.ones(shapes[name]))
+    return directory
+
+
+@MUTATE
+@given(data=st.data())
+def test_a_mutated_adapter(adapter: Path, data: st.DataObject) -> None:
+    file = adapter / peft.CONFIG
+    kept = file.read_text()
+    config = json.loads(kept)
+    extra = ["rank_pattern", "modules_to_save", "init_lora_weights", "layers_to_transform"]
+    for _ in range(data.draw(st.integers(1, 2))):
+        config[data.draw(st.sampled_from([*sorted(config), *extra]))] = data.draw(ODD)
+    file.write_text(json.dumps(config))
+    try:
+        settings = peft.adapter_settings(adapter, SPEC)
+        assert settings.get("rank", 1) >= 1
+        peft.find_adapter(adapter, lora.adapters(SPEC, ADAPTER), ADAPTER, SPEC)
+    except OURS:
+        pass
+    finally:
+        file.write_text(kept)
+
+
+def test_an_adapter_that_is_not_finite(adapter: Path, tmp_path: Path) -> None:
+    shapes = lora.adapters(SPEC, ADAPTER)
+    peft.write_adapter(tmp_path, ADAPTER, SPEC, None, shapes, lambda name: torch.full(shapes[name], torch.inf))
+    parts = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
+    with pytest.raises(DataError, match=r"MOD006.*`layers.0.attention.q.lora_a.weight` holds 96 infinite of 96 values"):
+        list(peft.read_adapter(tmp_path, parts, ADAPTER, SPEC))
+    stored = safetensors.torch.load_file(tmp_path / peft.WEIGHTS)
+    safetensors.torch.save_file({name: value.to(torch.int8) for name, value in stored.items()}, tmp_path / peft.WEIGHTS)
+    with pytest.raises(DataError, match="CKPT004"):
+        peft.find_adapter(tmp_path, shapes, ADAPTER, SPEC)

@@ -18,6 +18,8 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf import name_in_model, turned
 from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
+from shardwise.spec.complaints import show_value
+from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Lora
 from shardwise.spec.recipe import Lora as Asked
 
@@ -112,8 +114,7 @@ _SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora":
 def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     """What the adapter in ``directory`` is, by the keys of a recipe's ``lora``: from its config, but for the targets,
     which are the layers whose tensors it has. Raises MissingInputError (CKPT001), DataError for damaged files."""
-    _check_present(directory)
-    config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
+    config = _config(directory)
     found = tensorfile.entries(directory / WEIGHTS)
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
     roles: dict[str, bool] = {}
@@ -124,19 +125,31 @@ def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     targets = [kind for kind, targeted in roles.items() if targeted]
     if targets:
         settings["targets"] = "all-linear" if len(targets) == len(roles) else targets
-    try:
-        return Asked.model_validate(settings).model_dump(include=set(settings))
-    except ValidationError as error:
-        wrong = [f"{_SETTINGS.get(str(fault['loc'][0]))}: {fault['input']!r}" for fault in error.errors()]
-        what = f"{CONFIG} has values that no adapter has: {', '.join(wrong)[:200]}"
-        raise DataError(Problem("CKPT009", what, str(directory / CONFIG), "fetch the adapter again")) from None
+    return settings
 
 
-def _check_present(directory: Path) -> None:
+def _config(directory: Path) -> dict[str, Any]:
+    """The adapter's own words, each of the kind that it must be. Raises MissingInputError (CKPT001), DataError
+    (CKPT009)."""
     for file in (CONFIG, WEIGHTS):
         if not (directory / file).is_file():
             fix = "a directory as PEFT's save_pretrained writes it"
             raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
+    config = tensorfile.parse_json(directory / CONFIG, read_regular(directory / CONFIG))
+    given = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
+    wrong = [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(config.get(key) or {}, dict)]
+    try:
+        Asked.model_validate(given)
+    except ValidationError as error:
+        wrong += [_SETTINGS[str(fault["loc"][0])] for fault in error.errors()]
+    modules = config.get("target_modules")
+    if not all(isinstance(name, str) for name in (modules if isinstance(modules, list) else [modules or ""])):
+        wrong.append("target_modules")
+    if wrong:
+        said = ", ".join(f"{key}: {show_value(config[key])}" for key in wrong)
+        what = f"{CONFIG} has values that no adapter has: {said}"
+        raise DataError(Problem("CKPT009", what, str(directory / CONFIG), "fetch the adapter again"))
+    return config
 
 
 def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
@@ -150,13 +163,15 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises DataError (CKPT002, CKPT003)
     with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
     where = str(directory)
-    _check_present(directory)
-    config = tensorfile.parse_json(directory / CONFIG, (directory / CONFIG).read_bytes())
+    config = _config(directory)
     found, modules, weights = tensorfile.entries(directory / WEIGHTS), _modules(names, spec), parameter_shapes(spec)
     linears = _linears(spec)
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
     problems = [*unserved, *_settings_differ(config, lora, where)]
+    if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point]:
+        what = f"{len(odd)} tensors of the adapter are quantised ({found[odd[0]].dtype}), such as {odd[0]}"
+        problems.append(Problem("CKPT004", what, where, "the adapter in fp32, bf16 or fp16"))
     theirs = _stored(modules)
     if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
