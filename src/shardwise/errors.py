@@ -57,6 +57,12 @@ class ShardwiseError(Exception):
         return {"exit_code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
 
 
+def first_line(error: BaseException, most: int = 160) -> str:
+    """What an exception says, its first line cut short; where it says nothing, as MemoryError does, its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
 class UsageError(ShardwiseError):
     exit_code = 2
 

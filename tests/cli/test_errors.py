@@ -15,6 +15,7 @@ import pytest
 
 from shardwise.cli import app, schema, train
 from shardwise.cli.app import main
+from shardwise.errors import first_line
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan
 from shardwise.spec.plan import Plan, Precision
@@ -166,6 +167,31 @@ def test_a_defect_ends_with_70_and_keeps_its_traceback(
     code, _, err = shardwise("schema", "--debug")
     assert code == 70 and "Traceback (most recent call last)" in err
     Path(err.partition("is in ")[2].splitlines()[0]).unlink()
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (MemoryError(), 1, "error[MEM001]: out of memory: MemoryError"),
+        (AssertionError(), 70, "error[BUG001]: a defect of shardwise: AssertionError"),
+    ],
+)
+def test_an_error_that_says_nothing(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, line: str
+) -> None:
+    def silent(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(schema, "recipe_schema", silent)
+    ended, _, err = shardwise("schema")
+    assert (ended, err.splitlines()[0]) == (code, line)
+    if code == 70:
+        Path(err.partition("is in ")[2].splitlines()[0]).unlink()
+
+
+def test_the_first_line_of_what_an_exception_says() -> None:
+    said = [first_line(error, 5) for error in (MemoryError(), ValueError("\n\n"), OSError(" first\nsecond"))]
+    assert said == ["MemoryError", "ValueError", "first"]
 
 
 def test_ctrl_c_ends_with_130(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.cli.show import defect, print_error
-from shardwise.errors import MissingInputError, Problem, ShardwiseError, UsageError
+from shardwise.errors import MissingInputError, Problem, ShardwiseError, TrainingError, UsageError, first_line
 from shardwise.launch.worker import speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
@@ -106,6 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        what = f"out of memory: {first_line(error)}"
+        fix = "close what else runs here, raise the limit of the container or job, or use a machine with more"
+        print_error(TrainingError(Problem("MEM001", what, "this process", fix)), as_json=as_json)
+        return TrainingError.exit_code
     except Exception as error:
         if debug:
             traceback.print_exc()

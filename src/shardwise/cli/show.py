@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Problem, ShardwiseError
+from shardwise.errors import Problem, ShardwiseError, first_line
 
 
 def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
@@ -27,8 +27,8 @@ def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> No
 
 def defect(error: Exception, kept: Path, fix: str) -> ShardwiseError:
     """BUG001 for what is no error of the user's; the traceback lies in ``kept``."""
-    first = str(error).splitlines()[0] if str(error) else ""
-    what = f"a defect of shardwise: {type(error).__name__}: {first}"
+    name, said = type(error).__name__, first_line(error)
+    what = f"a defect of shardwise: {name}" + (f": {said}" if said != name else "")
     return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", fix))
 
 

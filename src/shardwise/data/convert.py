@@ -22,7 +22,7 @@ from uuid import UUID
 
 from shardwise.data.source import Source, digest
 from shardwise.data.whole import once
-from shardwise.errors import DataError, Problem, UnavailableError
+from shardwise.errors import DataError, Problem, UnavailableError, first_line
 
 WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
@@ -194,5 +194,5 @@ def _arrow(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def _damaged(source: Source, error: Exception) -> DataError:
-    what = f"{source.name} cannot be read: {str(error).splitlines()[0][:160]}"
+    what = f"{source.name} cannot be read: {first_line(error)}"
     return DataError(Problem("DATA008", what, str(source.path), "fetch the file again"))

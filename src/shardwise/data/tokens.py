@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shardwise.data.source import digest
-from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.errors import DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import read_regular
 from shardwise.spec.hub import fetch
 
@@ -90,7 +90,7 @@ def open_directory(directory: Path) -> Tokenizer:
         raw = read_regular(directory / FILES[0])
         backend, content = Backend.from_buffer(raw), json.loads(raw)
     except Exception as error:  # tokenizers raises plain Exception
-        what = f"tokenizer.json cannot be read: {str(error).splitlines()[0][:200]}"
+        what = f"tokenizer.json cannot be read: {first_line(error, 200)}"
         raise DataError(Problem("TOK004", what, str(directory / FILES[0]), "fetch the tokenizer again")) from error
     backend.no_padding()
     backend.no_truncation()

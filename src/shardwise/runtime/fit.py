@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import Problem, TrainingError
+from shardwise.errors import Problem, TrainingError, first_line
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, accumulate
 from shardwise.spec.plan import Plan
@@ -48,7 +48,7 @@ def explain_memory(plan: Plan, device: torch.device, doing: str) -> Iterator[Non
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TrainingError(out_of_memory(plan, device, doing, str(error))) from error
+        raise TrainingError(out_of_memory(plan, device, doing, first_line(error))) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -69,6 +69,6 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
     fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")
-    what = f"out of memory while {doing}: {message.splitlines()[0][:160]}{held}"
+    what = f"out of memory while {doing}: {message}{held}"
     where = f"the plan counts {show_bytes(estimate.peak_bytes)}: {told}" if told else str(device)
     return Problem("MEM001", what, where, " or ".join(fixes))

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from shardwise.errors import Problem, ShardwiseError, TrainingError
+from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime import flight
 from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
@@ -212,7 +212,7 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
         if own := next((status for status in statuses if status.rank == me.rank), None):
             where += f" (host {me.host}) was in phase {own.phase} of step {own.step}"
         fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
-        return TrainingError(Problem("LOST001", f"another rank went away: {text.splitlines()[0][:200]}", where, fix))
+        return TrainingError(Problem("LOST001", f"another rank went away: {first_line(error, 200)}", where, fix))
     return error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem
+from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem, first_line
 
 KeyPath = tuple[str | int, ...]
 MAX_BYTES = 2**18
@@ -93,8 +93,7 @@ def parse(text: str, name: str) -> Document:
     except MarkedYAMLError as error:
         raise ConfigError(_invalid(error, text, name)) from None
     except (YAMLError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(Problem("CFG007", f"{name} is not valid YAML: {first}", where=name)) from None
+        raise ConfigError(Problem("CFG007", f"{name} is not valid YAML: {first_line(error)}", where=name)) from None
     return document
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from shardwise.spec.cgroup import memory_limits
+
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"}  # x86
 _IDENTITY |= {"CPU implementer", "CPU variant", "CPU part", "CPU revision", "Features"}  # Arm
-_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def cores() -> int:
@@ -57,13 +53,14 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[s
 
 
 def total_memory_bytes() -> int:
-    """Memory of this machine, or what its control group may use of it; the same whenever it is asked."""
-    return min([int(_memory().total), *(limit for limit, _ in _limits())])
+    """Memory of this machine, or what the control groups of this process may use of it; the same whenever it is
+    asked."""
+    return min([int(_memory().total), *(limit for limit, _ in memory_limits())])
 
 
 def available_memory_bytes() -> int:
-    """Memory that new allocations can have: what the kernel calls available, or what a control group leaves of it."""
-    left = [limit - used for limit, used in _limits() if used < limit]
+    """Memory that new allocations can have: what the kernel calls available, or what the control groups leave of it."""
+    left = [limit - used for limit, used in memory_limits() if used < limit]
     return min([int(_memory().available), *left])
 
 
@@ -71,13 +68,6 @@ def _memory() -> Any:
     import psutil
 
     return psutil.virtual_memory()
-
-
-def _limits() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) of the control groups that say so."""
-    for limit, usage in _LIMITS:
-        with suppress(OSError, ValueError):
-            yield int(Path(limit).read_text()), int(Path(usage).read_text())
 
 
 def processor() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from shardwise.errors import MissingInputError, Problem, UnavailableError
+from shardwise.errors import MissingInputError, Problem, UnavailableError, first_line
 
 
 def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
@@ -27,7 +27,7 @@ def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str
         what = f"no directory {source}, and the Hub could not be reached for {at}"
         raise UnavailableError(Problem("MOD003", what, where, fix)) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        what = f"no directory {source}, and the Hub gives none: {str(error).splitlines()[0]}"
+        what = f"no directory {source}, and the Hub gives none: {first_line(error)}"
         fix = "check the name and the revision; `hf auth login` if it is gated"
         raise MissingInputError(Problem("MOD002", what, where, fix)) from error
 
