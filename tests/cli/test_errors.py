@@ -313,7 +313,8 @@ def test_another_runs_directory(shardwise: Run) -> None:
     code, _, err = shardwise("train", "--run", "a")
     assert (code, err) == (
         73,
-        'error[OUT001]: runs/a holds run "a" at step 400, of another recipe\nwhere: runs/a\n'
+        'error[OUT001]: runs/a holds run "a" at step 400, of another recipe: train.seq_len 256 (was 7), '
+        "train.global_batch_size 4 (was None), train.max_steps 500 (was None), ...\nwhere: runs/a\n"
         "fix:   `--resume`, or another `--run` or `--out`; nothing is overwritten\n",
     )
 

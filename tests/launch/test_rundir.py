@@ -57,7 +57,8 @@ def test_another_recipes_run_is_never_touched(tmp_path: Path) -> None:
     assert refused(caught.value) == (
         "OUT001",
         73,
-        f'{tmp_path / "a"} holds run "a" at step 400, of another recipe',
+        f'{tmp_path / "a"} holds run "a" at step 400, of another recipe: '
+        f"optim.learning_rate {load_recipe(None).optim.learning_rate} (was 1.0)",
         "`--resume`, or another `--run` or `--out`; nothing is overwritten",
     )
     assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True) == 400

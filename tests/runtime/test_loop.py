@@ -20,6 +20,7 @@ from torch.futures import Future
 from shardwise.cli.app import main
 from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
+from shardwise.launch import rundir
 from shardwise.runtime import begin, commit, end, measure, profile, sample
 from shardwise.runtime.loop import train
 from shardwise.runtime.outcome import read_exit
@@ -27,7 +28,9 @@ from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.storage import ShardWriter
+from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Precision
+from shardwise.spec.recipe import Recipe
 from tests.runtime import small_run
 from tests.runtime.small_run import MODEL, directory, numbers, recipe, train_here, weights_hash
 
@@ -152,6 +155,28 @@ def test_a_recipe_that_does_not_fit_the_checkpoints_leaves_the_run_alone(whole: 
     with pytest.raises(DataError, match="CKPT002"):
         train_here(made)
     assert (run / "recipe.yaml").read_bytes() == kept
+
+
+def test_a_recipe_that_was_edited_is_compared_with_what_the_run_was_trained_with(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, tmp_path / "whole")
+
+    def edited(before: str, after: str) -> Recipe:
+        text = (whole / "recipe.yaml").read_text()
+        (run / "recipe.yaml").write_text(text.replace(before, after))
+        assert before in text
+        return load_recipe(run / "recipe.yaml")
+
+    assert rundir.resuming(run, 8, load_recipe(run / "recipe.yaml")) == f"resuming {run} from step 8"
+    faster = edited("learning_rate: 0.01", "learning_rate: 0.5")
+    assert rundir.check_standing(run, faster, resume=True) == 8
+    assert rundir.resuming(run, 8, faster) == f"resuming {run} from step 8; optim.learning_rate 0.5 (was 0.01)"
+    with pytest.raises(OutputError, match=r"step 8, of another recipe: optim.learning_rate 0.5 \(was 0.01\)"):
+        rundir.check_standing(run, faster, resume=False)
+    with pytest.raises(DataError, match=r"CKPT022.*run.seed 5 \(was 0\)"):
+        rundir.check_standing(run, edited("seed: 0", "seed: 5"), resume=True)
+    for path in (run / "checkpoints").glob("*/state.json"):  # nothing that is damaged is believed
+        path.write_text(path.read_text().replace('"optim.learning_rate": 0.01', '"optim.learning_rate": 0.07'))
+    assert rundir.resuming(run, 8, faster).endswith("; run.seed 0 (was 5); optim.learning_rate 0.5 (was 0.01)")
 
 
 def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:

@@ -103,7 +103,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
 
     directory = Path(recipe.run.out) / recipe.run.name
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
-    changed = {} if standing is None else rundir.changes(directory, recipe)
+    resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
     check_installed(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
@@ -137,9 +137,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     words += [flag for flag, on in flags.items() if on]
     if cluster.nodes > 1:
         return _print_nodes(words[1:], cluster, options.port)
-    if standing is not None:
-        differs = "".join(f"; {key} {change}" for key, change in changed.items())
-        note(f"resuming {directory} from step {standing}{differs}", as_json=options.json)
+    if resumes is not None:
+        note(resumes, as_json=options.json)
     with output_to_stderr() if options.json else nullcontext():
         ended = local.launch(words, cluster.devices_per_node, directory)
     return _wait(ended, directory, options)

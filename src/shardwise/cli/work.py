@@ -45,9 +45,11 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
 
 def _check_directory(directory: Path, recipe: Recipe, resume: bool) -> None:
     """What our launcher checks before it starts ranks, for ranks that torchrun started."""
-    rundir.check_standing(directory, recipe, resume=resume)
+    standing = rundir.check_standing(directory, recipe, resume=resume)
     check_installed(recipe)
     if rank() == 0:
+        if standing is not None:
+            note(rundir.resuming(directory, standing, recipe), as_json=False)
         rundir.check_writable(directory)
         clear_exit(directory)
 

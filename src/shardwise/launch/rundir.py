@@ -9,8 +9,11 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.runtime.locate import settings
 from shardwise.runtime.manifest import candidates
 from shardwise.runtime.outcome import read_exit
 from shardwise.spec.keys import dotted
@@ -92,8 +95,10 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         return None
     what = f'{directory} holds run "{directory.name}" at step {step}'
     fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
-    if any(key.partition(".")[0] not in _ELSEWHERE for key in changes(directory, recipe)):
-        raise OutputError(Problem("OUT001", f"{what}, of another recipe", str(directory), fix))
+    differs = {k: how for k, how in changes(directory, recipe).items() if k.partition(".")[0] not in _ELSEWHERE}
+    if differs:
+        told = ", ".join(f"{key} {how}" for key, how in [*differs.items()][:3]) + (", ..." if len(differs) > 3 else "")
+        raise OutputError(Problem("OUT001", f"{what}, of another recipe: {told}", str(directory), fix))
     outcome = read_exit(directory)
     if outcome is not None and outcome.kind == "done":
         fix = "another `--run`, or `--resume` with a larger train.max_steps; nothing is overwritten"
@@ -102,14 +107,27 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
 
 
 def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
-    """How ``recipe`` differs from that of the run in ``directory``, by key. Where it runs is not compared."""
+    """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings that its newest
+    checkpoint states, for recipe.yaml may have been edited since. Where it runs is not compared."""
+    old, new = settings(directory / "checkpoints"), _settings(recipe)
     try:
-        before = load_recipe(directory / "recipe.yaml")
+        old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
     except ShardwiseError as error:
         return {"recipe.yaml": f"which cannot be read: {error.problems[0].what}"}
-    old, new = (dotted(each.model_dump(mode="json")) for each in (before, recipe))
     compared = [key for key in {**old, **new} if not key.startswith("run.") or key == "run.seed"]
     return {key: f"{new.get(key)} (was {old.get(key)})" for key in compared if old.get(key) != new.get(key)}
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """As they stand in checkpoints."""
+    shown: dict[str, Any] = all_shown(dotted(recipe.model_dump(mode="json")))
+    return shown
+
+
+def resuming(directory: Path, step: int, recipe: Recipe) -> str:
+    """What is said when a run goes on: from where, and with which other settings."""
+    differs = "".join(f"; {key} {change}" for key, change in changes(directory, recipe).items())
+    return f"resuming {directory} from step {step}{differs}"
 
 
 def check_writable(directory: Path) -> None:

@@ -6,11 +6,25 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, read_facts, unlisted, whole
+from shardwise.runtime.manifest import (
+    MANIFEST,
+    STATE,
+    Rejected,
+    TensorRecord,
+    candidates,
+    check,
+    check_files,
+    read,
+    read_facts,
+    unlisted,
+    whole,
+)
 from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -45,6 +59,16 @@ def locate(path: Path) -> list[tuple[int, Path]]:
 def newest(directory: Path) -> Path | None:
     """The newest checkpoint of which the manifest verifies and every file has its size. Reads no more."""
     return next((path for _, path in candidates(directory) if whole(path)), None)
+
+
+def settings(directory: Path) -> dict[str, Any]:
+    """The settings that the newest readable checkpoint was trained with, by dotted key; empty if none says so."""
+    for _, path in candidates(directory):
+        with suppress(Rejected, OSError, ValueError):
+            check_files(path, read(path), [STATE])
+            found: dict[str, Any] = read_facts(path).get("settings", {})
+            return found
+    return {}
 
 
 def best(directory: Path) -> tuple[float, int, Path] | None:

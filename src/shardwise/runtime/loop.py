@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
 from shardwise.errors import PreemptedError, Problem, TrainingError
 from shardwise.runtime import guard
@@ -23,6 +24,7 @@ from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats, step
 from shardwise.runtime.world import process, world
+from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -104,10 +106,11 @@ def stops_early(job: Job, state: TrainState) -> bool:
 
 
 def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors: what the run must keep, and of a step that was validated the loss, by
-    which the best is found."""
+    """What a checkpoint says beside its tensors: what the run must keep, the settings it was trained with (secrets in
+    URLs hidden), and of a step that was validated the loss, by which the best is found."""
+    settings = {"settings": all_shown(dotted(job.recipe.model_dump(mode="json")))}
     known = validation is not None and math.isfinite(validation.loss)
-    return state.facts() | identity(job) | ({"validation": validation.loss} if known and validation else {})
+    return state.facts() | identity(job) | settings | ({"validation": validation.loss} if known and validation else {})
 
 
 def stopped(job: Job, signal: str) -> Problem:
