@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from shardwise.cli import train
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
 from shardwise.errors import ConfigError, Problem
+from shardwise.launch import owner
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.spec.cluster import parse_cluster
@@ -247,6 +250,55 @@ def test_runs_are_numbered_and_resumed(shardwise: Run, ended: list[tuple[object,
         assert code == 0, err
         assert err == "resuming runs/quickstart-2 from step 5\n"
         assert ended[-1][2] == Path("runs/quickstart-2")
+
+
+def test_a_run_that_is_in_use_is_left_alone(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    """By the process that started this one, in the place of another launcher. A claim does not outlast its run."""
+    other = replace(owner._me("other"), pid=os.getppid(), started=owner._started(os.getppid()))
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/.owner-5").write_bytes(owner._text(other, 0))
+    Path("runs/a/recipe.yaml").write_text("{}")
+    for more in ((), ("--resume",), ("--dry-run",)):
+        code, _, err = shardwise("train", texts(), *SMALL, "--run", "a", *more)
+        assert (code, err) == (
+            73,
+            f"error[OUT005]: runs/a is in use by pid {os.getppid()} on {other.host}\nwhere: runs/a\n"
+            "fix:   wait until it has ended, stop it, or use another `--run`\n",
+        )
+    assert sorted(path.name for path in Path("runs/a").iterdir()) == [".owner-5", "recipe.yaml"] and len(ended) == 1
+    Path("runs/a/.owner-5").unlink()
+    assert shardwise("train", texts(), *SMALL, "--run", "a")[0] == 0
+    assert len(ended) == 2 and not list(Path("runs/a").glob(".owner*"))
+
+
+def test_runs_without_a_name_that_start_at_once_get_a_name_each(
+    shardwise: Run, ended: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one takes quickstart-1 while this one plans."""
+    other = replace(owner._me("other"), pid=os.getppid(), started=owner._started(os.getppid()))
+
+    def check_sources(data: object) -> None:
+        if not Path("runs").exists():
+            Path("runs/quickstart-1").mkdir(parents=True)
+            Path("runs/quickstart-1/.owner-1").write_bytes(owner._text(other, 0))
+
+    monkeypatch.setattr("shardwise.data.prepare.check_sources", check_sources)
+    assert shardwise("train", texts(), *SMALL)[0] == 0
+    assert [call[2] for call in ended[1:]] == [Path("runs/quickstart-2")]
+
+
+def test_a_launcher_that_lost_its_directory_says_so(
+    shardwise: Run, ended: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in exit.json is of the other one."""
+
+    def launch(*arguments: object) -> Ended:
+        Path("runs/a/.owner-9").touch()
+        return Ended(0)
+
+    monkeypatch.setattr(train.local, "launch", launch)
+    code, _, err = shardwise("train", texts(), *SMALL, "--run", "a")
+    assert code == 73 and err.startswith("error[OUT005]: runs/a is no longer owned")
 
 
 def test_data_that_cannot_be_prepared_leaves_no_run_behind(shardwise: Run, ended: list[tuple[object, ...]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from shardwise.cli import work as module
 from shardwise.cli.app import main
 from shardwise.cli.work import work
 from shardwise.errors import DataError, OutputError, PreemptedError, Problem
-from shardwise.launch.worker import LAUNCHER, TURN_S
+from shardwise.launch import owner
+from shardwise.launch.owner import Claim, claim
+from shardwise.launch.worker import LAUNCHER, TURN_S, start_name
 from shardwise.runtime.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
@@ -24,6 +28,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(LAUNCHER, raising=False)
     Path("runs/a").mkdir(parents=True)
+    claim(Path("runs/a"), start_name())  # as rank 0 does
     return load_recipe(None, ["run.name=a"])
 
 
@@ -113,6 +118,44 @@ def test_ranks_of_torchrun_do_not_touch_another_run(
         run(recipe, monkeypatch, None)
     standing = read_exit(Path("runs/a"))
     assert standing is not None and standing.kind == "done"
+
+
+def test_ranks_of_torchrun_are_refused_while_another_start_lives(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one is the process that started this one. Rank 1 waits for rank 0, which torchrun sees fail."""
+    other = replace(owner._me("other"), pid=os.getppid(), started=owner._started(os.getppid()))
+    Path("runs/a/.owner-5").write_bytes(owner._text(other, 0))
+    before = sorted(Path("runs/a").iterdir())
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OutputError, match=rf"OUT005.*runs/a is in use by pid {os.getppid()} on {other.host}"):
+        run(recipe, monkeypatch, None)
+    monkeypatch.setenv("RANK", "1")
+    waited: list[float] = []
+    monkeypatch.setattr(owner, "PACE", owner.Pace(sleep=waited.append))
+    monkeypatch.setattr(owner.follow, "__defaults__", (owner.PACE,))
+    with pytest.raises(OutputError, match="rank 0 has not claimed runs/a in"):
+        run(recipe, monkeypatch, None)
+    assert sum(waited) > recipe.run.timeout_s and sorted(Path("runs/a").iterdir()) == before
+    Path("runs/a/.owner-5").unlink()
+    monkeypatch.setenv("RANK", "0")
+    assert run(recipe, monkeypatch, None) == 0
+    assert not list(Path("runs").glob("a/.owner-*"))
+
+
+def test_a_rank_that_lost_its_directory_leaves_no_cause_there(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+
+    def train(recipe: Recipe, plan: object, fresh: bool, claimed: Claim) -> None:
+        Path("runs/a/.owner-9").touch()
+        claimed.check()
+
+    monkeypatch.setattr(module, "_train", train)
+    assert work(recipe, None, resume=False, fresh=False, debug=False) == 73
+    assert capsys.readouterr().err.startswith("error[OUT005]: runs/a is no longer owned")
+    assert read_exit(Path("runs/a")) is None
 
 
 def test_rank_0_of_torchrun_tells_first(

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,9 @@ from shardwise.cli.preview import report
 from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
-from shardwise.errors import PreemptedError, ShardwiseError, TrainingError, UnavailableError
+from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
+from shardwise.launch.owner import check_free
 from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
@@ -69,12 +71,17 @@ def run(options: Options) -> int:
     if options.print_config:
         print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
         return 0
-    recipe = with_adapter(_named(options, words, loaded))
     if is_worker():
+        recipe = with_adapter(_named(options, words, loaded))
         return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
     for notice in loaded.notices:
         note(notice, as_json=options.json)
-    return _launch(options, recipe)
+    while True:
+        try:
+            return _launch(options, with_adapter(_named(options, words, loaded)))
+        except OutputError as error:
+            if "run.name" in loaded.given or options.resume or error.problems[0].code != "OUT005":
+                raise  # else another start took the name meanwhile: the next one
 
 
 def _load(options: Options, words: Words) -> Loaded:
@@ -102,8 +109,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     from shardwise.data.prepare import check_sources
 
     directory = Path(recipe.run.out) / recipe.run.name
+    check_free(directory)
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
-    resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
     check_installed(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
@@ -129,18 +136,22 @@ def _launch(options: Options, recipe: Recipe) -> int:
         said.append(f"dry run: nothing was started; disk for checkpoints {space:,} bytes")
         print_json({**facts, "records": counts}) if options.json else say(*said)
         return 0
-    rundir.check_writable(directory)
-    if cluster.nodes == 1:
-        _prepare(recipe, spec, plan, directory, hidden=options.json)
-    words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
-    flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
-    words += [flag for flag, on in flags.items() if on]
-    if cluster.nodes > 1:
-        return _print_nodes(words[1:], cluster, options.port)
-    if resumes is not None:
-        note(resumes, as_json=options.json)
-    with output_to_stderr() if options.json else nullcontext():
-        ended = local.launch(words, cluster.devices_per_node, directory)
+    with rundir.owned(directory, partial(note, as_json=options.json)) as claim:
+        standing = rundir.check_standing(directory, recipe, resume=options.resume)  # that nobody else changes now
+        resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
+        if cluster.nodes == 1:
+            _prepare(recipe, spec, plan, hidden=options.json)
+        words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
+        flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
+        words += [flag for flag, on in flags.items() if on]
+        if cluster.nodes > 1:
+            return _print_nodes(words[1:], cluster, options.port)
+        if resumes is not None:
+            note(resumes, as_json=options.json)
+        with output_to_stderr() if options.json else nullcontext():
+            ended = local.launch(words, cluster.devices_per_node, directory)
+        if not claim.held():  # what stands in exit.json now is the other one's
+            ended = local.Ended(OutputError.exit_code, claim.lost())
     return _wait(ended, directory, options)
 
 
@@ -188,7 +199,7 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, *, hidden: bool) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
     from shardwise.cli.data import stages
     from shardwise.data.epochs import epoch, few_steps
@@ -197,17 +208,11 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hi
     from shardwise.runtime.job import max_steps, open_data
 
     batch = plan.batch.global_batch_size(plan.layout.dp)
-    try:
-        with stages(hidden) as said:
-            prepared, _ = open_data(recipe, progress=said)
-        check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
-        windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
-        check_size(windows, batch, recipe.data)
-    except ShardwiseError:
-        with suppress(OSError):
-            directory.rmdir()
-            directory.parent.rmdir()
-        raise
+    with stages(hidden) as said:
+        prepared, _ = open_data(recipe, progress=said)
+    check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
+    windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+    check_size(windows, batch, recipe.data)
     if hidden or recipe.data.streaming:  # of streamed text nobody knows how much an epoch is
         return
     total = max_steps(recipe, windows, batch)

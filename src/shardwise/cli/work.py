@@ -6,15 +6,17 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import cluster_of_ranks, plan_of, products_of_first, with_products
 from shardwise.cli.show import defect, note, print_error
 from shardwise.errors import PreemptedError, ShardwiseError
-from shardwise.launch import nodes, rundir
-from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, started
+from shardwise.launch import nodes, owner, rundir
+from shardwise.launch.owner import Claim
+from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, start_name, started
 from shardwise.models.resolve import resolve
 from shardwise.planner.products import measured
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
@@ -26,35 +28,43 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, the first cause first, and
     printed once: by our launcher, or without it by the rank whose cause stands there."""
     directory = Path(recipe.run.out) / recipe.run.name
-    if not by_our_launcher():
-        _check_directory(directory, recipe, resume)  # raises before anything is written into another start's directory
-        if warning := nodes.exposure():
-            note(warning)
-    try:
-        _train(recipe, plan_file, fresh)
-        return 0
-    except ShardwiseError as error:
-        if debug:
-            traceback.print_exc()
-        return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error")
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in rundir.FULL:
-            return _leave(directory, rundir.filled(directory, error), "error")
-        return _leave(directory, _defect(directory, error, debug), "crash")
+    with _claimed(directory, recipe, resume) as claim:  # raises before anything is written into another's directory
+        try:
+            _train(recipe, plan_file, fresh, claim)
+            return 0
+        except ShardwiseError as error:
+            if debug:
+                traceback.print_exc()
+            return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error", claim)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in rundir.FULL:
+                return _leave(directory, rundir.filled(directory, error), "error", claim)
+            return _leave(directory, _defect(directory, error, debug), "crash", claim)
 
 
-def _check_directory(directory: Path, recipe: Recipe, resume: bool) -> None:
-    """What our launcher checks before it starts ranks, for ranks that torchrun started."""
-    standing = rundir.check_standing(directory, recipe, resume=resume)
+@contextmanager
+def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | None]:
+    """The claim under which this rank may write. Our launcher holds it for its ranks, and has checked everything; of
+    those that torchrun started, rank 0 claims and the others follow."""
+    if by_our_launcher():
+        yield owner.standing(directory)
+        return
+    if warning := nodes.exposure():
+        note(warning)
     check_installed(recipe)
-    if rank() == 0:
+    if rank():
+        rundir.check_standing(directory, recipe, resume=resume)
+        yield owner.follow(directory, start_name(), recipe.run.timeout_s)
+        return
+    with rundir.owned(directory, note, start_name()) as claim:
+        standing = rundir.check_standing(directory, recipe, resume=resume)
         if standing is not None:
             note(rundir.resuming(directory, standing, recipe), as_json=False)
-        rundir.check_writable(directory)
         clear_exit(directory)
+        yield claim
 
 
-def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
+def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | None) -> None:
     from shardwise.runtime.begin import Start
     from shardwise.runtime.loop import train
 
@@ -68,7 +78,7 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool) -> None:
     resumed = directory if rundir.newest_step(directory) else None
     plan = plan_of(recipe, resolve(recipe), cluster, plan_file, resumed)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
-    train(recipe, plan, start=Start(allow_fresh_start=fresh))
+    train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim))
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
@@ -81,17 +91,18 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
     return defect(error, kept, "report it with that file")
 
 
-def _leave(directory: Path, error: ShardwiseError, kind: str) -> int:
-    """Write the cause unless one stands (the guard writes what happens while it watches), and print what nobody else
-    will: a full disk may not hold it."""
+def _leave(directory: Path, error: ShardwiseError, kind: str, claim: Claim | None) -> int:
+    """Write the cause unless one stands (the guard writes what happens while it watches) or the directory is another
+    start's by now, and print what nobody else will: a full disk may not hold it."""
     problems, unwritten = [asdict(problem) for problem in error.problems], False
-    if directory.is_dir() and read_exit(directory) is None:
+    lost = claim is not None and not claim.held()
+    if not lost and directory.is_dir() and read_exit(directory) is None:
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
         try:
             write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
         except OSError:
             unwritten = True
-    standing = read_exit(directory)
+    standing = None if lost else read_exit(directory)
     mine = unwritten or rank() == (standing.rank if standing else 0)
     if not mine:
         speak_in_turn()  # torchrun would end the rank that is about to tell the cause

@@ -6,13 +6,16 @@ import errno
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.launch import owner
+from shardwise.launch.owner import Claim
 from shardwise.runtime.locate import settings
 from shardwise.runtime.manifest import candidates
 from shardwise.runtime.outcome import read_exit
@@ -145,6 +148,24 @@ def check_writable(directory: Path) -> None:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         raise OutputError(_unwritable(directory, error)) from None
+
+
+@contextmanager
+def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Iterator[Claim]:
+    """Own ``directory`` while the block lasts, and do not leave it behind empty. Raises OutputError: OUT005 while
+    another process owns it, OUT002 if it cannot be written."""
+    check_writable(directory)
+    try:
+        claim = owner.claim(directory, token, say)
+    except OSError as error:
+        raise OutputError(_unwritable(directory, error)) from None
+    try:
+        yield claim
+    finally:
+        claim.release()
+        with suppress(OSError):
+            directory.rmdir()
+            directory.parent.rmdir()
 
 
 def filled(directory: Path, error: OSError) -> OutputError:

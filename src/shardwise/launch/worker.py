@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -30,6 +31,14 @@ def started() -> tuple[int, int]:
     """(processes in all, processes on this node), as torchrun or our launcher says it."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+
+
+def start_name() -> str:
+    """What all ranks that torchrun started together know, and those of another start do not."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    known = [os.environ.get(name, "") for name in names]
+    alone = known[2].startswith(("localhost", "127.", "::1")) or not known[2]  # an address that every machine has
+    return "/".join([*known, socket.gethostname()] if alone else known)
 
 
 def by_our_launcher() -> bool:

@@ -15,7 +15,7 @@ from shardwise.runtime import fit
 from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint import Checkpoints
-from shardwise.runtime.guard import Guard
+from shardwise.runtime.guard import Claim, Guard
 from shardwise.runtime.header import header
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token, measure_peak_flops
@@ -35,10 +35,12 @@ from shardwise.techniques.numbers import torch_type
 @dataclass(frozen=True)
 class Start:
     """How a run may begin: from another run's checkpoint (``resume_from``), or afresh although its own checkpoints are
-    all bad. A run with good checkpoints always goes on from the newest."""
+    all bad. A run with good checkpoints always goes on from the newest. ``claim``: under which it owns its directory;
+    None: nobody asked."""
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False
+    claim: Claim | None = None
 
 
 def loss_of(recipe: Recipe, chunk: int) -> Loss:

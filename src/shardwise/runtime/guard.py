@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime import flight
@@ -23,6 +23,8 @@ from shardwise.runtime.world import Process
 
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
+CLAIM_S = 1.0
+"""Between two looks at who owns the directory while steps are short."""
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
 """Phases that may rightly take ten times as long as a step's, which are: data, count, forward, backward, reduce, clip,
@@ -61,11 +63,22 @@ class Fault:
         os.kill(os.getpid(), number)
 
 
+class Claim(Protocol):
+    """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError if it was lost."""
+
+    def held(self) -> bool: ...
+    def check(self) -> None: ...
+
+
 class Guard:
     """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long."""
 
-    def __init__(self, run_directory: Path, rank: int, timeout_s: float, fault: str = "") -> None:
+    def __init__(
+        self, run_directory: Path, rank: int, timeout_s: float, fault: str = "", claim: Claim | None = None
+    ) -> None:
         self.directory = run_directory
+        self.claim = claim
+        self._claim_seen_s = 0.0
         self.page = Page(run_directory, rank)
         self.timeout_s = timeout_s
         self.fault = Fault.parse(fault)
@@ -86,11 +99,20 @@ class Guard:
         return item
 
     def enter(self, phase: str) -> None:
-        """This rank enters ``phase``."""
+        """This rank enters ``phase``. Raises OutputError OUT005 before a new step, validation or save if the directory
+        was lost."""
+        if phase in SLOW_PHASES or phase == "data":
+            self.check_claim(0.0 if phase == "save" else CLAIM_S)
         self.page.enter(phase, self.step)
         fault = self.fault
         if fault and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
             fault.fire(self.directory)
+
+    def check_claim(self, known_for_s: float = 0.0) -> None:
+        """On rank 0, raise OutputError OUT005 if the directory is not this start's any more."""
+        if self.claim and self.page.status.rank == 0 and time.monotonic() - self._claim_seen_s >= known_for_s:
+            self.claim.check()
+            self._claim_seen_s = time.monotonic()
 
     def close(self) -> None:
         self._stop.set()
@@ -170,18 +192,20 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def watching(run_directory: Path, me: Process, timeout_s: float) -> Iterator[Guard]:
-    """Watch one rank's run and leave its outcome in ``exit.json``. What a lost or silent rank does to the others comes
-    out as a TrainingError: HANG001 naming the rank that they waited for, or LOST001."""
+def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> Iterator[Guard]:
+    """Watch one rank's run and leave its outcome in ``exit.json``, unless the directory was lost to another start. What
+    a lost or silent rank does to the others comes out as a TrainingError: HANG001 naming the rank that they waited for,
+    or LOST001."""
     if me.rank == 0:
         clear_exit(run_directory)
-    watch = Guard(run_directory, me.rank, timeout_s, me.fault)
+    watch = Guard(run_directory, me.rank, timeout_s, me.fault, claim)
     try:
         yield watch
     except BaseException as error:
         told = diagnose(error, run_directory, me, timeout_s)
         status = watch.page.status
-        write_exit(run_directory, outcome(told, status))
+        if claim is None or claim.held():
+            write_exit(run_directory, outcome(told, status))
         if told is error:
             raise
         raise told from error

@@ -36,7 +36,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
     called after each step. Raises ShardwiseError: PreemptedError when it was asked to stop, after saving."""
     job = open_job(recipe, plan)
     with (
-        guard.watching(job.directory, process(), recipe.run.timeout_s) as watch,
+        guard.watching(job.directory, process(), recipe.run.timeout_s, start.claim) as watch,
         guard.stop_requests() as stop,
         world(plan.layout, device_kind(recipe), recipe.run.timeout_s) as mesh,
     ):
@@ -85,6 +85,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 log.follow(checkpoints.poll())
                 if stats.stop and number < job.max_steps:
                     close(checkpoints, log)
+                    watch.check_claim()  # or the newest checkpoint may be another's
                     raise PreemptedError(stopped(job, stop.name))
             watch.enter("end")
             return finish(job, state, checkpoints, log, meter, validation)
