@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from shardwise.errors import ConfigError, Problem
 from shardwise.launch import owner
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
+from shardwise.runtime.outcome import Exit, read_exit, write_exit
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
@@ -250,6 +253,29 @@ def test_runs_are_numbered_and_resumed(shardwise: Run, ended: list[tuple[object,
         assert code == 0, err
         assert err == "resuming runs/quickstart-2 from step 5\n"
         assert ended[-1][2] == Path("runs/quickstart-2")
+
+
+def test_a_finished_run_is_resumed_within_a_second(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    """Torch alone takes longer to import."""
+    Path("runs/a/checkpoints/step-00000005").mkdir(parents=True)
+    Path("runs/a/recipe.yaml").write_text("train: {max_steps: 5}")
+    write_exit(Path("runs/a"), Exit("done", 0, "done", step=5))
+    said = "nothing to do: runs/a was finished at step 5; for more, give a larger train.max_steps\n"
+    assert shardwise("train", "--resume", "runs/a") == (0, said, "")
+    assert shardwise("train", "--resume", "runs/a", "--json")[:2] == (0, '{\n "run": "runs/a",\n "exit_code": 0\n}\n')
+    code, _, err = shardwise("train", "--resume", "runs/a", "--max-steps", "4")
+    assert code == 65 and err.startswith("error[CKPT024]: the run is at step 5, and would end at step 4\n")
+    program = (
+        "import sys; from shardwise.cli.app import main; main(['train', '--resume', 'runs/a']); "
+        "print('torch' in sys.modules)"
+    )
+    environment = {"PYTHONPATH": str(Path(train.__file__).parents[2])}
+    for more in ({}, {"RANK": "0", "WORLD_SIZE": "2"}):  # from our launcher, and from torchrun
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment | more, check=True
+        )
+        assert done.stdout == f"{said}False\n"
+    assert len(ended) == 1 and read_exit(Path("runs/a")) is not None
 
 
 def test_a_run_that_is_in_use_is_left_alone(shardwise: Run, ended: list[tuple[object, ...]]) -> None:

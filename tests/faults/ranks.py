@@ -93,14 +93,13 @@ def environment() -> dict[str, str]:
 
 
 def prepare(*more: str) -> None:
-    """Import what ranks import, and ``more``. Samples are short and the machine's peak is not measured: what these
-    tests look at does not depend on them, and the runs of the real command line do all of it."""
+    """Import what ranks import, and ``more``. Samples are short: what these tests look at does not depend on them,
+    and the runs of the real command line do all of it."""
     for name in (*IMPORTED, *more):
         importlib.import_module(name)
-    from shardwise.runtime import begin, sample
+    from shardwise.runtime import sample
 
     sample.SAMPLE = dataclasses.replace(sample.SAMPLE, max_new_tokens=2)
-    begin.measure_peak_flops = lambda dtype: 1e9
 
 
 def serve() -> None:

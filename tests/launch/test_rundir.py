@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.errors import DataError, MissingInputError, OutputError, ShardwiseError
 from shardwise.launch import rundir
-from shardwise.runtime.outcome import Exit, write_exit
+from shardwise.runtime.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 
 
@@ -88,6 +88,31 @@ def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_orde
     code, exit_code, what, fix = refused(caught.value)
     assert (code, exit_code, fix) == ("CKPT022", 65, "leave that as it was, or start another run")
     assert what.endswith("cannot go on with train.seq_len 77 (was 2048), run.seed 3 (was 0)")
+
+
+def test_a_run_that_is_finished_has_nothing_to_do(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    make_run(run, "train.max_steps=20", step=20)
+    same = load_recipe(None, ["train.max_steps=20"])
+    assert rundir.nothing_to_do(run, same) is None  # it was stopped before its end
+    write_exit(run, Exit("done", 0, "done", step=20))
+    said = f"nothing to do: {run} was finished at step 20; for more, give a larger train.max_steps"
+    assert rundir.nothing_to_do(run, same) == said
+    assert rundir.nothing_to_do(run, load_recipe(None, ["train.max_steps=20", "parallel=zero3"])) == said
+    for longer in ("train.max_steps=21", "train.num_epochs=3"):
+        assert rundir.nothing_to_do(run, load_recipe(None, [longer])) is None
+    shorter = load_recipe(None, ["train.max_steps=19"])
+    with pytest.raises(DataError) as caught:
+        rundir.check_standing(run, shorter, resume=True)
+    assert refused(caught.value) == (
+        "CKPT024",
+        65,
+        "the run is at step 20, and would end at step 19",
+        "`train.max_steps=21` or more, or a new run with another `--run`",
+    )
+    clear_exit(run)
+    write_exit(run, Exit("done", 0, "done", step=22))  # whose last checkpoint could not be saved
+    assert rundir.nothing_to_do(run, same) is None
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import agree, build, exchange, export, generate, measure, reduce, world
+from shardwise.runtime.end import until_asked
+from shardwise.runtime.guard import StopRequest
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, StepStats, step
 from shardwise.spec.plan import Plan, Precision
@@ -225,3 +230,15 @@ def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:
     mine = {"of": rank, "long": "x" * (1000 - rank)}
     dealt = [("for", number, "y" * number) for number in range(world)] if rank == 0 else []
     return exchange.broadcast(mine), exchange.gather(mine), exchange.scatter(dealt)
+
+
+def validate_until_asked(rank: int, ranks: int, who: int, at: int) -> tuple[list[int], bool]:
+    """The batches of 5 that are evaluated where rank ``who`` is asked to stop during batch ``at``; do all know?"""
+    stop, job, log = StopRequest(), SimpleNamespace(device=CPU), Mock()
+    seen: list[int] = []
+    for batch in until_asked(range(5), 5, job, log, stop):  # type: ignore[arg-type]
+        seen.append(batch)  # type: ignore[arg-type]
+        if rank == who and batch == at:  # type: ignore[comparison-overlap]
+            stop.receive(signal.SIGINT, None)
+    assert [call.args[1] for call in log.progress.call_args_list][: len(seen)] == seen
+    return seen, stop.everywhere

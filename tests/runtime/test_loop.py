@@ -21,6 +21,7 @@ from shardwise.cli.app import main
 from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
 from shardwise.launch import rundir
+from shardwise.methods import pretrain
 from shardwise.runtime import begin, commit, end, measure, profile, sample
 from shardwise.runtime.loop import train
 from shardwise.runtime.outcome import read_exit
@@ -191,6 +192,8 @@ def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:
     assert found is not None and found.kind == "done"
     losses = [line[2] for line in numbers(whole)]
     assert losses[-1] < losses[0] - 0.3
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert {row["mfu"] for row in rows} == {None}  # a CPU has no peak to be compared with
 
 
 def test_the_report_compares_what_was_measured(whole: Path) -> None:
@@ -300,6 +303,44 @@ def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number:
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
+@pytest.mark.parametrize(("eval_steps", "step"), [(None, 8), (4, 4)])
+def test_a_signal_stops_a_validation(
+    root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, eval_steps: int | None, step: int
+) -> None:
+    """The last one, or one between two steps: what was trained is saved, and a resumed run does the rest."""
+    changes = {"evaluate": {"eval_steps": eval_steps, "max_batches": 6}}
+    made = recipe(root, f"stopped-validation-{step}", **changes)
+    true, seen = pretrain.evaluate, []
+
+    def evaluate_and_ask(*args: Any) -> Any:
+        seen.append(args)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return true(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "evaluate", evaluate_and_ask)
+        with pytest.raises(PreemptedError, match=rf"asked to stop \(SIGINT\): saved at step {step} of 8"):
+            train_here(made)
+    assert len(seen) == 2
+    found = read_exit(directory(made))
+    assert found is not None and (found.kind, found.restartable) == ("preempted", True)
+    assert (directory(made) / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    assert (directory(made) / "hf" / "config.json").exists() == (step == 8)
+    train_here(made)
+    events = [json.loads(line) for line in (directory(made) / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "validation"] == [8]
+    assert numbers(directory(made)) == numbers(whole)
+    assert weights_hash(directory(made)) == weights_hash(whole)
+
+
+def test_a_run_does_not_go_back(whole: Path, tmp_path: Path) -> None:
+    """Its epochs may say so only once the data are counted."""
+    shutil.copytree(whole.parent.parent, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(DataError, match=r"CKPT024.*the run is at step 8, and would end at step 5"):
+        train_here(recipe(tmp_path, "whole", train={"max_steps": 5}))
+
+
 def test_numbers_that_stay_bad_stop_the_run_and_are_not_saved(root: Path) -> None:
     made = recipe(root, "poisoned", run={"max_skipped_steps": 1})
 
@@ -374,7 +415,7 @@ def test_another_bug_is_not_taken_for_want_of_memory() -> None:
 def test_nothing_that_only_reports_ends_a_run(
     root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Samples, the probe of the processor's peak, the measurements of two steps, a profile, report.md and the summary:
+    """Samples, the count of operations, the measurements of two steps, a profile, report.md and the summary:
     each fails, and says so; the numbers and the model are those of a run in which nothing did."""
 
     def broken(what: str) -> Any:
@@ -384,7 +425,7 @@ def test_nothing_that_only_reports_ends_a_run(
         return fail
 
     monkeypatch.setattr(sample, "generate", broken("generate"))
-    monkeypatch.setattr(begin, "measure_peak_flops", broken("the probe"))
+    monkeypatch.setattr(begin, "flops_per_token", broken("the count"))
     monkeypatch.setattr(measure, "by_axis", broken("the traffic"))
     monkeypatch.setattr(measure, "highest_bytes", broken("the memory"))
     monkeypatch.setattr(profile.Profile, "_start", broken("the profiler"))
@@ -395,7 +436,7 @@ def test_nothing_that_only_reports_ends_a_run(
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning[REP001]: ")]
     assert [line.removeprefix("warning[REP001]: ").removesuffix("; the run is not affected") for line in said] == [
         "the sample at step 0 failed: generate is broken",
-        "measuring the processor's peak failed: the probe is broken",
+        "looking up the peak of the devices failed: the count is broken",
         "measuring the traffic failed: the traffic is broken",
         "measuring the memory failed: the memory is broken",
         "the profile failed: the profiler is broken",

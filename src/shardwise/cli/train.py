@@ -111,6 +111,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
     directory = Path(recipe.run.out) / recipe.run.name
     check_free(directory)
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
+    if options.resume and (done := rundir.nothing_to_do(directory, recipe)):
+        print_json({"run": str(directory), "exit_code": 0}) if options.json else say(done)
+        return 0
     check_installed(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import cluster_of_ranks, plan_of, products_of_first, with_products
-from shardwise.cli.show import defect, note, print_error
+from shardwise.cli.show import defect, note, print_error, say
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
@@ -28,6 +28,9 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, the first cause first, and
     printed once: by our launcher, or without it by the rank whose cause stands there."""
     directory = Path(recipe.run.out) / recipe.run.name
+    if resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
+        say(done) if rank() == 0 else None
+        return 0
     with _claimed(directory, recipe, resume) as claim:  # raises before anything is written into another's directory
         try:
             _train(recipe, plan_file, fresh, claim)

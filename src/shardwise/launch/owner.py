@@ -67,6 +67,7 @@ class Claim:
     def __init__(self, directory: Path, token: str, number: int | None = None) -> None:
         self.directory, self.token, self.number = directory, token, number
         self._done = threading.Event()
+        self._held_s = -math.inf
 
     def held(self) -> bool:
         """Whether the directory is still this start's. A disk that does not answer says nothing against it."""
@@ -76,10 +77,13 @@ class Claim:
             return error.errno not in _GONE
         return owner is not None and owner.token == self.token and self.number in (None, number)
 
-    def check(self) -> None:
-        """Raise OutputError OUT005 if the directory has become somebody else's."""
-        if not self.held():
-            raise OutputError(self.lost())
+    def check(self, again_after_s: float = 0.0) -> None:
+        """Raise OutputError OUT005 if the directory has become somebody else's. Nothing is read again before
+        ``again_after_s`` have passed, for steps may be short."""
+        if time.monotonic() - self._held_s >= again_after_s:
+            if not self.held():
+                raise OutputError(self.lost())
+            self._held_s = time.monotonic()
 
     def lost(self) -> Problem:
         """Why this start stops."""

@@ -16,8 +16,8 @@ from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim
-from shardwise.runtime.locate import settings
-from shardwise.runtime.manifest import candidates
+from shardwise.runtime.locate import check_length
+from shardwise.runtime.manifest import STATE, Rejected, candidates, check_files, read, read_facts
 from shardwise.runtime.outcome import read_exit
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
@@ -93,6 +93,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         if moved := [f"{key} {changed[key]}" for key in _ORDER if key in changed]:
             what = f"{directory} counts samples of its own length and order, so it cannot go on with {', '.join(moved)}"
             raise DataError(Problem("CKPT022", what, str(directory), "leave that as it was, or start another run"))
+        check_length(step, recipe.train.max_steps)
         return step
     if step is None:
         return None
@@ -109,10 +110,21 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
     return step
 
 
+def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
+    """What is said of a run that was finished, if ``recipe`` makes it no longer; else None."""
+    outcome, step = read_exit(directory), newest_step(directory)
+    if outcome is None or outcome.kind != "done" or step is None or outcome.step > step:
+        return None
+    lengths = [key for key in changes(directory, recipe) if key.startswith(("train.", "evaluate."))]
+    if lengths and recipe.train.max_steps != step:
+        return None
+    return f"nothing to do: {directory} was finished at step {step}; for more, give a larger train.max_steps"
+
+
 def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
     """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings that its newest
     checkpoint states, for recipe.yaml may have been edited since. Where it runs is not compared."""
-    old, new = settings(directory / "checkpoints"), _settings(recipe)
+    old, new = _trained_with(directory / "checkpoints"), _settings(recipe)
     try:
         old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
     except ShardwiseError as error:
@@ -125,6 +137,16 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """As they stand in checkpoints."""
     shown: dict[str, Any] = all_shown(dotted(recipe.model_dump(mode="json")))
     return shown
+
+
+def _trained_with(checkpoints: Path) -> dict[str, Any]:
+    """The settings that the newest readable checkpoint states, by dotted key; empty if none does."""
+    for _, path in candidates(checkpoints):
+        with suppress(Rejected, OSError, ValueError):
+            check_files(path, read(path), [STATE])
+            found: dict[str, Any] = read_facts(path).get("settings", {})
+            return found
+    return {}
 
 
 def resuming(directory: Path, step: int, recipe: Recipe) -> str:

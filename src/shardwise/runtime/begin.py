@@ -18,7 +18,8 @@ from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.guard import Claim, Guard
 from shardwise.runtime.header import header
 from shardwise.runtime.job import Job
-from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token, measure_peak_flops
+from shardwise.runtime.locate import check_length
+from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.reference import refer
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import keep_first_sample
@@ -29,7 +30,6 @@ from shardwise.spec.cluster import find_device
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques.numbers import torch_type
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=start.allow_fresh_start)
     if facts is not None:
         state.load_facts(facts)
+        check_length(state.step, job.max_steps)
     if job.rank == 0:  # only now: a checkpoint that does not fit leaves the run as it was
         (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
         (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
@@ -94,12 +95,10 @@ def open_log(job: Job, state: TrainState) -> Log:
 
 
 def speed(job: Job) -> Speed:
-    """Operations a token, and the peak of all devices: from the table of known GPUs, or measured on a CPU."""
-    with only_reports("measuring the processor's peak"):
-        if job.device.type == "cpu":
-            peak = measure_peak_flops(torch_type(job.plan.precision.compute))
-        else:
-            peak = gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
+    """Operations a token, and the peak of all devices from the table of known GPUs. Of a CPU no peak is known, and
+    none can be measured fairly: what products reach depends on their shapes and type, and on what else runs."""
+    with only_reports("looking up the peak of the devices"):
+        peak = 0.0 if job.device.type == "cpu" else gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
         return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
     return Speed(0.0, 0.0)
 

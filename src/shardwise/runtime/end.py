@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
-from shardwise.data.stream import evaluation
-from shardwise.errors import OutputError, Problem
+import torch
+
+from shardwise.data.stream import EvaluationBatch, evaluation
+from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.runtime.checkpoint import Checkpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
+from shardwise.runtime.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
 from shardwise.runtime.locate import best, newest
 from shardwise.runtime.manifest import step_name, whole
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
+from shardwise.runtime.reduce import sum_over_world
 from shardwise.runtime.report import Report
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import earlier_sample, sample, shown
@@ -40,26 +45,53 @@ def saving(checkpoints: Checkpoints, log: Log) -> Iterator[None]:
         raise
 
 
-def validate(job: Job, state: TrainState) -> Validation | Preference | None:
-    """What is measured on the held-out text, or pairs; None where nothing is held out."""
+def validate(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
+    """What is measured on the held-out text, or pairs; None where nothing is held out, or if the run was asked to stop
+    meanwhile."""
     windows = job.held_out
     if windows is None or not len(windows):
         return None
-    batches = evaluation(windows, replace(job.share, accumulation=1), numbers=job.evaluated)
-    chunk = job.plan.batch.loss_chunk_tokens
-    if job.recipe.pairs:
-        return evaluate_pairs(state.parts, batches, chunk, job.device, job.recipe.method)
-    return evaluate(state.parts, batches, chunk, job.device)
+    share = replace(job.share, accumulation=1)
+    total = -(-len(job.evaluated) // (share.dp * share.micro_batch_size))
+    batches = until_asked(evaluation(windows, share, numbers=job.evaluated), total, job, log, stop)
+    given = (state.parts, batches, job.plan.batch.loss_chunk_tokens, job.device)
+    found = evaluate_pairs(*given, job.recipe.method) if job.recipe.pairs else evaluate(*given)
+    return None if stop.everywhere else found
 
 
-def evaluate_now(job: Job, state: TrainState, log: Log) -> Validation | Preference | None:
+def until_asked(
+    batches: Iterable[EvaluationBatch], total: int, job: Job, log: Log, stop: StopRequest
+) -> Iterator[EvaluationBatch]:
+    """Pass ``batches`` on, with a bar, until any rank is asked to stop. Ranks end at the same batch: they vote."""
+    for done, batch in enumerate(batches):
+        asked = torch.tensor(float(bool(stop)), device=job.device)
+        sum_over_world(asked)
+        stop.everywhere = bool(asked)
+        if stop.everywhere:
+            return
+        log.progress("validation", done, total)
+        yield batch
+    log.progress("validation", total, total)
+
+
+def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
     """Validate between two steps and say what came out."""
-    found = validate(job, state)
+    found = validate(job, state, log, stop)
     if found is not None:
         log.event("validation", step=state.step, **found.facts())
         log.say(f"step {state.step}: validation {found}")
     log.start_clock()
     return found
+
+
+def leave(job: Job, checkpoints: Checkpoints, log: Log, watch: Guard, stop: StopRequest) -> NoReturn:
+    """Raise PreemptedError, which says where the run goes on. Only some ranks know a signal's name."""
+    close(checkpoints, log)
+    watch.enter("save")  # looks once more whether the newest checkpoint is still this run's own
+    last = newest(job.directory / "checkpoints")
+    saved = "nothing is saved" if last is None else f"saved at step {int(last.name[5:])} of {job.max_steps}"
+    what = f"asked to stop{f' ({stop.name})' if stop.name else ''}: {saved}"
+    raise PreemptedError(Problem("STOP001", what, str(job.directory), f"shardwise train --resume {job.directory}"))
 
 
 def finish(
@@ -68,13 +100,10 @@ def finish(
     checkpoints: Checkpoints,
     log: Log,
     meter: Meter,
-    validation: Validation | Preference | None = None,
+    validation: Validation | Preference | None,
 ) -> Report:
-    """Everything that follows the last step; on every rank alike, and rank 0 writes and prints. ``validation``: of the
-    last step, if that is done already."""
-    close(checkpoints, log)
-    target = write_model(job, state)  # before what only tells of it
-    validation = validation or evaluate_now(job, state, log)
+    """Everything that follows the last step, its model and its validation; on every rank alike, and rank 0 writes and
+    prints."""
     after = sample(job, state, checkpoints.crew)
     trained = state.step > log.first_step
     there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
@@ -102,35 +131,37 @@ def finish(
             if trained or not kept.exists():  # a run that was finished before keeps what was measured then
                 kept.write_text(report.markdown(), encoding="utf-8")
         with only_reports("the summary", log.say):
-            log.say("\n".join(closing_lines(report, f"{target.name}/")))
+            log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
                 log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
         checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
-        raise OutputError(lost(job, state.step, unsaved, target))
+        raise OutputError(lost(job, state.step, unsaved))
     return report
 
 
-def write_model(job: Job, state: TrainState) -> Path:
-    """Export what was trained, the model or its adapter; the directory."""
+def model_directory(job: Job) -> Path:
+    """Where what was trained is exported to, the model or its adapter."""
+    return job.directory / ("hf" if job.plan.lora is None else "adapter")
+
+
+def write_model(job: Job, state: TrainState) -> None:
+    """Export what was trained."""
     parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
     if job.plan.lora is not None:
-        return export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, job.directory / "adapter")
-    dtype = torch_type(job.plan.precision.weights)
-    return export(parameters, job.spec, job.tokenizer, job.directory / "hf", dtype)
+        export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
+    else:
+        export(parameters, job.spec, job.tokenizer, model_directory(job), torch_type(job.plan.precision.weights))
 
 
-def lost(job: Job, step: int, why: str, model: Path) -> Problem:
+def lost(job: Job, step: int, why: str) -> Problem:
     """CKPT023: all steps are done, but the checkpoint of the last one is not there."""
     what = f"training is done, but the checkpoint of its last step {step} is not there{why and f': {why}'}"
-    last = newest(job.directory / "checkpoints")
-    again = (
-        f"train --resume {job.directory}` repeats the steps after {int(last.name[5:])}" if last else "train` it again"
-    )
-    return Problem(
-        "CKPT023", what, str(job.directory / "checkpoints"), f"use the model in {model}, or `shardwise {again}"
-    )
+    last, run = newest(job.directory / "checkpoints"), job.directory
+    again = f"train --resume {run}` repeats the steps after {int(last.name[5:])}" if last else "train` it again"
+    fix = f"use the model in {model_directory(job)}, or `shardwise {again}"
+    return Problem("CKPT023", what, str(run / "checkpoints"), fix)
 
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:

@@ -23,8 +23,6 @@ from shardwise.runtime.world import Process
 
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
-CLAIM_S = 1.0
-"""Between two looks at who owns the directory while steps are short."""
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
 """Phases that may rightly take ten times as long as a step's, which are: data, count, forward, backward, reduce, clip,
@@ -64,10 +62,11 @@ class Fault:
 
 
 class Claim(Protocol):
-    """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError if it was lost."""
+    """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was
+    lost; it need not look again so soon after it has looked."""
 
     def held(self) -> bool: ...
-    def check(self) -> None: ...
+    def check(self, again_after_s: float) -> None: ...
 
 
 class Guard:
@@ -78,7 +77,6 @@ class Guard:
     ) -> None:
         self.directory = run_directory
         self.claim = claim
-        self._claim_seen_s = 0.0
         self.page = Page(run_directory, rank)
         self.timeout_s = timeout_s
         self.fault = Fault.parse(fault)
@@ -101,18 +99,11 @@ class Guard:
     def enter(self, phase: str) -> None:
         """This rank enters ``phase``. Raises OutputError OUT005 before a new step, validation or save if the directory
         was lost."""
-        if phase in SLOW_PHASES or phase == "data":
-            self.check_claim(0.0 if phase == "save" else CLAIM_S)
+        if self.claim and self.page.status.rank == 0 and (phase in SLOW_PHASES or phase == "data"):
+            self.claim.check(0.0 if phase == "save" else 1.0)
         self.page.enter(phase, self.step)
-        fault = self.fault
-        if fault and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
+        if (fault := self.fault) and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
             fault.fire(self.directory)
-
-    def check_claim(self, known_for_s: float = 0.0) -> None:
-        """On rank 0, raise OutputError OUT005 if the directory is not this start's any more."""
-        if self.claim and self.page.status.rank == 0 and time.monotonic() - self._claim_seen_s >= known_for_s:
-            self.claim.check()
-            self._claim_seen_s = time.monotonic()
 
     def close(self) -> None:
         self._stop.set()
@@ -158,10 +149,12 @@ class Guard:
 
 class StopRequest:
     """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning) or Ctrl-C. A second Ctrl-C, at least a
-    second later (a terminal and a launcher may both pass on the first), stops at once."""
+    second later (a terminal and a launcher may both pass on the first), stops at once. ``everywhere``: the ranks have
+    agreed that some of them were asked."""
 
     def __init__(self) -> None:
         self.name = ""
+        self.everywhere = False
         self._first_s = 0.0
 
     def __bool__(self) -> bool:

@@ -6,25 +6,11 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.manifest import (
-    MANIFEST,
-    STATE,
-    Rejected,
-    TensorRecord,
-    candidates,
-    check,
-    check_files,
-    read,
-    read_facts,
-    unlisted,
-    whole,
-)
+from shardwise.runtime.manifest import MANIFEST, Rejected, TensorRecord, candidates, check, read_facts, unlisted, whole
 from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -61,14 +47,12 @@ def newest(directory: Path) -> Path | None:
     return next((path for _, path in candidates(directory) if whole(path)), None)
 
 
-def settings(directory: Path) -> dict[str, Any]:
-    """The settings that the newest readable checkpoint was trained with, by dotted key; empty if none says so."""
-    for _, path in candidates(directory):
-        with suppress(Rejected, OSError, ValueError):
-            check_files(path, read(path), [STATE])
-            found: dict[str, Any] = read_facts(path).get("settings", {})
-            return found
-    return {}
+def check_length(step: int, max_steps: int | None) -> None:
+    """Raise DataError CKPT024 if a run that is at ``step`` is to end before it."""
+    if max_steps is not None and max_steps < step:
+        what = f"the run is at step {step}, and would end at step {max_steps}"
+        fix = f"`train.max_steps={step + 1}` or more, or a new run with another `--run`"
+        raise DataError(Problem("CKPT024", what, "train.max_steps", fix))
 
 
 def best(directory: Path) -> tuple[float, int, Path] | None:

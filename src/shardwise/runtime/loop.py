@@ -9,14 +9,13 @@ from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
-from shardwise.errors import PreemptedError, Problem, TrainingError
+from shardwise.errors import TrainingError
 from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
-from shardwise.runtime.end import close, evaluate_now, finish, saving
+from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
-from shardwise.runtime.locate import newest
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
@@ -72,22 +71,26 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 validation = None
                 if evaluates(job, number):
                     watch.enter("evaluate")
-                    validation = evaluate_now(job, state, log)
+                    validation = evaluate_now(job, state, log, stop)
                     if validation is not None:
                         state.judge(validation.loss)
                 better = validation is not None and checkpoints.beats(validation.loss)
-                ends = stats.stop or number == job.max_steps or stops_early(job, state)
+                stopping = stats.stop or stop.everywhere
+                ends = stopping or number == job.max_steps or stops_early(job, state)
                 if better or ends or number % job.save_steps == 0:
                     watch.enter("save")
                     facts = facts_of(job, state, validation)
                     checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
                     log.start_clock()
                 log.follow(checkpoints.poll())
-                if stats.stop and number < job.max_steps:
-                    close(checkpoints, log)
-                    watch.check_claim()  # or the newest checkpoint may be another's
-                    raise PreemptedError(stopped(job, stop.name))
+                if stopping and number < job.max_steps:
+                    leave(job, checkpoints, log, watch, stop)
             watch.enter("end")
+            close(checkpoints, log)
+            write_model(job, state)  # before what only tells of it
+            validation = validation or evaluate_now(job, state, log, stop)
+            if stop.everywhere:
+                leave(job, checkpoints, log, watch, stop)
             return finish(job, state, checkpoints, log, meter, validation)
 
 
@@ -112,11 +115,3 @@ def facts_of(job: Job, state: TrainState, validation: Validation | Preference | 
     settings = {"settings": all_shown(dotted(job.recipe.model_dump(mode="json")))}
     known = validation is not None and math.isfinite(validation.loss)
     return state.facts() | identity(job) | settings | ({"validation": validation.loss} if known and validation else {})
-
-
-def stopped(job: Job, signal: str) -> Problem:
-    """What PreemptedError says; ``signal`` is empty on ranks that did not get one."""
-    last = newest(job.directory / "checkpoints")
-    saved = "nothing is saved" if last is None else f"saved at step {int(last.name[5:])} of {job.max_steps}"
-    what = f"asked to stop{f' ({signal})' if signal else ''}: {saved}"
-    return Problem("STOP001", what, str(job.directory), f"shardwise train --resume {job.directory}")

@@ -49,17 +49,6 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     return matmul + 6.0 * seen * spec.num_attention_heads * spec.head_dim
 
 
-def measure_peak_flops(dtype: torch.dtype, size: int = 1024) -> float:
-    """What one CPU process reaches in a matrix product of ``dtype`` under its present settings, the best of 3."""
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    taken_s = []
-    for _ in range(4):
-        start = time.perf_counter()
-        left @ right
-        taken_s.append(time.perf_counter() - start)
-    return 2.0 * size**3 / min(taken_s)
-
-
 TRIM_S = 30.0
 """Between two times that freed memory is given back."""
 
@@ -262,6 +251,11 @@ class Log:
             if kind == "validation":
                 self._tracks.row(facts["step"], kind, facts)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """A bar for what comes between steps."""
+        if self.rank == 0:
+            self._screen.bar(what, done, total)
+
     def say(self, text: str) -> None:
         """A line for people, above the progress line."""
         if self.rank == 0:
@@ -284,19 +278,29 @@ class Screen:
         self.max_steps = max_steps
         self.live = self.stream.isatty()
         self._drawn = False
-        self._last_s = 0.0
+        self._last_s = self._bar_s = 0.0
 
     def show(self, record: Mapping[str, Any], left_s: float | None, due: bool | None = None) -> None:
-        text = progress_line(record, self.max_steps, left_s)
-        now = time.monotonic()
         if due is None:
-            due = now - self._last_s >= 5.0 or record["step"] in (1, self.max_steps)
+            due = time.monotonic() - self._last_s >= 5.0 or record["step"] in (1, self.max_steps)
+        self._draw(progress_line(record, self.max_steps, left_s), due or bool(record["skipped"]))
+
+    def bar(self, what: str, done: int, total: int) -> None:
+        """``validation 12/75 ===-------------  0:10 left``."""
+        now = time.monotonic()
+        if done == 0:
+            self._bar_s = self._last_s = now
+        left = clock((now - self._bar_s) / done * (total - done)) if done else "-:--"
+        text = f"{what} {done:>{len(str(total))}}/{total} {bar(done, total)}  {left} left"
+        self._draw(text, now - self._last_s >= 5.0)
+
+    def _draw(self, text: str, due: bool) -> None:
         if self.live:
             self._put("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])
             self._drawn = True
-        elif due or record["skipped"]:
+        elif due:
             self._put(text + "\n")
-            self._last_s = now
+            self._last_s = time.monotonic()
 
     def say(self, text: str) -> None:
         self.close()
@@ -315,17 +319,21 @@ class Screen:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
+def bar(done: int, total: int) -> str:
+    """``======----------``."""
+    full = round(16 * done / max(1, total))
+    return "=" * full + "-" * (16 - full)
+
+
 def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | None) -> str:
     """``step 120/320 ======----  loss 5.31  lr 2.8e-03  grad_norm 0.74  8,120 tok/s  MFU 24 %  0.6 GiB  1:41 left``."""
-    done = round(16 * record["step"] / max(1, max_steps))
-    mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.0f} %"
     parts = [
-        f"step {record['step']:>{len(str(max_steps))}}/{max_steps} {'=' * done}{'-' * (16 - done)}",
+        f"step {record['step']:>{len(str(max_steps))}}/{max_steps} {bar(record['step'], max_steps)}",
         f"loss {record['loss']:.3f}",
         f"lr {record['learning_rate']:.1e}",
         f"grad_norm {record['grad_norm']:.2f}",
         f"{record['tokens_per_s']:,.0f} tok/s",
-        f"MFU {mfu}",
+        *([] if record["mfu"] is None else [f"MFU {100 * record['mfu']:.0f} %"]),
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
         f"{clock(left_s) if left_s is not None else '-:--'} left",
     ]
