@@ -75,9 +75,10 @@ def until_asked(
 
 
 def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
-    """Validate between two steps and say what came out."""
+    """Validate between two steps, say what came out, and let ``state`` count for early stopping."""
     found = validate(job, state, log, stop)
     if found is not None:
+        state.judge(found.loss)
         log.event("validation", step=state.step, **found.facts())
         log.say(f"step {state.step}: validation {found}")
     log.start_clock()

@@ -72,8 +72,6 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 if evaluates(job, number):
                     watch.enter("evaluate")
                     validation = evaluate_now(job, state, log, stop)
-                    if validation is not None:
-                        state.judge(validation.loss)
                 better = validation is not None and checkpoints.beats(validation.loss)
                 stopping = stats.stop or stop.everywhere
                 ends = stopping or number == job.max_steps or stops_early(job, state)
