@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from shardwise.errors import TrainingError
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
 from shardwise.spec.plan import Plan
+from shardwise.techniques import shard
 from tests.runtime.checkpoint_ranks import changed
 
 EXAMPLES = {"transformers": transformers_loop.main, "vision": vision_loop.main}
@@ -155,11 +156,14 @@ def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: i
         }
 
 
-def apart(rank: int, world: int, strategy: str) -> list[str]:
-    """What is said to each rank when they ran different blocks, of equal shapes."""
-    with started(world):
+def apart(rank: int, world: int, strategy: str, whole: Sequence[str] = (), able: bool = True) -> list[str]:
+    """What is said to each rank when they ran different blocks, of equal shapes. ``able``: this torch reduces zeros
+    for gradients that a rank does not have."""
+    with started(world), changed() as patch:
+        if not able:
+            patch(shard, "reduce_unused", lambda part: False)
         plan = own.plan(strategy)  # type: ignore[arg-type]
-        model = own.parallelize(Forked(), plan, processes.mesh(plan.layout, "cpu"))
+        model = own.parallelize(Forked(), plan, processes.mesh(plan.layout, "cpu"), whole)
         try:
             own.backward(model, model(rows(0)[0].float(), rank).square().mean())
         except TrainingError as error:

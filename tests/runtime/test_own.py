@@ -172,6 +172,14 @@ def test_blocks_that_not_all_ranks_run(ranks: RankPool, strategy: str) -> None:
         assert "parallelize(model, plan, mesh, whole=['paths'])" in said
 
 
+def test_a_torch_that_cannot_send_zeros(ranks: RankPool) -> None:
+    """There, ranks that use different parameters are refused: their gradients were added to one another's."""
+    for (said,) in ranks.run(own_ranks.apart, "zero2", ["paths"], False, world=2, timeout_s=60):
+        assert "OWN001" in said and "a gradient of paths.0.0.bias on rank 0, a gradient of paths.1.0.bias" in said
+        assert "a newer torch (2.13 sends zeros" in said
+    assert ranks.run(own_ranks.apart, "zero2", ["paths"], world=2, timeout_s=60) == [[], []]
+
+
 def test_weights_of_several_types(ranks: RankPool) -> None:
     """Halves of the same gradients sum to the gradients, to the bit."""
     torch.manual_seed(0)
