@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import Problem
+from shardwise.launch import local
 from shardwise.launch.local import launch
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.outcome import read_exit
@@ -68,11 +69,29 @@ def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path)
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
-def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_saw(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "what", "fix"),
+    [
+        (
+            (4, 5),
+            " (exit code 137): the kernel ran out of memory, 3.0 GiB for all that runs here",
+            "train.micro_batch_size=1",
+        ),
+        ((4, 4), " from outside: the kernel has killed nothing for memory", "`shardwise train --resume"),
+        ((None, None), "", "if the kernel ran out of memory (dmesg says so), train.micro_batch_size=1"),
+    ],
+)
+def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, ...], what: str, fix: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr(local, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(local, "total_memory_bytes", lambda: 3 * 2**30)
     ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 1 and ended.problem is not None
     assert ended.problem.code == "RUN004"
-    assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) was killed by SIGKILL"
+    assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) was killed by SIGKILL{what}"
+    assert ended.problem.fix.startswith(fix)
     assert f"shardwise train --resume {tmp_path}" in ended.problem.fix
     outcome = read_exit(tmp_path)
     assert outcome is not None and (outcome.kind, outcome.rank, outcome.restartable) == ("crash", 0, True)

@@ -22,7 +22,9 @@ from types import FrameType
 from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
-from shardwise.spec.host import cores
+from shardwise.spec.cgroup import oom_kills
+from shardwise.spec.host import cores, total_memory_bytes
+from shardwise.spec.units import show_bytes
 
 SAVE_AND_STOP_S = 600.0
 """How long ranks may take to save after SIGTERM or Ctrl-C."""
@@ -57,6 +59,7 @@ def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: st
     by the signal.
     """
     clear_exit(run_directory)
+    kills = oom_kills()
     command = [sys.executable, "-u", "-m", module, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as private, _requests() as asked:
@@ -70,7 +73,7 @@ def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: st
         return Ended(128 + signal.SIGINT)
     if asked.first is not None:
         return _stopped(asked.first, run_directory)
-    return _failed(failures, run_directory) if failures else Ended(0)
+    return _failed(failures, run_directory, kills) if failures else Ended(0)
 
 
 def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
@@ -144,15 +147,16 @@ def _send(ranks: Collection[subprocess.Popen[bytes]], number: signal.Signals) ->
             process.wait()
 
 
-def _failed(failures: dict[int, Failure], run_directory: Path) -> Ended:
-    """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence."""
+def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None) -> Ended:
+    """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence.
+    ``kills``: of the kernel's, for memory, before the ranks were started."""
     outcome = read_exit(run_directory)
     # a rank that ended by SIGTERM was asked to, because another had failed
     rank, first = min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
     killed = {r: f for r, f in failures.items() if f.exit_code < 0 and f.exit_code != -signal.SIGTERM}
     if killed and (outcome is None or outcome.kind == "peer_lost" or outcome.rank in killed):
         rank, first = min(killed.items(), key=lambda item: item[1].time_s)
-        problem = _killed(rank, first.pid, -first.exit_code, run_directory)
+        problem = _killed(rank, first, run_directory, kills)
         told = Exit("crash", 1, problem.what, rank, pid=first.pid, problems=[asdict(problem)], restartable=True)
         write_exit(run_directory, told)
         return Ended(1, problem)
@@ -163,12 +167,20 @@ def _failed(failures: dict[int, Failure], run_directory: Path) -> Ended:
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
 
 
-def _killed(rank: int, pid: int, number: int, run_directory: Path) -> Problem:
-    name = signal.Signals(number).name
-    what = f"rank {rank} (pid {pid}) was killed by {name}"
+def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None) -> Problem:
+    number, now = signal.Signals(-failure.exit_code), oom_kills()
+    what = f"rank {rank} (pid {failure.pid}) was killed by {number.name}"
     fix = f"`shardwise train --resume {run_directory}` continues from the newest checkpoint"
-    if number == signal.SIGKILL:
-        fix = f"if the kernel ran out of memory (dmesg says so), use a smaller micro-batch; {fix}"
+    less = "train.micro_batch_size=1, recompute=full or a smaller --nproc needs less"
+    if number == signal.SIGKILL and (kills is None or now is None):
+        fix = f"if the kernel ran out of memory (dmesg says so), {less}; {fix}"
+    elif number == signal.SIGKILL and now == kills:
+        what += " from outside: the kernel has killed nothing for memory"
+    elif number == signal.SIGKILL:
+        what += (
+            f" (exit code 137): the kernel ran out of memory, {show_bytes(total_memory_bytes())} for all that runs here"
+        )
+        fix = f"{less}; {fix}"
     return Problem("RUN004", what, f"{run_directory}", fix)
 
 
