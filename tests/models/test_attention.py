@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -151,3 +153,46 @@ def test_a_gradient_of_any_strides(name: str) -> None:
 
 def test_lse_takes_no_gradient() -> None:
     assert not run(*inputs(), MaskSpec())[1].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_backward_of_narrow_documents_is_that_of_fp32_rounded(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, whatever the number of heads at a time."""
+    mask = MaskSpec(documents=DOCUMENTS, longest=33)
+    narrow = [x.detach().to(dtype).requires_grad_() for x in inputs(torch.float32)]
+    grad = torch.randn(B, H, S, E).to(dtype)
+    out, lse = run(*narrow, mask)
+    rule = blockwise.Rule(DOCUMENTS, None, None, True, None, 33, None)
+    saved = blockwise.Saved(*(x.detach() for x in (*narrow, out, lse)))
+    whole = kernels.backward(grad, saved, rule)
+    monkeypatch.setattr(kernels, "WIDE_NUMBERS", 1)
+    pieces = kernels.backward(grad, saved, rule)
+    wide = blockwise.Saved(*(x.float() for x in saved))
+    expected = kernels.backward(grad.float(), wide, rule)
+    for found, piecewise, right in zip(whole, pieces, expected, strict=True):
+        assert torch.equal(found, piecewise) and torch.equal(found, right.to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, "highest"), (torch.float32, "medium")])
+def test_documents_of_new_lengths_take_no_more_memory(dtype: torch.dtype, products: str) -> None:
+    """200 steps, each with a length that none had before, through a process of its own: 0.5 GiB once."""
+    code = f"""
+import torch
+from shardwise.models import attention
+from shardwise.runtime.measure import resident_bytes
+torch.set_num_threads(1)
+torch.set_float32_matmul_precision({products!r})
+for length in range(60, 260):
+    q, k, v = (torch.randn(1, 320, heads, 32).to({dtype}).transpose(1, 2).requires_grad_() for heads in (2, 1, 1))
+    documents = torch.tensor([0, length, 320], dtype=torch.int32)
+    out, _ = attention.attention(q, k, v, documents, None, None, True, None, length, None, None)
+    out.sum().backward()
+    if length == 80:
+        begun = resident_bytes()
+print(resident_bytes() - begun, torch.get_float32_matmul_precision())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    grown_bytes, setting = ended.stdout.split()
+    assert int(grown_bytes) < 40 * 2**20 and setting == products

@@ -1,8 +1,14 @@
-"""The attention kernels that ship with torch: flash on CPU and CUDA, for causal or full attention within documents."""
+"""The attention kernels that ship with torch: flash on CPU and CUDA, for causal or full attention within documents.
+
+On a CPU documents come one at a time, and oneDNN keeps what it compiles for each length that it meets: 1.2 GiB in the
+backward of bf16, and in fp32 under the "medium" setting of products in both directions (torch 2.13). So the backward of
+16-bit documents is computed in fp32 and rounded, and fp32 is multiplied under "highest", which compiles nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -12,6 +18,9 @@ from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.layers import accumulation_dtype
 
 aten = torch.ops.aten
+WIDE_NUMBERS = 2**19
+"""How many numbers of a document's queries are computed in fp32 at a time: 2 MiB of each of the eight tensors, or what
+the queries of one key head take."""
 
 
 def serves(q: Tensor, rule: Rule) -> bool:
@@ -31,9 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
     if rule.documents is None:
         return flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    for row, tokens in _segments(q, rule.documents):
-        part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal, scale=rule.scale)
-        out[row, :, tokens], lse[row, :, tokens] = part
+    with _highest():
+        for row, tokens in _segments(q, rule.documents):
+            part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal, scale=rule.scale)
+            out[row, :, tokens], lse[row, :, tokens] = part
     return out, lse
 
 
@@ -45,11 +55,41 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
     if rule.documents is None:
         return flash(grad, *saved, 0.0, rule.causal, scale=rule.scale)
     grads = tuple(torch.empty_like(x) for x in saved[:3])
-    for row, tokens in _segments(grad, rule.documents):
-        parts = flash(grad[row, :, tokens], *(x[row, :, tokens] for x in saved), 0.0, rule.causal, scale=rule.scale)
-        for whole, part in zip(grads, parts, strict=True):
-            whole[row, :, tokens] = part
+    with _highest():
+        for row, tokens in _segments(grad, rule.documents):
+            for own, shared in _heads(saved, tokens.stop - tokens.start):
+                heads = (own, own, shared, shared, own, own)
+                pieces = [_wide(x[row, h, tokens]) for x, h in zip((grad, *saved), heads, strict=True)]
+                parts = flash(*pieces, 0.0, rule.causal, scale=rule.scale)
+                for whole, h, part in zip(grads, heads[1:], parts, strict=False):
+                    whole[row, h, tokens] = part
     return grads[0], grads[1], grads[2]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _heads(saved: Saved, length: int) -> Iterator[tuple[slice, slice]]:
+    """(heads of queries, heads of keys) that belong together, as many as ``WIDE_NUMBERS`` allow in fp32."""
+    groups, each = saved.k.shape[1], saved.q.shape[1] // saved.k.shape[1]
+    narrow = saved.q.dtype in (torch.bfloat16, torch.float16)
+    few = max(1, WIDE_NUMBERS // (each * length * saved.q.shape[-1])) if narrow else groups
+    for first in range(0, groups, few):
+        last = min(first + few, groups)
+        yield slice(first * each, last * each), slice(first, last)
+
+
+@contextmanager
+def _highest() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 def _segments(q: Tensor, documents: Tensor) -> Iterator[tuple[slice, slice]]:

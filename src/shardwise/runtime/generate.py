@@ -18,6 +18,9 @@ from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.models.layers import soft_cap
 from shardwise.runtime.evaluate import reshard
 
+LENGTHS = 32
+"""Texts are filled up to multiples of this."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -59,14 +62,16 @@ def generate(
     return ids[len(prompt) :]
 
 
-def last_logits(model: nn.Module, ids: Sequence[int], device: torch.device) -> Tensor:
-    """Logits [V] of the token after ``ids``, in fp32 on the host."""
+def last_logits(model: nn.Module, ids: list[int], device: torch.device) -> Tensor:
+    """Logits [V] of the token after ``ids``, in fp32 on the host. The text is filled up, after what is asked for, which
+    therefore does not see it: kernels are compiled, and kept, for every length that they meet."""
+    length = len(ids)
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden[0, -1] @ weight.to(hidden.dtype).T
+        return hidden[0, length - 1] @ weight.to(hidden.dtype).T
 
-    text = torch.tensor([list(ids)], dtype=torch.int64, device=device)
-    positions = torch.arange(len(ids), device=device)[None]
+    text = torch.tensor([[*ids, *ids[-1:] * (-length % LENGTHS)]], dtype=torch.int64, device=device)
+    positions = torch.arange(text.shape[1], device=device)[None].clamp(max=length - 1)
     logits: Tensor = model(text, positions, MaskSpec(), finish)
     return soft_cap(logits.float(), model.spec.final_soft_cap).cpu()  # type: ignore[union-attr, arg-type]
 
