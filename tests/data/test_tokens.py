@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,24 @@ def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     with pytest.raises(MissingInputError, match=r"error\[MOD002\]: no directory not/an/id, and the Hub gives none"):
         tokens.load("not/an/id", tmp_path)
+
+
+@pytest.mark.parametrize("character", ["\0", "a", " ", "\n", "-"])
+def test_a_run_of_one_character_costs_no_more_than_other_text(tmp_path: Path, character: str) -> None:
+    """It is one word to the tokenizer, and merging took the square of its length: 86 s for 200 kB."""
+    begun_s = time.process_time()
+    tokens.train([character * 200_000], 300, tmp_path)
+    trained = tokens.open_directory(tmp_path)
+    [ids] = trained.encode([character * 200_000])
+    assert time.process_time() - begun_s < 5
+    assert trained.decode(ids) == character * 200_000
+
+
+def test_the_bound_on_words_changes_nothing_for_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [prose(2000, seed) + "é\u2028\r\n\t 日本語。\n\n" + "x" * 900 + " " * 900 for seed in range(5)]
+    made = []
+    for bound in (tokens._WORD_CHARACTERS, 100_000):
+        monkeypatch.setattr(tokens, "_WORD_CHARACTERS", bound)
+        tokens.train(texts, 400, tmp_path)
+        made.append((tmp_path / "tokenizer.json").read_bytes())
+    assert made[0] == made[1]

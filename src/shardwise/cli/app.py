@@ -17,9 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from shardwise import __version__
+from shardwise.cli import interrupt
 from shardwise.cli.show import defect, print_error
 from shardwise.errors import MissingInputError, Problem, ShardwiseError, TrainingError, UsageError, first_line
-from shardwise.launch.worker import speak_in_turn
+from shardwise.launch.worker import is_worker, speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
 """ClickException, from click or from the copy of it inside newer typers."""
@@ -87,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
+    if arguments is None and not is_worker():
+        interrupt.watch()
     try:
         result = app(args=words, prog_name="shardwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -101,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(UsageError(Problem("CLI001", error.format_message(), "the command line", fix)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+        interrupt.say()
+        return interrupt.EXIT_CODE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

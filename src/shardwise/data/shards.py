@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +176,9 @@ def _results(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iter
 
 
 def die_with_parent() -> None:
-    """In a worker: end when the parent does, however it does."""
+    """In a worker: end when the parent does, however it does, and not by a Ctrl-C of its own, which is the parent's to
+    answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         parent = parent_process()

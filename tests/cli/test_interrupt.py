@@ -1,0 +1,51 @@
+"""Ctrl-C ends a command within a second, also inside of a library that does not look at signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shardwise.data import tokens
+
+PROGRAM = """
+import sys
+from shardwise.data.chat import Encoder
+encode = Encoder.encode
+def begin(self, rendered):
+    print("begun", file=sys.stderr, flush=True)
+    return encode(self, rendered)
+Encoder.encode = begin
+sys.argv = ["shardwise", *sys.argv[1:]]
+from shardwise.cli.app import main
+sys.exit(main())
+"""
+WORDS = ["data", "prepare", "method=sft", "data.path=a.jsonl", "data.cache=cache", "data.tokenizer.path=."]
+
+
+def test_ctrl_c_while_the_tokenizer_works(tmp_path: Path) -> None:
+    """One record that takes it 40 s of the processor's time, in one call."""
+    tokens.train(["some words"], 300, tmp_path)
+    record = {"prompt": "a", "completion": "some words " * 5_000_000}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    command = [sys.executable, "-c", PROGRAM, *WORDS, "data.num_proc=1", "data.validation_share=0"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stderr.readline() == "begun\n"
+        begun_s = _processor_s(process.pid)
+        while (before_s := _processor_s(process.pid)) < begun_s + 2:  # by then it is inside
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert (process.returncode, process.stderr.read()) == (130, "interrupted\n")
+    assert usage.ru_utime + usage.ru_stime - before_s < 5
+    assert not list((tmp_path / "cache" / "data").glob("[!.]*"))
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
