@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from shardwise.launch.worker import STORE, die_with_launcher, rank
+from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, write_exit
 
 
@@ -42,7 +43,7 @@ def main(directory: Path, deed: str) -> int:
 def stop_when_asked(directory: Path) -> int:
     """Count the requests for a second, as a rank that saves would; then end as preempted."""
     asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(number, lambda got, frame: asked.append(got))
     (directory / f"ready-{rank()}").touch()
     while not asked:

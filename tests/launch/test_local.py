@@ -108,7 +108,7 @@ def start(directory: Path, deed: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
     launcher = start(tmp_path, "stop")
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
@@ -118,6 +118,22 @@ def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, numb
     assert told.startswith(f"{signal.Signals(number).name}: saving, then stopping")
     assert (launcher.returncode, rest) == (75, ["75 STOP001"])
     assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
+
+
+def test_under_nohup_a_closing_terminal_stops_nothing(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "tests.launch.launcher", str(tmp_path), "stop"]
+    launcher = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+    for pid in (launcher.pid, *pids(tmp_path)):
+        ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+        assert int(ignored.split()[1], 16) >> (signal.SIGHUP - 1) & 1
+        os.kill(pid, signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.communicate(timeout=0.3)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=20)
+    assert output.splitlines()[-2:] == ["SIGTERM: saving, then stopping", "75 STOP001"]
+    assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGTERM))] * 2
 
 
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -71,3 +73,24 @@ def coloured(text: str, colour: str) -> str:
     if not sys.stdout.isatty():
         return text
     return f"\x1b[{ {'red': 31, 'yellow': 33, 'green': 32}[colour] }m{text}\x1b[0m"
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may close: from then on what is written goes nowhere, where it would be an error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Let this process print after its terminal has closed: a run goes on without one (`disown`), or saves."""
+    for name in ("stdout", "stderr"):
+        stream = vars(sys)[name]
+        if stream is not None and stream.isatty():
+            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

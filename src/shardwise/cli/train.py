@@ -17,7 +17,7 @@ from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, plan_of, slower, with_products
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
-from shardwise.cli.show import note, output_to_stderr, print_error, print_json, say
+from shardwise.cli.show import note, outlive_terminal, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
@@ -64,6 +64,7 @@ class Options:
 def run(options: Options) -> int:
     """Do what the options say; the exit code."""
     die_with_launcher()
+    outlive_terminal()
     words = sort_words(options.arguments)
     if options.resume and words.path is None and options.run:
         words.path = Path(options.out or "runs") / options.run

@@ -11,25 +11,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE
+from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
 from shardwise.spec.units import show_bytes
 
 SAVE_AND_STOP_S = 600.0
-"""How long ranks may take to save after SIGTERM or Ctrl-C."""
+"""How long ranks may take to save after SIGTERM, Ctrl-C or SIGHUP."""
 AFTER_FAILURE_S = 30.0
 """How long the other ranks may take to end once one has failed."""
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.05
 TWICE_S = 1.0
 """A second Ctrl-C that comes sooner is the first, passed on twice."""
@@ -83,7 +84,8 @@ def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
 
 
 class _Requests:
-    """What this process has been asked for: ``first`` by SIGTERM or Ctrl-C, ``again`` by a second Ctrl-C."""
+    """What this process was asked for: ``first`` by SIGTERM, Ctrl-C or SIGHUP (its terminal closed), ``again`` by a
+    second Ctrl-C."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -95,17 +97,22 @@ class _Requests:
         if self.first is None:
             self.first, self._first_s = signal.Signals(number), now
             hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-            os.write(2, f"{self.first.name}: saving, then stopping{hint}\n".encode())
+            _say(f"{self.first.name}: saving, then stopping{hint}")
         elif number == signal.SIGINT and now - self._first_s > TWICE_S:
             self.again = True
 
 
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{line}\n".encode())
+
+
 @contextmanager
 def _requests() -> Iterator[_Requests]:
-    """Receive the signals that ask for a stop; afterwards this process has its own handlers back."""
+    """Receive the signals that ask for a stop; afterwards this process has its own handlers back. One that is ignored
+    (SIGHUP under nohup) stays so, here and in the ranks, which inherit that."""
     asked = _Requests()
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, asked.receive) for number in numbers}
+    before = {number: signal.signal(number, asked.receive) for number in heeded(ASKING)}
     try:
         yield asked
     finally:
@@ -132,7 +139,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[i
             _send(running.values(), asked.first or signal.SIGTERM)
         if asked.again or time.monotonic() > deadline_s:
             if asked.again:
-                os.write(2, b"stopped by a second Ctrl-C without saving; what was saved before is intact\n")
+                _say("stopped by a second Ctrl-C without saving; what was saved before is intact")
             _send(running.values(), signal.SIGKILL)
             break
         time.sleep(POLL_S if running else 0.0)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime import flight
+from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
 from shardwise.runtime.world import Process
@@ -148,9 +149,9 @@ class Guard:
 
 
 class StopRequest:
-    """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning) or Ctrl-C. A second Ctrl-C, at least a
-    second later (a terminal and a launcher may both pass on the first), stops at once. ``everywhere``: the ranks have
-    agreed that some of them were asked."""
+    """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP or Ctrl-C. A second Ctrl-C, at
+    least a second later (a terminal and a launcher may both pass on the first), stops at once. ``everywhere``: the
+    ranks have agreed that some of them were asked."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -170,13 +171,11 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end."""
+    """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end.
+    Those that are ignored stay so: the SIGHUP of a closing terminal under nohup."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, request.receive) for number in wanted}
+    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, request.receive) for number in heeded(wanted)}
     try:
         yield request
     finally:
