@@ -74,7 +74,7 @@ def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path)
     [
         (
             (4, 5),
-            " (exit code 137): the kernel ran out of memory, 3.0 GiB for all that runs here",
+            " (exit code 137): memory ran out, and the kernel ended it; 3.0 GiB are there for all that runs here",
             "train.micro_batch_size=1",
         ),
         ((4, 4), " from outside: the kernel has killed nothing for memory", "`shardwise train --resume"),

@@ -73,7 +73,7 @@ def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
 
 def test_pins_that_stand_in_the_way() -> None:
     """On two devices a model of 1.2 B parameters: as replicas; with eight rows at a time."""
-    words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096"]
+    words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096", "precision=bf16"]
     for pin, gib, change in (
         (["strategy=ddp"], 15, "parallel.strategy=auto"),
         (["micro_batch_size=8", "global_batch=16", "recompute=full"], 13, "train.micro_batch_size=1"),

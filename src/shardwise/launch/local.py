@@ -184,9 +184,8 @@ def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None)
     elif number == signal.SIGKILL and now == kills:
         what += " from outside: the kernel has killed nothing for memory"
     elif number == signal.SIGKILL:
-        what += (
-            f" (exit code 137): the kernel ran out of memory, {show_bytes(total_memory_bytes())} for all that runs here"
-        )
+        allowed = show_bytes(total_memory_bytes())
+        what += f" (exit code 137): memory ran out, and the kernel ended it; {allowed} are there for all that runs here"
         fix = f"{less}; {fix}"
     return Problem("RUN004", what, f"{run_directory}", fix)
 
