@@ -174,3 +174,25 @@ def test_the_bound_on_words_changes_nothing_for_other_text(tmp_path: Path, monke
         tokens.train(texts, 400, tmp_path)
         made.append((tmp_path / "tokenizer.json").read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{"eos_token": "<|end', "it is not JSON: Unterminated string"),
+        (b"[1]", "it is not a JSON object"),
+        (b'{"eos_token": "caf\xe9"}', "it is not UTF-8"),
+        (b'{"eos_token": ' + b"[" * 100_000, "it is not JSON: "),
+    ],
+)
+def test_files_beside_a_tokenizer_that_are_damaged(
+    tokenizer: Tokenizer, tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    shutil.copy(tokenizer.directory / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        tokens.open_directory(tmp_path)
+    [problem] = caught.value.problems
+    assert problem.code == "TOK004" and problem.what.startswith(f"{name} cannot be used: {why}")
+    assert (problem.where, problem.fix) == (str(tmp_path / name), "fetch the tokenizer again")

@@ -77,7 +77,7 @@ class Encoder:
         from tokenizers import Tokenizer as Backend
 
         content = json.loads((tokenizer / "tokenizer.json").read_bytes())
-        added = [token for token in content["added_tokens"] if token["special"]]
+        added = [token for token in content.get("added_tokens") or () if token["special"]]
         # Nothing may be put around the text, and offsets must be those of whole tokens.
         content.update(post_processor=None, truncation=None, padding=None)
         self._backend: Backend = Backend.from_str(json.dumps(content))

@@ -281,7 +281,7 @@ def _tokens(record: Record, train_on: str) -> Tokens:
         raise Fault("DATA005", f"{len(labels)} `labels` for {len(ids)} `input_ids`", "one label for each id")
     other = next((i for i, (label, id_) in enumerate(zip(labels, ids, strict=True)) if label not in (-100, id_)), None)
     if other is not None:
-        what = f"`labels[{other}]` is {labels[other]}, neither -100 nor the id {ids[other]} at its place"
+        what = f"`labels[{other}]` is {labels[other]!s:.40}, neither -100 nor the id {ids[other]!s:.40} at its place"
         raise Fault("DATA005", what, "labels stand at the place of their own id; they are shifted here")
     return Tokens(ids, ids if train_on == "all" else labels)
 

@@ -112,10 +112,10 @@ def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Piec
         for sample in _chat(tokenizer, rules).render(found):
             yield (sample,)
     elif isinstance(found, formats.Tokens):
-        ids, labels = np.array(found.ids, dtype=np.int64), np.array(found.labels, dtype=np.int64)
-        if ids.max() >= own.vocab_size:
-            what = f"id {ids.max()} at token {int(ids.argmax())} >= vocab {own.vocab_size}"
+        if (largest := max(found.ids)) >= own.vocab_size:
+            what = f"id {largest!s:.40} at token {found.ids.index(largest)} >= vocab {own.vocab_size}"
             raise Fault("DATA009", what, "data.tokenizer.path=<the tokenizer that these ids are of>")
+        ids, labels = np.array(found.ids, dtype=np.int64), np.array(found.labels, dtype=np.int64)
         yield (Encoded(ids, (labels >= 0).astype(np.uint8), 0),)
     else:
         prefix = Encoded(np.array(own.prefix, dtype=np.int64), np.zeros(len(own.prefix), dtype=np.uint8), 0)

@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shardwise.data.formats import REASONING
 from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, PolicyError, Problem
+from shardwise.spec.files import read_regular
 
 _NO_TOOLS = (
     "{% if tools or messages | selectattr('tool_calls') | list %}"
@@ -179,13 +180,18 @@ def find_template(named: str | None, tokenizer: Path) -> str:
         return named
     path = Path(named).expanduser() if named is not None else tokenizer / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return read_regular(path).decode()
+        except UnicodeDecodeError as error:
+            fix = "save it as UTF-8, or data.chat_template=<another>"
+            raise DataError(Problem("CHAT001", f"the chat template {path.name} is not UTF-8", _WHERE, fix)) from error
     fix = f"data.chat_template={' or '.join(SHIPPED)}, a file, or the text of a template"
     if named is not None:
         raise DataError(Problem("CHAT001", f"`{named}` is no chat template and no file", _WHERE, fix))
     stored = read_facts(tokenizer / FILES[1]).get("chat_template")
     if isinstance(stored, list):
-        stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
+        named_ones = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
+        stored = named_ones[0].get("template") if named_ones else None
     if not isinstance(stored, str):
         raise DataError(Problem("CHAT001", "the tokenizer has no chat template", _WHERE, fix))
     return stored

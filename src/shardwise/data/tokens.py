@@ -119,8 +119,18 @@ def special_tokens(tokenizer: Path, name: str = FILES[1]) -> dict[str, str]:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing, where it is not there."""
-    return json.loads(file.read_bytes()) if file.is_file() else {}
+    """What a JSON file of a tokenizer says; nothing, where it is not there. Raises TOK004 unless it is an object."""
+    if not file.is_file():
+        return {}
+    why = "it is not a JSON object"
+    try:
+        if isinstance(facts := json.loads(read_regular(file)), dict):
+            return facts
+    except UnicodeDecodeError:
+        why = "it is not UTF-8"
+    except (ValueError, RecursionError) as error:
+        why = f"it is not JSON: {first_line(error, 200)}"
+    raise DataError(Problem("TOK004", f"{file.name} cannot be used: {why}", str(file), "fetch the tokenizer again"))
 
 
 def _candidate(backend: Backend) -> str:
