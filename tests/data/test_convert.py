@@ -118,3 +118,24 @@ def test_values_of_no_kind_that_json_has_are_refused_by_name(tmp_path: Path, mon
     monkeypatch.setattr("shardwise.data.convert._parquet", lambda source: rows)
     with pytest.raises(DataError, match=r"DATA005.*a\.parquet:2 holds a value of type complex, which is neither"):
         converted(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what", "encoding"),
+    [
+        ("a.csv", b"text\n" + b"fine\n" * 5000 + b"caf\xe9\n", ":5002 byte 4: not UTF-8 (0xe9)", "latin1"),
+        ("a.csv", "text\nfine\n".encode("utf-16"), ":1 byte 1: not UTF-8 (0xff)", "utf-16"),
+        ("a.json", '[{"text": "a"}]'.encode("utf-16"), " byte 1: not UTF-8 (0xff)", "utf-16"),
+    ],
+)
+def test_other_encodings_are_named_with_line_and_remedy(
+    tmp_path: Path, name: str, data: bytes, what: str, encoding: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        converted(path, tmp_path)
+    [problem] = caught.value.problems
+    remedy = f"iconv -f {encoding} -t utf-8 {path} > a-utf8{path.suffix}"
+    guess = ", if it is Latin-1" * (encoding == "latin1")
+    assert (problem.code, problem.what, problem.fix) == ("DATA006", f"{name}{what}", remedy + guess)

@@ -140,7 +140,8 @@ def test_b54_not_utf8(tmp_path: Path, name: str, bom: bytes, offset: int) -> Non
     assert str(error) == (
         f"error[DATA006]: {name}:2 byte 13: not UTF-8 (0xff), at byte {26 + offset} of the file\n"
         f"where: {tmp_path}/{name}\n"
-        f"fix:   iconv -f latin1 -t utf-8 {tmp_path}/{name}, if it is Latin-1; or leave the file out{SKIP}"
+        f"fix:   iconv -f latin1 -t utf-8 {tmp_path}/{name} > a-utf8{Path(name).suffix}, if it is Latin-1; or leave "
+        f"the file out{SKIP}"
     )
 
 
@@ -197,3 +198,23 @@ def test_any_bytes_are_text_or_a_told_error(
         documents(path)
     except ShardwiseError as error:
         assert error.problems[0].code in {"DATA004", "DATA005", "DATA006"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_utf16_is_one_fault_with_its_own_remedy(tmp_path: Path, name: str, encoding: str) -> None:
+    text = '{"text": "a"}\n' * 50
+    error = refusal(tmp_path / name, ("\ufeff" * (encoding != "utf-16") + text).encode(encoding))
+    assert str(error) == (
+        f"error[DATA006]: {name} is UTF-16, not UTF-8\nwhere: {tmp_path}/{name}\n"
+        f"fix:   iconv -f utf-16 -t utf-8 {tmp_path}/{name} > a-utf8{Path(name).suffix}"
+    )
+
+
+def test_integers_of_thousands_of_digits(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [' + "9" * 6000 + "]}\n")
+    [unit] = units(find(str(tmp_path / "a.jsonl")))
+    faults = Faults()
+    assert list(read.records(unit[0], 0.0, faults)) == []
+    with pytest.raises(DataError, match=r"DATA004.*a\.jsonl:1 holds an integer of more than 4,300 digits"):
+        faults.settle()

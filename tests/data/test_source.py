@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -155,3 +156,20 @@ def test_compressed_files_are_named(tmp_path: Path) -> None:
         f"where: {tmp_path}/a.txt.gz\n"
         f"fix:   gunzip -k {tmp_path}/a.txt.gz, and name a.txt"
     )
+
+
+@pytest.mark.parametrize(("target", "name"), [("loop", "loop"), ("nowhere", "loop")])
+def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path, target: str, name: str) -> None:
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(MissingInputError) as caught:
+        find(str(tmp_path / name))
+    assert message(caught) == (
+        f"error[DATA001]: `{tmp_path}/{name}` is a link to {target}, which leads nowhere\nwhere: data.path\n"
+        f"fix:   name a file, a directory or a glob; ls -l {tmp_path}/{name}"
+    )
+
+
+def test_what_is_no_file_is_called_that(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MissingInputError, match=r"DATA001.*pipe` is neither file nor directory"):
+        find(str(tmp_path / "pipe"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import UUID
 
+from shardwise.data.faults import not_utf8
 from shardwise.data.source import Source, digest
 from shardwise.data.whole import once
 from shardwise.errors import DataError, Problem, UnavailableError, first_line
@@ -139,7 +140,7 @@ def _json(source: Source) -> Iterator[Any]:
         found = json.loads(source.path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         what = f"{source.name} byte {error.start + 1}: not UTF-8 (0x{error.object[error.start]:02x})"
-        raise DataError(Problem("DATA006", what, str(source.path), "iconv -f latin1 -t utf-8")) from error
+        raise DataError(Problem("DATA006", what, str(source.path), not_utf8(source.path))) from error
     except (ValueError, RecursionError) as error:
         code = "DATA007" if isinstance(error, RecursionError) else "DATA004"
         what = f"{source.name}: {str(error).lower()}"
@@ -161,10 +162,23 @@ def _csv(source: Source) -> Iterator[dict[str, Any]]:
                     what = f"{source.name}:{rows.line_num} has {got} fields, the header {len(rows.fieldnames or ())}"
                     raise DataError(Problem("DATA004", what, str(source.path), "quote fields with separators in them"))
                 yield row
-        except (csv.Error, UnicodeDecodeError) as error:
-            code = "DATA004" if isinstance(error, csv.Error) else "DATA006"
+        except csv.Error as error:
             what = f"{source.name}:{rows.line_num} {error}"
-            raise DataError(Problem(code, what, str(source.path), "repair the line")) from error
+            raise DataError(Problem("DATA004", what, str(source.path), "repair the line")) from error
+        except UnicodeDecodeError as error:  # which counts in blocks of the file
+            raise _not_utf8(source) from error
+
+
+def _not_utf8(source: Source) -> DataError:
+    place = ": not UTF-8"
+    with source.path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                place = f":{number} byte {error.start + 1}: not UTF-8 (0x{line[error.start]:02x})"
+                break
+    return DataError(Problem("DATA006", f"{source.name}{place}", str(source.path), not_utf8(source.path)))
 
 
 def _parquet(source: Source) -> Iterator[dict[str, Any]]:

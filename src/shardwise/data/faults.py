@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from shardwise.spec.files import open_regular
 
 MOST = 20
 """Bad records that are reported at once."""
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 LINE = "<line>"
 """In a remedy: the number of the line."""
 
@@ -34,6 +36,14 @@ def not_unicode(error: UnicodeEncodeError) -> Fault:
         fix = "write the column as UTF-8 text, or leave the record out"
         return Fault("DATA006", f"not UTF-8 (0x{point - 0xDC00:02x})", fix)
     return Fault("DATA006", f"lone surrogate U+{point:04X}", "write both halves of the character, or leave it out")
+
+
+def not_utf8(path: Path) -> str:
+    """How to make ``path`` UTF-8. UTF-16 says what it is by its first bytes, Latin-1 is a guess."""
+    with open_regular(path) as file:
+        marked = file.read(2) in UTF16
+    recode = f"-t utf-8 {path} > {path.stem}-utf8{path.suffix}"
+    return f"iconv -f utf-16 {recode}" if marked else f"iconv -f latin1 {recode}, if it is Latin-1"
 
 
 @dataclass(frozen=True)

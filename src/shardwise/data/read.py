@@ -8,13 +8,14 @@ them.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.faults import LINE, Fault, Faults, not_unicode
+from shardwise.data.faults import LINE, UTF16, Fault, Faults, not_unicode, not_utf8
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
@@ -94,6 +95,9 @@ def _lines(part: Part, faults: Faults) -> Iterator[tuple[int, bytes]]:
             file.seek(part.start - 1)
             _pass_line(file, part.stop)
         while (offset := file.tell()) < part.stop and (line := file.readline(LINE_BYTES + 1)):
+            if offset == 0 and line.startswith(UTF16):  # every line is wrong; the file is
+                what = f"{part.name} is UTF-16, not UTF-8"
+                raise DataError(Problem("DATA006", what, str(part.source.original), not_utf8(part.path)))
             if len(line) > LINE_BYTES:
                 what, fix = f"exceeds {LINE_BYTES // 2**20} MiB", "break the line up, or leave it out"
                 faults.add(part.source, offset, Fault("DATA007", what, fix))
@@ -202,7 +206,8 @@ def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float
         fix = "flatten the record or leave it out"
         raise Fault("DATA007", "is nested too deeply to be read", fix) from error
     except ValueError as error:  # a whole number of thousands of digits
-        raise Fault("DATA004", str(error).partition(";")[0].lower(), "shorten the number") from error
+        what = f"holds an integer of more than {sys.get_int_max_str_digits():,} digits"
+        raise Fault("DATA004", what, "shorten the number") from error
     if not isinstance(record, dict):
         kind = _KINDS.get(type(record), "a number")
         raise Fault("DATA005", f"is {kind}, not an object", f"a line is an object such as {example}")
@@ -217,8 +222,7 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
         line_start = start - (error.start - (data.rfind(b"\n", 0, error.start) + 1))
         place = f"byte {start - line_start + 1}"
         what = f"{place}: not UTF-8 (0x{data[error.start]:02x}), at byte {start:,} of the file"
-        fix = f"iconv -f latin1 -t utf-8 {part.path}, if it is Latin-1; or leave the file out"
-        raise Fault("DATA006", what, fix, line_start) from error
+        raise Fault("DATA006", what, f"{not_utf8(part.path)}; or leave the file out", line_start) from error
 
 
 def _starts_with_bom(part: Part) -> bool:

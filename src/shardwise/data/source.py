@@ -209,6 +209,12 @@ def _source(path: Path, name: str) -> Source:
 def _nothing(name: str, what: str) -> MissingInputError:
     """DATA001 with what is there instead: the same with one more suffix, a near miss, or the first names."""
     path = Path(name).expanduser()
+    if os.path.lexists(path):  # a link to nothing or in a circle, or no file
+        to = (
+            f"a link to {os.readlink(path)}, which leads nowhere" if path.is_symlink() else "neither file nor directory"
+        )
+        fix = f"name a file, a directory or a glob; ls -l {path}"
+        return MissingInputError(Problem("DATA001", f"`{name}` is {to}", _WHERE, fix))
     directory = path.parent
     while not directory.is_dir() or has_magic(str(directory)):
         path, directory = directory, directory.parent

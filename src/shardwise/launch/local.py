@@ -169,8 +169,8 @@ def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None
         return Ended(1, problem)
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
-    what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code} and left no cause"
-    fix = f"its output is above; run again with --debug, or `--resume {run_directory}`"
+    what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code}; what it printed is above"
+    fix = f"run again with --debug, or `--resume {run_directory}`"
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
 
 

@@ -122,7 +122,8 @@ def parse(data: bytes, where: str) -> Manifest:
     """The manifest in ``data``; :class:`Rejected` if a bit has changed or it names a file outside its directory."""
     digest, body = data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 64 + len(_MIDDLE) : -len(_TAIL)]
     if data != _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL:
-        raise Rejected(Problem("CKPT007", f"the manifest does not match its own sha256 {digest[:12]!r}", where))
+        what = f"the manifest is damaged: it is not what its sha256 ({digest[:12].decode(errors='replace')}...) says"
+        raise Rejected(Problem("CKPT007", what, where))
     try:
         raw: dict[str, Any] = json.loads(body)
         if raw["format"] > FORMAT:
