@@ -60,12 +60,6 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             "error[CFG011]: cannot read nowhere.yaml: no such file\nfix:   check the path\n",
         ),
         (
-            ("train", "--nproc", "4096"),
-            2,
-            f"error[DEV001]: 4096 processes asked, {len(os.sched_getaffinity(0))} cores found\nwhere: run.nproc\n"
-            f"fix:   `--nproc {len(os.sched_getaffinity(0))}`\n",
-        ),
-        (
             ("train", "--device", "cuda", "--nproc", "8"),
             2,
             "error[DEV001]: 8 GPU processes asked, 0 GPUs found\nwhere: run.nproc\n"
@@ -208,6 +202,22 @@ def test_control_characters_of_a_file_never_reach_the_terminal(shardwise: Run) -
     code, _, err = shardwise("train", "r.yaml")
     assert code == 78
     assert "\x1b" not in err and "unknown key `a\\x1b[31m`" in err
+
+
+def test_more_processes_than_cores_are_tried_and_more_than_memory_refused(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B-75."""
+    many = len(os.sched_getaffinity(0)) + 2
+    for command in (("train", "--dry-run"), ("plan",)):
+        code, out, err = shardwise(*command, "--nproc", str(many), "--global-batch-size", str(2 * many))
+        assert code == 0 and f"over {many}" in out
+        assert f"warning[DEV002]: {many} processes share {many - 2} core" in err
+    monkeypatch.setattr("shardwise.spec.cluster.available_memory_bytes", lambda: 8 * 2**30)
+    code, _, err = shardwise("train", "--nproc", "4096")
+    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked, each takes 300.0 MiB before it holds")
+    assert err.endswith("fix:   `--nproc 27`\n")
+    assert list(Path().iterdir()) == []
 
 
 def test_a_port_that_is_none(shardwise: Run) -> None:

@@ -106,10 +106,8 @@ def serve() -> None:
     """Fork what is asked for, a line of JSON at a time; answer with the pids, and with the codes at the end."""
     prepare()
     from shardwise.runtime import measure
-    from shardwise.spec import cluster
 
     measure.Meter.MEMORY_STEP = 0
-    cluster.cores = lambda: 4  # four ranks on two cores are slow, which is why they are refused, and nothing worse
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever is printed must not end up among the answers
     for line in sys.stdin:

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.spec import cluster as module
-from shardwise.spec.cluster import devices, find_device, local_cluster, parse_cluster
+from shardwise.spec.cluster import CPU_PROCESS_BYTES, crowding, devices, find_device, local_cluster, parse_cluster
 from shardwise.spec.host import available_memory_bytes, cores
 
 
@@ -101,9 +101,28 @@ def test_the_table_is_complete_and_says_how_far_it_is_verified() -> None:
 def test_cpus_share_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * 2**30)
     found = parse_cluster("2x4xCPU")
-    assert (found.kind, found.world, found.device.memory_bytes) == ("cpu", 8, 2 * 2**30)
+    assert (found.kind, found.world, found.device.memory_bytes) == ("cpu", 8, 2 * 2**30 - CPU_PROCESS_BYTES)
     here = local_cluster(1, "cpu")
-    assert (here.device.memory_bytes, here.host_memory_bytes) == (8 * 2**30, 8 * 2**30)
+    assert (here.device.memory_bytes, here.host_memory_bytes) == (8 * 2**30 - CPU_PROCESS_BYTES, 8 * 2**30)
+
+
+def test_more_cpu_processes_than_cores_are_warned_of_and_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cores", lambda: 2)
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * 2**30)
+    assert crowding(local_cluster(2, "cpu")) is None and crowding(parse_cluster("8xH100")) is None
+    found = local_cluster(8, "cpu")
+    assert (found.world, found.device.memory_bytes) == (8, 2**30 - CPU_PROCESS_BYTES)
+    assert crowding(found) == (
+        "warning[DEV002]: 8 processes share 2 cores, so they take turns: good for trying a layout; steps are slower "
+        "than with 2, and each process takes 300.0 MiB beside the model"
+    )
+    assert local_cluster(27, "cpu").device.memory_bytes < 8 * 2**20
+    with pytest.raises(UsageError) as caught:
+        local_cluster(28, "cpu")
+    (problem,) = caught.value.problems
+    taken = "each takes 300.0 MiB before it holds any of the model, and 8.0 GiB are free"
+    assert (problem.code, problem.what) == ("DEV001", f"28 processes asked, {taken}")
+    assert problem.fix == "`--nproc 27`"
 
 
 def test_this_machine() -> None:
@@ -115,18 +134,16 @@ def test_this_machine() -> None:
 ELSEWHERE = "`shardwise plan --cluster 8xH100` plans for machines elsewhere"
 
 
-def test_more_processes_than_there_are_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """B-75."""
     monkeypatch.setattr(module, "cores", lambda: 4)
     monkeypatch.setattr(module, "gpus", list)
-    for ask, what, fix in (
-        ((9, "auto"), "9 processes asked, 4 cores found", "`--nproc 4`"),
-        ((8, "cuda"), "8 GPU processes asked, 0 GPUs found", f"`--device cpu --nproc 2`; {ELSEWHERE}"),
-    ):
-        with pytest.raises(UsageError) as caught:
-            local_cluster(*ask)  # type: ignore[arg-type]
-        (problem,) = caught.value.problems
-        assert (problem.code, problem.what, problem.fix, caught.value.exit_code) == ("DEV001", what, fix, 2)
+    with pytest.raises(UsageError) as caught:
+        local_cluster(8, "cuda")
+    (problem,) = caught.value.problems
+    assert (problem.code, caught.value.exit_code) == ("DEV001", 2)
+    assert problem.what == "8 GPU processes asked, 0 GPUs found"
+    assert problem.fix == f"`--device cpu --nproc 2`; {ELSEWHERE}"
     monkeypatch.setattr(module, "gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * 2**30), ("unheard of", 40 * 2**30)])
     found = local_cluster()
     assert (found.world, found.kind, found.device.memory_bytes) == (2, "cuda", 40 * 2**30)

@@ -15,7 +15,7 @@ from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.spec.batch import batch
-from shardwise.spec.cluster import Cluster, Products, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, Products, cpu_memory_bytes, local_cluster, parse_cluster
 from shardwise.spec.host import total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import MEASURED, Plan
@@ -51,7 +51,7 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
     if cluster.kind == "cuda":
         return cluster
     memory = total_memory_bytes()
-    device = replace(cluster.device, memory_bytes=memory // cluster.devices_per_node)
+    device = replace(cluster.device, memory_bytes=cpu_memory_bytes(memory, cluster.devices_per_node))
     return replace(cluster, device=device, host_memory_bytes=memory, assumptions=())
 
 

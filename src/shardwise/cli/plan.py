@@ -20,6 +20,7 @@ from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose, fits, settings
 from shardwise.planner.wire import wire_s
+from shardwise.spec.cluster import crowding
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
 
@@ -63,6 +64,8 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe, options.cluster))
+    if options.cluster is None and (warning := crowding(cluster)):
+        note(warning, as_json=options.json)
     chosen = choose(recipe, spec, cluster)
     plans = settings(recipe, spec, cluster, chosen)
     if options.out:

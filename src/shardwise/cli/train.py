@@ -27,7 +27,7 @@ from shardwise.launch.worker import die_with_launcher, is_worker
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.track import check_installed
-from shardwise.spec.cluster import Cluster
+from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -118,7 +118,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     check_installed(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
-    if warning := slower(plan, cluster):
+    for warning in filter(None, (crowding(cluster), slower(plan, cluster))):
         note(warning, as_json=options.json)
     parameters = parameter_count(spec)
     if plan.lora is not None:  # checkpoints hold the adapters alone

@@ -21,6 +21,7 @@ from shardwise.models.resolve import resolve
 from shardwise.planner.products import measured
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.track import check_installed
+from shardwise.spec.cluster import crowding
 from shardwise.spec.recipe import Recipe
 
 
@@ -75,6 +76,8 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
     recipe = recipe.model_copy(update={"run": run})
     cluster = cluster_of_ranks(recipe)
+    if not by_our_launcher() and rank() == 0 and (warning := crowding(cluster)):
+        note(warning)
     directory = Path(run.out) / run.name
     if plan_file is None:
         cluster = with_products(cluster, products_of_first if world > 1 else measured)

@@ -20,6 +20,8 @@ DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
 DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
 CPU_LINK_BYTES_PER_S = 1.2e9
 """What gloo's all-reduce moves between processes of one machine, measured on two cores."""
+CPU_PROCESS_BYTES = 300 * 2**20
+"""What a process takes before it holds anything of the model: Python, torch and our own code, beside what is shared."""
 
 EXACT = 8.0
 """fp32 through another order of summation errs 2 to 3 times as much; products that are really bf16's, 1,000 times."""
@@ -197,7 +199,7 @@ def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> C
     if nodes > 1 and not network_bytes_per_s:
         assumed.append(f"{DEFAULT_NETWORK_BYTES_PER_S * 8 / 1e9:g} Gb/s between nodes (say +<N>Gb/node)")
     return Cluster(
-        device=Device("CPU", memory // count, verified="yes"),
+        device=Device("CPU", cpu_memory_bytes(memory, count), verified="yes"),
         nodes=nodes,
         devices_per_node=count,
         link_bytes_per_s=CPU_LINK_BYTES_PER_S,
@@ -220,9 +222,28 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
         here = f"`--device cpu --nproc {min(2, cores())}`"
         elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
         raise _too_many(f"{nproc or 1} GPU processes asked, 0 GPUs found", f"{here}; {elsewhere}")
-    if (nproc or 1) > cores():
-        raise _too_many(f"{nproc} processes asked, {cores()} cores found", f"`--nproc {cores()}`")
+    memory = available_memory_bytes()
+    if (nproc or 1) > (most := max(1, memory // CPU_PROCESS_BYTES)):
+        taken = f"each takes {show_bytes(CPU_PROCESS_BYTES)} before it holds any of the model"
+        raise _too_many(f"{nproc} processes asked, {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`")
     return _cpu_cluster(nodes, nproc or min(2, cores()), None)
+
+
+def cpu_memory_bytes(memory_bytes: int, count: int) -> int:
+    """What each of ``count`` processes that share a machine's memory has for the model."""
+    return max(1, memory_bytes // count - CPU_PROCESS_BYTES)
+
+
+def crowding(cluster: Cluster) -> str | None:
+    """The warning that this machine has fewer cores than ``cluster`` has processes, if so."""
+    count = cluster.devices_per_node
+    if cluster.kind != "cpu" or count <= cores():
+        return None
+    what = f"{count} processes share {cores()} {'core' if cores() == 1 else 'cores'}, so they take turns"
+    cost = (
+        f"steps are slower than with {cores()}, and each process takes {show_bytes(CPU_PROCESS_BYTES)} beside the model"
+    )
+    return f"warning[DEV002]: {what}: good for trying a layout; {cost}"
 
 
 def _too_many(what: str, fix: str) -> UsageError:
