@@ -101,6 +101,7 @@ def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
     from shardwise.models.decoder import Block
     from shardwise.runtime import generate, sample
 
+    sample.begins_trained = lambda recipe: True  # or random weights have no sample before training
     if who not in (rank, -1):
         return
     if where == "logits":

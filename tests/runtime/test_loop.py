@@ -201,7 +201,26 @@ def test_the_report_compares_what_was_measured(whole: Path) -> None:
     assert "8 steps, 512 tokens" in text
     for row in ("memory: weights", "memory: moments", "memory a rank", "step time"):
         assert f"| {row} |" in text
-    assert "bits a byte" in text and "Sample before training" in text
+    assert "bits a byte" in text and "Sample after training" in text
+
+
+def test_only_trained_weights_have_a_sample_before(root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random ones write noise, for up to half of the time before the first step."""
+    assert not (whole / "sample-before.txt").exists()
+    assert "Sample before training" not in (whole / "report.md").read_text()
+    drawn: list[int] = []
+
+    def generate(*_: object, **__: object) -> list[int]:
+        drawn.append(len(drawn))
+        return [1]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    train_here(recipe(root, "noise", train={"max_steps": 1}))
+    assert drawn == [0]
+    made = recipe(root, "onward", train={"max_steps": 1}, model={"path": str(whole / "hf"), "config": None})
+    train_here(made)
+    assert drawn == [0, 1, 2] and (directory(made) / "sample-before.txt").exists()
+    assert "Sample before training" in (directory(made) / "report.md").read_text()
 
 
 def test_validation_happens_when_asked_and_at_the_end(whole: Path) -> None:
@@ -424,6 +443,7 @@ def test_nothing_that_only_reports_ends_a_run(
 
         return fail
 
+    monkeypatch.setattr(sample, "begins_trained", lambda recipe: True)
     monkeypatch.setattr(sample, "generate", broken("generate"))
     monkeypatch.setattr(begin, "flops_per_token", broken("the count"))
     monkeypatch.setattr(measure, "by_axis", broken("the traffic"))

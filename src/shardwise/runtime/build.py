@@ -107,8 +107,13 @@ def put(parameter: Tensor, values: Tensor) -> None:
             shard.copy_(values.reshape(shard.shape))
 
 
+def begins_trained(recipe: Recipe) -> bool:
+    """Whether training goes on from trained weights, not from random ones."""
+    return recipe.model.path is not None and recipe.model.init != "random"
+
+
 def weights_directory(recipe: Recipe) -> Path | None:
     """Where trained weights are to be read from; None for a model that starts from random ones."""
-    if recipe.model.path is None or recipe.model.init == "random":
+    if recipe.model.path is None or not begins_trained(recipe):
         return None
     return hf.weights_directory(recipe.model.path, recipe.model.revision)

@@ -84,9 +84,8 @@ class Report:
         if self.memory:
             resident = show_bytes(self.memory.resident_bytes)
             lines += ["", f"Memory is torch's allocations on rank 0; the process takes {resident}."]
-        if self.after:
-            lines += ["", "Sample before training:", "", *_quote(self.before)]
-            lines += ["", "and after:", "", *_quote(self.after)]
+        for when, text in (("before", self.before), ("after", self.after)):
+            lines += ["", f"Sample {when} training:", "", *_quote(text)] if text else []
         lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
         return "\n".join(lines) + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.data.store import TokenStore
+from shardwise.runtime.build import begins_trained
 from shardwise.runtime.crew import Crew
 from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import Job
@@ -46,8 +47,9 @@ def first_prompt(store: TokenStore) -> list[int]:
 
 
 def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
-    """Store what the untrained model writes for the report; a run that goes on finds it there."""
-    if state.step == 0:
+    """Store what the model writes before it is trained for the report; a run that goes on finds it there. Random
+    weights write noise, which is not worth what it takes: up to half of the time before the first step."""
+    if state.step == 0 and begins_trained(job.recipe):
         text = sample(job, state, crew)
         if job.rank == 0:
             with only_reports("keeping the first sample"):
