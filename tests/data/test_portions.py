@@ -226,7 +226,7 @@ def test_what_is_wrong_with_a_later_portion_is_told_when_it_is_wanted(
     recipe: Recipe, files: Path, tmp_path: Path
 ) -> None:
     last = Path(lay(recipe.data, 3, records=False)[-1][-1])
-    last.write_bytes(b"\xff\xfe")
+    last.write_bytes(b"\xff\xff")
     run = Run(recipe, tmp_path / "stream")
     with pytest.raises(DataError, match=f"{last.name}:1 byte 1: not UTF-8"):
         run.steps(200)
