@@ -17,7 +17,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_plan
 from shardwise.spec.plan import Batch, Plan, Shard
-from shardwise.spec.recipe import Model, Recipe, Train
+from shardwise.spec.recipe import Model, Parallel, Recipe, Train
 from shardwise.techniques.freeze import frozen
 from tests.parity.cases import TIED
 from tests.runtime.rank_work import LENGTH, ROWS
@@ -42,7 +42,11 @@ def test_a_checkpoint_holds_frozen_weights_without_moments_and_resumes(
 
 
 def recipe(*patterns: str) -> Recipe:
-    return Recipe(model=Model(frozen=list(patterns)), train=Train(seq_len=2048, global_batch_size=8))
+    return Recipe(
+        model=Model(frozen=list(patterns)),
+        train=Train(seq_len=2048, global_batch_size=8),
+        parallel=Parallel(strategy="ddp"),
+    )
 
 
 def test_a_plan_keeps_the_patterns_and_counts_what_is_saved(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The pictures of the README: what `shardwise plan` and `shardwise train` print on a terminal, as SVG.
+
+    python bench/pictures.py            # runs both (the quickstart takes minutes) and writes docs/pictures/
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+TARGET = Path(__file__).parents[1] / "docs" / "pictures"
+COLUMNS = 152
+PLAN = "shardwise plan --model meta-llama/Llama-3.1-70B --cluster 2x8xH100+400Gb/node --lora 16 --seq-len 8192"
+TRAIN = "shardwise train"
+
+
+def screen(command: str) -> list[str]:
+    """The lines that ``command`` prints on a terminal. A line that is drawn again and again is there once."""
+    printed = bytearray()
+
+    def read(descriptor: int) -> bytes:
+        found = os.read(descriptor, 65536)
+        printed.extend(found)
+        return found
+
+    words = [sys.executable, "-m", *command.split()]
+    os.environ["COLUMNS"] = str(COLUMNS)
+    if pty.spawn(words, read):
+        raise SystemExit(f"`{command}` failed")
+    lines = printed.decode().replace("\r\n", "\n").split("\n")
+    return [line.rpartition("\r")[2] for line in lines]
+
+
+def draw(name: str, command: str, lines: list[str]) -> None:
+    """Write docs/pictures/``name``.svg."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
+        console.print(Text(f"$ {command}"))
+        for line in lines:
+            console.print(Text.from_ansi(line), soft_wrap=True)
+        console.save_svg(str(TARGET / f"{name}.svg"), title="shardwise")
+
+
+def main() -> None:
+    TARGET.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        os.chdir(place)
+        draw("plan", PLAN, screen(PLAN))
+        draw("train", TRAIN, screen(TRAIN))
+
+
+if __name__ == "__main__":
+    main()
