@@ -1,6 +1,6 @@
 """The pictures of the README: what `shardwise plan` and `shardwise train` print on a terminal, as SVG.
 
-    python bench/pictures.py            # runs both (the quickstart takes minutes) and writes docs/pictures/
+python bench/pictures.py            # runs both (the quickstart takes minutes) and writes docs/pictures/
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
-COLUMNS = 152
+COLUMNS = 160
 PLAN = "shardwise plan --model meta-llama/Llama-3.1-70B --cluster 2x8xH100+400Gb/node --lora 16 --seq-len 8192"
 TRAIN = "shardwise train"
 
@@ -43,7 +43,7 @@ def draw(name: str, command: str, lines: list[str]) -> None:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text(f"$ {command}"))
         for line in lines:
-            console.print(Text.from_ansi(line), soft_wrap=True)
+            console.print(Text.from_ansi(line))
         console.save_svg(str(TARGET / f"{name}.svg"), title="shardwise")
 
 
