@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -33,8 +34,16 @@ def screen(command: str) -> list[str]:
     os.environ["COLUMNS"] = str(COLUMNS)
     if pty.spawn(words, read):
         raise SystemExit(f"`{command}` failed")
-    lines = printed.decode().replace("\r\n", "\n").split("\n")
-    return [line.rpartition("\r")[2] for line in lines]
+    return lasting(printed.decode().replace("\r\n", "\n").split("\n"))
+
+
+def lasting(lines: list[str]) -> list[str]:
+    """What stays of lines that were drawn again and again: of each bar its last state."""
+    kept: list[str] = []
+    for line in lines:
+        states = {state.split()[0]: state for state in re.sub(r"\x1b\[\d*[AK]", "", line).split("\r") if state.strip()}
+        kept += states.values() or [""]
+    return [line for number, line in enumerate(kept) if not number or line != kept[number - 1] or not line]
 
 
 def draw(name: str, command: str, lines: list[str]) -> None:
