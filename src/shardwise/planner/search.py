@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 from shardwise import techniques
@@ -56,10 +55,10 @@ class Candidate:
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
     modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
-    smaller = list(_smaller_micro_batches(recipe.train, cluster.world))
+    tries = ((mode, train) for mode in modes for train in _smaller_micro_batches(recipe.train, cluster.world))
     refused: list[Problem] = []
     tried: list[Plan] = []
-    for mode, train in product(modes, smaller):
+    for mode, train in tries:  # one by one: an illegal mesh is reported before a batch that does not suit it
         found, problems = _candidates(recipe, spec, cluster, mode, train)
         refused += problems
         found.sort(key=lambda candidate: candidate.wire_s)
