@@ -21,4 +21,6 @@ def listening(pid: int) -> list[str]:
 
 def stays_here(address: str) -> bool:
     """Whether this address belongs to the loopback interface."""
-    return ipaddress.ip_address(address).is_loopback
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
