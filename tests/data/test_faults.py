@@ -135,5 +135,14 @@ def test_a_check_reads_the_beginning_of_each_file(mixed: Path, tune: Make, tmp_p
         check_records(tune(mixed), 64)
     assert len(caught.value.problems) == len(BAD)
     assert check_records(tune(mixed, on_bad_sample="skip"), 64) == {"read": 2, "bad": len(BAD), **dict.fromkeys(BAD, 1)}
-    with pytest.raises(DataError, match=r"TOK004.*cannot train one"):
+    with pytest.raises(DataError, match=r"TOK004.*cannot train one: a.jsonl:1 has no `text`") as caught:
         check_records(tune(many, tokenizer={"vocab_size": 300}), 64)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_tokenizer_is_not_trained_on_nothing(tune: Make, tmp_path: Path) -> None:
+    """Where every record was left out."""
+    (tmp_path / "a.jsonl").write_text(f"{GOOD}\n" * 3)
+    data = tune(tmp_path / "a.jsonl", tokenizer={"vocab_size": 300}, on_bad_sample="skip")
+    with pytest.raises(DataError, match=r"TOK004.*cannot train one: none of 3 records has a `text`"):
+        prepare(data, sample_tokens=64)

@@ -261,22 +261,28 @@ def _training_texts(sample_tokens: int | None) -> Iterator[None]:
     except DataError as error:
         if sample_tokens is None or error.problems[0].code != "DATA005":
             raise
-        what = "the recipe names no tokenizer, and records without a `text` cannot train one"
-        named = Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")
-        raise DataError(named, *error.problems) from error
+        first = error.problems[0].what.partition("; the same at")[0]
+        what = f"the recipe names no tokenizer, and records without a `text` cannot train one: {first}"
+        raise DataError(Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")) from error
 
 
 def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
     total = sum(s.stop - s.start for s in sources.train)
-    done, faults = 0, Faults(data.on_bad_sample == "skip")
+    done, found, faults = 0, False, Faults(data.on_bad_sample == "skip")
     for unit in units(sources.train)[:: -(-total // _TRAINING_TEXT_BYTES) or 1]:
         for part in unit:
             for piece in pieces(part, data.text_key, sources.share, faults):
+                found = True
                 if not piece.held_out:
                     yield piece.text
             done += part.stop - part.start
             said("tokenizer", done, total)
     faults.settle()
+    if not found and (bad := faults.counts["bad"]):
+        what = f"none of {bad:,} records has a `{data.text_key}` to train a tokenizer on"
+        raise DataError(
+            Problem("DATA005", what, "data.path", "data.tokenizer.path=<a tokenizer>, or records with text")
+        )
 
 
 def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
