@@ -183,10 +183,41 @@ def test_an_example_of_torchtune(tmp_path: Path) -> None:
         "model.lora_attn_modules": "`lora.targets: [q",
         "model.lora_rank": "`lora.rank: 8`",
         "optimizer._component_": "`optim.name: adamw`",
-        "optimizer.lr": "`optim.learning_rate: 2.0e-5`",
         "batch_size": "`train.micro_batch_size: 4`",
         "enable_activation_checkpointing": "`recompute: full`",
     }
+
+
+def test_off_is_no_wish_for_the_default(tmp_path: Path) -> None:
+    """Where a key means something here too, null and zero are values: they change what is trained."""
+    text = "clip_grad_norm: null\noptimizer: {lr: 3e-4, weight_decay: 0.0, eps: 1e-6}\ndataset: {packed: false}\n"
+    recipe = read(tmp_path, text, "method=sft").recipe
+    assert (recipe.optim.max_grad_norm, recipe.optim.weight_decay, recipe.data.packing) == (None, 0.0, False)
+    assert (recipe.optim.learning_rate, recipe.optim.eps) == (3e-4, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ("shuffle: false", "shuffle", "always shuffled"),
+        ("shuffle_merged_datasets: false", "shuffle_merged_datasets", "always shuffled"),
+        ("pretrain_multipack_attn: false", "pretrain_multipack_attn", "data.mask_documents: false"),
+        ("save_strategy: best", "save_strategy", "checkpoint.keep_best: true"),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "loss._component_", "method.name: dpo"),
+        ("dataset: {_component_: torchtune.datasets.alpaca_dataset}", "dataset._component_", "data.path"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(tmp_path: Path, text: str, key: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    (problem,) = raised.value.problems
+    assert problem.what == f"unknown key `{key}`"
+    assert said in problem.fix
+
+
+def test_what_is_done_anyway_is_left_out(tmp_path: Path) -> None:
+    text = "shuffle: true\nloss: {_component_: torch.nn.CrossEntropyLoss, num_output_chunks: 8}\n"
+    assert read(tmp_path, text + "pretrain_multipack_attn: true\ndataset:\n").given == {}
 
 
 def test_a_misspelt_key_is_still_told_as_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
     missing     not there, and what to do about it
 
 Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) and those of ``accepts`` ask for nothing, and
-are left out too. ``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
+are left out too; where ``accepts`` has true (``shuffle``), turning it off asks for something. ``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Answer:
     def asks_for_nothing(self, value: Any) -> bool:
         """Whether leaving the key out is what ``value`` means."""
         empty = isinstance(value, list | dict) and not value
-        return empty or self.kind == "automatic" or value in OFF or value in self.accepts
+        on = any(usual is True for usual in self.accepts)
+        return empty or self.kind == "automatic" or value in (OFF[:1] if on else OFF) or value in self.accepts
 
     @property
     def fix(self) -> str:
@@ -65,8 +66,9 @@ def find(dotted: str) -> Answer | None:
 
 
 def answered_whole(name: str) -> bool:
-    """Whether there is an answer for a whole section of another system (``fsdp_config``)."""
-    return name in _by_key()
+    """Whether there is one answer for a whole section of another system (``fsdp_config``), and none for keys in it
+    (torchtune's ``dataset``; LLaMA-Factory's is a name)."""
+    return name in _by_key() and not any(key.startswith(f"{name}.") for key in _by_key())
 
 
 def page() -> str:
