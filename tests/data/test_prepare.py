@@ -123,6 +123,22 @@ def test_it_is_found_again_and_new_text_is_another(corpus: Path, settings: Make)
     store.load(first.directory)
 
 
+def test_what_an_older_version_made_is_not_found(
+    tmp_path: Path, settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the note that nothing changed nor by its fingerprint."""
+    (tmp_path / "talks.csv").write_text("prompt,completion\n" + "one two three,four five six\n" * 20)
+    made = settings(tmp_path / "talks.csv")
+    first = prepare(made, sample_tokens=64)
+    assert prepare(made, sample_tokens=64).directory == first.directory
+    monkeypatch.setattr("shardwise.data.convert.VERSION", 99)
+    monkeypatch.setattr("shardwise.data.prepare._VERSIONS", [99])
+    second = prepare(made, sample_tokens=64)
+    assert second.directory != first.directory
+    monkeypatch.setattr("shardwise.data.prepare.SAMPLES_VERSION", 99)
+    assert prepare(made, sample_tokens=64).directory not in (first.directory, second.directory)
+
+
 def test_wide_vocabularies_take_four_bytes(
     corpus: Path, settings: Make, tokenizer: tokens.Tokenizer, tmp_path: Path
 ) -> None:

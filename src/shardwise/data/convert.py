@@ -29,7 +29,7 @@ WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
 HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
-_VERSION = 2
+VERSION = 2
 """Of what is made of a file: it is kept in the cache, and made anew when this changes."""
 
 
@@ -38,7 +38,7 @@ def to_jsonl(source: Source, cache: Path) -> Source:
     if source.kind != "other":
         return source
     stat = source.path.stat()
-    target = cache / "converted" / digest([_VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
+    target = cache / "converted" / digest([VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
 
     def make(directory: Path) -> None:
         with (directory / "records.jsonl").open("xb") as out:

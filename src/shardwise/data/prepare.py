@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.data import remote, shards, source, store, tokens
+from shardwise.data import convert, remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
-from shardwise.data.convert import head, to_jsonl
 from shardwise.data.faults import Faults
 from shardwise.data.read import Part, pieces, units
 from shardwise.data.remote import Progress
@@ -38,6 +37,8 @@ from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 DEFAULT_VOCAB_SIZE = 4096
 SAMPLES_VERSION = 1
 """Of how records become samples: equal records, rules and versions give equal samples."""
+_VERSIONS = [store.FORMAT, convert.VERSION, tokens.TRAINED_VERSION]
+"""Of what else is done on the way to tokens."""
 _MOST_FILES = 1000
 """Of which a check reads the first records."""
 _TRAINING_TEXT_BYTES = 2**29
@@ -70,7 +71,7 @@ def prepare(
         data = remote.bring(data, cache, trust_s, said)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
-    note = cache / "seen" / source.digest([_stats(sources, data), settings])
+    note = cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
     of = _Ingredients(data, sources, _files(sources), settings)
@@ -120,14 +121,13 @@ def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
     tokenizer, skip = open_tokenizer(data), data.on_bad_sample == "skip"
     with tempfile.TemporaryDirectory() as scratch:
         found = source.find(here, sample_tokens is not None)[:_MOST_FILES] if here else []
-        heads = [head(one, Path(scratch)) for one in found if one.kind != "ids"]
+        heads = [convert.head(one, Path(scratch)) for one in found if one.kind != "ids"]
         parts = [Part(one, 0, one.stop) for one in heads]
         if tokenizer is None:
-            faults = Faults(skip)
-            with _training_texts(sample_tokens):
-                counts["read"] = sum(piece.last for part in parts for piece in pieces(part, data.text_key, 0.0, faults))
-                faults.settle()
-            return counts + faults.counts
+            with _training_texts(sample_tokens, data.text_key, skip) as faults:
+                for piece in (piece for part in parts for piece in pieces(part, data.text_key, 0.0, faults)):
+                    faults.counts["read"] += piece.last
+            return +faults.counts
         rules = _rules(data, sample_tokens, tokenizer.directory)
         job = shards.Job(tokenizer.directory, data.text_key, 0.0, ("train", "train"), rules, skip)
         for runs in shards.tokenise_all([((part,), job) for part in parts], num_proc=1):
@@ -140,7 +140,7 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
     """What is read, other kinds of files made into jsonl first."""
 
     def found(paths: str | list[str]) -> list[Source]:
-        return [to_jsonl(one, cache) for one in source.find(paths, records)]
+        return [convert.to_jsonl(one, cache) for one in source.find(paths, records)]
 
     if data.validation_path is None:
         sources = source.divide(found(data.path), data.validation_share)
@@ -224,6 +224,7 @@ class _Ingredients:
         for s in group:
             facts = [s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"]]
             facts += [s.copy, s.keep] if mixed else []
+            facts += [convert.VERSION] if s.origin else []
             if s.kind == "ids" and (index := index_of(s.path)):
                 facts.append(store.checksum(index))
             told.append(facts)
@@ -246,18 +247,25 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
 
     def train(directory: Path) -> None:
-        with _training_texts(of.settings.get("sample_tokens")):
-            tokens.train(_texts(data, sources, said), size, directory)
+        skip = data.on_bad_sample == "skip"
+        with _training_texts(of.settings.get("sample_tokens"), data.text_key, skip) as faults:
+            tokens.train(_texts(data, sources, said, faults), size, directory)
 
     facts = [tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)]
     return tokens.open_directory(once(cache / "tokenizers" / source.digest(facts), train))
 
 
 @contextmanager
-def _training_texts(sample_tokens: int | None) -> Iterator[None]:
-    """Around reading texts to train a tokenizer on: records of conversations have none."""
+def _training_texts(sample_tokens: int | None, text_key: str, skip: bool) -> Iterator[Faults]:
+    """Around reading texts to train a tokenizer on, of which there must be some: records of conversations have none."""
+    faults = Faults(skip)
     try:
-        yield
+        yield faults
+        faults.settle()
+        if (bad := faults.counts["bad"]) and not faults.counts["read"]:
+            what = f"none of {bad:,} records has a `{text_key}` to train a tokenizer on"
+            fix = "data.tokenizer.path=<a tokenizer>, or records with text"
+            raise DataError(Problem("DATA005", what, "data.path", fix))
     except DataError as error:
         if sample_tokens is None or error.problems[0].code != "DATA005":
             raise
@@ -266,23 +274,16 @@ def _training_texts(sample_tokens: int | None) -> Iterator[None]:
         raise DataError(Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")) from error
 
 
-def _texts(data: Data, sources: Sources, said: Progress) -> Iterator[str]:
-    total = sum(s.stop - s.start for s in sources.train)
-    done, found, faults = 0, False, Faults(data.on_bad_sample == "skip")
+def _texts(data: Data, sources: Sources, said: Progress, faults: Faults) -> Iterator[str]:
+    total, done = sum(s.stop - s.start for s in sources.train), 0
     for unit in units(sources.train)[:: -(-total // _TRAINING_TEXT_BYTES) or 1]:
         for part in unit:
             for piece in pieces(part, data.text_key, sources.share, faults):
-                found = True
+                faults.counts["read"] += piece.last
                 if not piece.held_out:
                     yield piece.text
             done += part.stop - part.start
             said("tokenizer", done, total)
-    faults.settle()
-    if not found and (bad := faults.counts["bad"]):
-        what = f"none of {bad:,} records has a `{data.text_key}` to train a tokenizer on"
-        raise DataError(
-            Problem("DATA005", what, "data.path", "data.tokenizer.path=<a tokenizer>, or records with text")
-        )
 
 
 def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
