@@ -257,6 +257,7 @@ def test_an_adapter_that_is_not_finite(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"MOD006.*`layers.0.attention.q.lora_a.weight` holds 96 infinite of 96 values"):
         list(peft.read_adapter(tmp_path, parts, ADAPTER, SPEC))
     stored = safetensors.torch.load_file(tmp_path / peft.WEIGHTS)
-    safetensors.torch.save_file({name: value.to(torch.int8) for name, value in stored.items()}, tmp_path / peft.WEIGHTS)
-    with pytest.raises(DataError, match="CKPT004"):
-        peft.find_adapter(tmp_path, shapes, ADAPTER, SPEC)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        safetensors.torch.save_file({name: value.to(dtype) for name, value in stored.items()}, tmp_path / peft.WEIGHTS)
+        with pytest.raises(DataError, match=f"CKPT004.*{dtype}"):
+            peft.find_adapter(tmp_path, shapes, ADAPTER, SPEC)

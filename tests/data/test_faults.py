@@ -144,6 +144,6 @@ def test_a_tokenizer_is_not_trained_on_nothing(tune: Make, tmp_path: Path) -> No
     """Where every record was left out."""
     (tmp_path / "a.jsonl").write_text(f"{GOOD}\n" * 3)
     data = tune(tmp_path / "a.jsonl", tokenizer={"vocab_size": 300}, on_bad_sample="skip")
-    for read in (check_records, lambda data, tokens: prepare(data, sample_tokens=tokens)):
+    for use in (check_records, lambda data, tokens: prepare(data, sample_tokens=tokens)):
         with pytest.raises(DataError, match=r"TOK004.*cannot train one: none of 3 records has a `text`"):
-            read(data, 64)
+            use(data, 64)

@@ -169,7 +169,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
     problems = [*unserved, *_settings_differ(config, lora, where)]
-    if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point]:
+    if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
         what = f"{len(odd)} tensors of the adapter are quantised ({found[odd[0]].dtype}), such as {odd[0]}"
         problems.append(Problem("CKPT004", what, where, "the adapter in fp32, bf16 or fp16"))
     theirs = _stored(modules)

@@ -5,7 +5,8 @@
     missing     not there, and what to do about it
 
 Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) and those of ``accepts`` ask for nothing, and
-are left out too; where ``accepts`` has true (``shuffle``), turning it off asks for something. ``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
+are left out too; where ``accepts`` has true (``shuffle``), turning it off asks for something.
+``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
 """
 
 from __future__ import annotations
