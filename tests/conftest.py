@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from shardwise.prove.pool import RankPool
 
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
+
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:  # of a shell's background job, under nohup: runs would ignore it too
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,7 +43,7 @@ class ReadyRanks:
         assert text, "the process that ranks are forked from has ended"
         ended: list[tuple[int, int, float]] = json.loads(text)
         failures = {rank: local.Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
-        return local._failed(failures, run_directory) if failures else local.Ended(0)
+        return local._failed(failures, run_directory, None) if failures else local.Ended(0)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def test_killed_at_every_system_call_of_two_ranks(ask: Ask, tmp_path: Path) -> N
                 children = ask(SAVE, 2, str(directory), victim, fault, at)
                 assert children[victim].status == -9, "the fault must fire"
                 events, _, seconds = children[1 - victim].result
-                assert seconds < ANSWER_S and events[-1]["kind"] in ("failed", "committed")
+                assert seconds < ANSWER_S and events[-1]["kind"] in ("failed", "committed", "unverified", "undeleted")
                 deaths += 1
                 wrong += [f"{fault} of rank {victim} at {at} ({name}): {what}" for what in after(directory, (1, 2))]
     assert deaths >= 40 and wrong == []
