@@ -66,6 +66,26 @@ def test_samples_windows_and_steps_are_told_and_few_steps_warned_of(run: Run) ->
         assert found is not None and int(found[1]) >= 20 and "DATA017" not in err
 
 
+@pytest.mark.parametrize(
+    ("pins", "fix"),
+    [
+        (["train.micro_batch_size=2", "train.global_batch_size=16"], "train.global_batch_size=2"),
+        (
+            ["train.micro_batch_size=2", "train.gradient_accumulation_steps=4", "train.global_batch_size=null"],
+            "train.gradient_accumulation_steps=1",
+        ),
+        (
+            ["train.gradient_accumulation_steps=4", "train.global_batch_size=8"],
+            "train.global_batch_size=2 train.gradient_accumulation_steps=1",
+        ),
+    ],
+)
+def test_what_to_set_agrees_with_what_is_pinned(run: Run, pins: list[str], fix: str) -> None:
+    _, err = run("--num-epochs", "3", *pins)
+    assert err.splitlines()[1].startswith(f"fix:   {fix} (")
+    assert run("--num-epochs", "3", *pins, *fix.split())[0]
+
+
 def test_enough_steps_are_not_warned_of(run: Run) -> None:
     out, err = run("train.seq_len=64", "--max-steps", "500")
     assert re.search(r"^data    105 samples -> \d+ windows of 64 tokens -> \d+ steps an epoch", out, re.M)

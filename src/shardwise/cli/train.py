@@ -221,7 +221,7 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, *, hidden: bool) -> No
         return
     total = max_steps(recipe, windows, batch)
     say(epoch(windows, batch, total), *report(prepared.manifest.counts))
-    if warning := few_steps(windows, batch, plan.layout.dp, total):
+    if warning := few_steps(windows, batch, plan.layout.dp, total, recipe.train):
         note(warning)
 
 

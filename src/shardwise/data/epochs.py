@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.data.pack import Packs, Windows
 from shardwise.data.stream import steps_per_epochs
+from shardwise.spec.recipe import Train
 
 FEW_STEPS = 20
 """In an epoch: with fewer, a mean over many samples moves the weights a few times."""
@@ -20,15 +21,19 @@ def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
     return f"data    {made} (global batch {batch:,}); {total_steps:,} steps are {total_steps / steps:.3g} epochs"
 
 
-def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int) -> str | None:
-    """A warning where an epoch has few steps, with what would make more of them. ``dp``: the least global batch."""
+def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, train: Train) -> str | None:
+    """A warning where an epoch has few steps, with what would make more of them beside what ``train`` pins."""
     steps = steps_per_epochs(windows, batch, 1)
     if steps >= FEW_STEPS:
         return None
     choices = []
-    smaller = max(len(windows) // FEW_STEPS // dp, 1) * dp
+    accumulation = train.gradient_accumulation_steps
+    least = dp * (train.micro_batch_size or 1) if accumulation is None else max(batch // accumulation, 1)
+    smaller = max(len(windows) // FEW_STEPS // least, 1) * least
     if smaller < batch:
-        choices.append(f"train.global_batch_size={smaller} ({steps_per_epochs(windows, smaller, 1):,} steps an epoch)")
+        said = [] if accumulation and train.global_batch_size is None else [f"train.global_batch_size={smaller}"]
+        said += [f"train.gradient_accumulation_steps={smaller // least}"] if accumulation else []
+        choices.append(f"{' '.join(said)} ({steps_per_epochs(windows, smaller, 1):,} steps an epoch)")
     shorter = windows.store.tokens // (FEW_STEPS * batch) // _MULTIPLE * _MULTIPLE
     longest = int(windows.store.lengths().max(initial=0)) if isinstance(windows, Packs) else 1
     longest *= 1 + windows.store.split.pairs
