@@ -16,8 +16,8 @@ PACKAGE_LINES = {
     "runtime": 4_250,
     "prove": 900,
     "launch": 650,
-    "interop": 1_200,
-    "cli": 1_450,
+    "interop": 1_100,
+    "cli": 1_550,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15

@@ -171,6 +171,14 @@ def check_free(directory: Path) -> None:
             raise OutputError(_lives(directory, owner))
 
 
+def holder(directory: Path) -> tuple[Owner, bool | None] | None:
+    """Who owns ``directory``, and whether it lives (None: that cannot be known from here); None if nobody does."""
+    with suppress(OSError):
+        owner = _owner(directory)[1]
+        return None if owner is None else (owner, _alive(owner))
+    return None
+
+
 def _outlive(path: Path, mine: Owner, say: Callable[[str], None], pace: Pace) -> None:
     """Return when the owner in ``path`` is dead, or the file gone. Raises OUT005 if it lives."""
     try:

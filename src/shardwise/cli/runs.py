@@ -1,0 +1,128 @@
+"""``shardwise runs``: what has been trained here, and how each run stands."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument
+
+from shardwise.cli.options import Common
+from shardwise.cli.show import print_json, say
+from shardwise.errors import MissingInputError, Problem, ShardwiseError
+from shardwise.launch import owner
+from shardwise.launch.rundir import newest_step
+from shardwise.runtime.outcome import read_exit
+from shardwise.spec.load import load_recipe
+from shardwise.spec.units import show_bytes
+
+_TAIL_BYTES = 65536
+"""Of metrics.jsonl, in which its last line lies."""
+
+
+@dataclass
+class Options(Common):
+    """List the runs of a directory, the newest first: state, step, loss, age and size."""
+
+    path: Annotated[Path, Argument(metavar="[DIRECTORY]", help="Where runs are written.")] = Path("runs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. ``step`` is the last that was done, ``of`` the recipe's train.max_steps, ``saved`` the newest
+    checkpoint; ``changed_s`` the time of the last line of its metrics."""
+
+    name: str
+    state: str
+    step: int | None
+    of: int | None
+    loss: float | None
+    saved: int | None
+    changed_s: float
+    bytes: int
+
+
+def run(options: Options) -> None:
+    """Print the table."""
+    if not options.path.is_dir():
+        what, fix = f"no directory {options.path}", "`shardwise runs DIRECTORY`, the --out of the runs"
+        raise MissingInputError(Problem("CFG011", what, str(options.path), fix))
+    rows = [look(recipe.parent) for recipe in options.path.glob("*/recipe.yaml")]
+    rows.sort(key=lambda row: -row.changed_s)
+    if options.json:
+        return print_json([asdict(row) for row in rows])
+    if not rows:
+        return say(f"no runs in {options.path}")
+    cells = [("run", "state", "step", "loss", "saved", "last step", "size"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return None
+
+
+def look(directory: Path) -> Row:
+    """How the run in ``directory`` stands. What is damaged is its state, never an error."""
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    metrics = directory / "metrics.jsonl"
+    changed_s = (metrics if metrics.is_file() else directory / "recipe.yaml").stat().st_mtime
+    last, of, saved = _last(metrics), None, None
+    try:
+        state = _state(directory)
+        saved, of = newest_step(directory), load_recipe(directory / "recipe.yaml").train.max_steps
+    except ShardwiseError as error:
+        state = f"damaged: {error.problems[0].what}"
+    except OSError as error:
+        state = f"damaged: {error}"
+    size = sum(path.lstat().st_size for path in files if path.exists())
+    return Row(directory.name, state, last.get("step"), of, last.get("loss"), saved, changed_s, size)
+
+
+def _state(directory: Path) -> str:
+    held, outcome = owner.holder(directory), read_exit(directory)
+    if held is not None and held[1] is not False:
+        return f"running, {held[0]}" if held[1] else f"owned by {held[0]}"
+    if outcome is None:
+        return "interrupted"
+    names = {"done": "finished", "preempted": "stopped"}
+    return names.get(outcome.kind, f"failed, {outcome.kind} (exit code {outcome.exit_code})")
+
+
+def _last(metrics: Path) -> dict[str, Any]:
+    """The last whole line; empty where there is none."""
+    if not metrics.is_file():
+        return {}
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            return {"step": int(record["step"]), "loss": record["loss"]}
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {}
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    step = "-" if row.step is None else f"{row.step:,}" + (f"/{row.of:,}" if row.of else "")
+    loss = "-" if row.loss is None or not math.isfinite(row.loss) else f"{row.loss:.3f}"
+    return (
+        row.name,
+        row.state,
+        step,
+        loss,
+        str(row.saved or "-"),
+        _age(time.time() - row.changed_s),
+        show_bytes(row.bytes),
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (count := int(seconds // length_s)) >= 1:
+            return f"{count} {unit}{'s' * (count != 1)} ago"
+    return "just now"
