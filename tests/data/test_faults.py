@@ -147,3 +147,15 @@ def test_a_tokenizer_is_not_trained_on_nothing(tune: Make, tmp_path: Path) -> No
     for use in (check_records, lambda data, tokens: prepare(data, sample_tokens=tokens)):
         with pytest.raises(DataError, match=r"TOK004.*cannot train one: none of 3 records has a `text`"):
             use(data, 64)
+
+
+def test_leaving_out_is_no_remedy_where_it_leaves_out_nothing(tune: Make, tmp_path: Path) -> None:
+    """A text file is never left out; where all records were, why is still to be said."""
+    (tmp_path / "a.txt").write_bytes(b"no text \xff\n")
+    with pytest.raises(DataError, match=r"DATA006.*not UTF-8") as caught:
+        prepare(tune(tmp_path / "a.txt", format="auto"))
+    assert "skip" not in caught.value.problems[0].fix
+    (tmp_path / "b.jsonl").write_bytes(BAD["DATA005"] + b"\n")
+    with pytest.raises(DataError, match=r"DATA002.*1 are bad") as caught:
+        prepare(tune(tmp_path / "b.jsonl", on_bad_sample="skip"), sample_tokens=64)
+    assert caught.value.problems[0].fix == "data.on_bad_sample=error, which says why"

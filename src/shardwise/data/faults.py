@@ -48,7 +48,7 @@ def not_utf8(path: Path) -> str:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """One of them. ``where``: the file, as the user knows it."""
+    """One of them. ``where``: the file, as the user knows it; ``whole``: a text file, which is never left out."""
 
     code: str
     name: str
@@ -56,6 +56,7 @@ class BadRecord:
     what: str
     fix: str
     where: str
+    whole: bool = False
 
 
 class BadRecords(DataError):
@@ -80,6 +81,8 @@ def _problems(found: Sequence[BadRecord]) -> list[Problem]:
         if others:
             what += "; the same at " + ", ".join(f"{bad.name}:{bad.line}" for bad in others)
         problems.append(Problem(first.code, what, first.where, first.fix))
+    if all(bad.whole for bad in found):
+        return problems
     last = problems[-1]
     skip = "data.on_bad_sample=skip leaves out every bad record"
     skip += f" (these are the first {MOST})" if len(found) == MOST else ""
@@ -113,7 +116,7 @@ class Faults:
             return
         line = self._line(source.path, offset if fault.offset is None else fault.offset)
         fix, where = fault.fix.replace(LINE, str(line)), str(source.original)
-        self._found.append(BadRecord(fault.code, source.name, line, fault.what, fix, where))
+        self._found.append(BadRecord(fault.code, source.name, line, fault.what, fix, where, source.kind != "jsonl"))
         if len(self._found) == MOST:
             self.settle()
 

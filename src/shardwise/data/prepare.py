@@ -322,7 +322,8 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             held_out = f" ({splits['validation'].documents} held out)" if splits["validation"].documents else ""
             dropped = f"; {counts['dropped']} are too long, {counts['bad']} are bad" if counts.total() else ""
             what = f"0 documents in {len(of.files)} file{'s' * (len(of.files) != 1)}{held_out}{dropped}"
-            fix = "a larger train.seq_len" if counts["dropped"] else "name data with text in it"
+            bad = "data.on_bad_sample=error, which says why" if counts["bad"] else "name data with text in it"
+            fix = "a larger train.seq_len" if counts["dropped"] else bad
             raise DataError(Problem("DATA002", what, "data.path", fix))
         if not splits["validation"].documents:
             del splits["validation"]
