@@ -11,7 +11,7 @@
     ├── ConfigError             78   the recipe or the plan
     └── TrainingError            1   the run itself: non-finite numbers, a lost rank, no memory left
 
-An error carries one or more problems, so that all faults of one recipe are told at once.
+An error carries one or more problems, so that all errors of one recipe are reported together.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         (
             ("train", "--device", "cuda", "--nproc", "8"),
             2,
-            "error[DEV001]: 8 GPU processes asked, 0 GPUs found\nwhere: run.nproc\n"
+            "error[DEV001]: 8 processes on GPUs asked for, and no GPU found\nwhere: run.nproc\n"
             f"fix:   `--device cpu --nproc {min(2, len(os.sched_getaffinity(0)))}`; "
             "`shardwise plan --cluster 8xH100` plans for machines elsewhere\n",
         ),
@@ -215,7 +215,7 @@ def test_more_processes_than_cores_are_tried_and_more_than_memory_refused(
         assert f"warning[DEV002]: {many} processes share {many - 2} core" in err
     monkeypatch.setattr("shardwise.spec.cluster.available_memory_bytes", lambda: 8 * 2**30)
     code, _, err = shardwise("train", "--nproc", "4096")
-    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked, each takes 300.0 MiB before it holds")
+    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked for; each takes 300.0 MiB before it holds")
     assert err.endswith("fix:   `--nproc 27`\n")
     assert list(Path().iterdir()) == []
 

@@ -121,7 +121,7 @@ def test_more_cpu_processes_than_cores_are_warned_of_and_memory_decides(monkeypa
         local_cluster(28, "cpu")
     (problem,) = caught.value.problems
     taken = "each takes 300.0 MiB before it holds any of the model, and 8.0 GiB are free"
-    assert (problem.code, problem.what) == ("DEV001", f"28 processes asked, {taken}")
+    assert (problem.code, problem.what) == ("DEV001", f"28 processes asked for; {taken}")
     assert problem.fix == "`--nproc 27`"
 
 
@@ -142,7 +142,7 @@ def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         local_cluster(8, "cuda")
     (problem,) = caught.value.problems
     assert (problem.code, caught.value.exit_code) == ("DEV001", 2)
-    assert problem.what == "8 GPU processes asked, 0 GPUs found"
+    assert problem.what == "8 processes on GPUs asked for, and no GPU found"
     assert problem.fix == f"`--device cpu --nproc 2`; {ELSEWHERE}"
     monkeypatch.setattr(module, "gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * 2**30), ("unheard of", 40 * 2**30)])
     found = local_cluster()

@@ -43,7 +43,7 @@ BAD = {
 
 @dataclass
 class Options(Common):
-    """Show samples with what is learnt in them, the share learnt, lengths, and how well windows are filled."""
+    """Show samples with the supervised tokens highlighted, their share, lengths, and how full the windows are."""
 
     words: DataWords = field(default_factory=list)
     samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3

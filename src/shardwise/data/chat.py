@@ -1,10 +1,10 @@
-"""Conversations as token ids, and which of them are learnt.
+"""Conversations as token ids, and which of them are supervised.
 
-A turn of the assistant is learnt from where generation would begin (the template rendered up to there, with its
-generation prompt) to the token that ends it: what the model is to write, no more and no less. Templates that mark this
-themselves with ``{% generation %}`` are taken at their word. Some templates render earlier turns otherwise once others
-follow (Qwen 3 drops their reasoning, Mistral moves the system prompt): then one conversation becomes several samples,
-each of them what the model will see when it writes that turn, and every turn is learnt once.
+An assistant message is supervised from where generation would begin (the template rendered up to there, with its
+generation prompt) to the token that ends it: what the model is to write, no more and no less. Templates with
+``{% generation %}`` marks decide themselves what is supervised. Some templates render earlier messages differently once
+others follow (Qwen 3 drops their reasoning, Mistral moves the system prompt): then one conversation becomes several
+samples, each of them what the model will see when it writes that message, and every message is supervised once.
 
 Text of the data never becomes a special token. While a template renders, each special token that stands in the data is
 replaced by a private character that no tokenizer knows, and what the template itself writes by another that stands for

@@ -94,7 +94,8 @@ class Decoder(nn.Module):
         return [made[kind.local] if kind.rotated else None for kind in kinds]
 
     def masks(self, kinds: tuple[LayerKind, ...], length: int, mask: MaskSpec) -> list[MaskSpec]:
-        """What each kind of layer sees. A window that holds every document whole is none, so that kernels serve."""
+        """What each kind of layer sees. A window at least as long as every document is dropped, so that
+        the fast kernels can be used."""
         longest = length if mask.documents is None else mask.longest
         spec, made = self.spec, []
         for kind in kinds:

@@ -286,7 +286,11 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp)[:2]:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"
         why["batch.accumulation"] = "derived: keeps the global batch"
-    kept = "derived: activations fit" if plan.remat.mode == "none" else "derived: with less it does not fit"
+    kept = (
+        "derived: activations fit"
+        if plan.remat.mode == "none"
+        else "derived: less recomputation needs more memory than there is"
+    )
     why["remat.mode"] = kept if recipe.recompute.mode == "auto" else "pinned"
     if recipe.parallel.reshard_after_forward is not None and plan.shard.strategy != "zero3":
         why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights whole, zero3 does not"

@@ -40,7 +40,7 @@ def header(job: Job) -> str:
     noun = ("answers", samples) if split.packs else ("text", "documents")
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
     text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
-    share = f", {split.supervised_tokens / split.tokens:.1%} of them learnt" if split.packs else ""
+    share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
     every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
@@ -48,7 +48,7 @@ def header(job: Job) -> str:
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
-        ("numbers", f"{kept}, {sums} · fp32 products: {precision.matmul}{reasons['matmul']}"),
+        ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}{reasons['matmul']}"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
         ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),

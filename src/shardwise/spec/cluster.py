@@ -216,16 +216,21 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
     found = [] if device == "cpu" else _local_gpus()
     if found:
         if (nproc or 1) > len(found):
-            raise _too_many(f"{nproc} processes asked, {len(found)} GPUs found", f"`--nproc {len(found)}`")
+            raise _too_many(
+                f"{_processes(nproc or 1)} asked for, and {len(found)} GPU{'s' * (len(found) != 1)} found",
+                f"`--nproc {len(found)}`",
+            )
         return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None)
     if device == "cuda":
         here = f"`--device cpu --nproc {min(2, cores())}`"
         elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
-        raise _too_many(f"{nproc or 1} GPU processes asked, 0 GPUs found", f"{here}; {elsewhere}")
+        raise _too_many(f"{_processes(nproc or 1)} on GPUs asked for, and no GPU found", f"{here}; {elsewhere}")
     memory = available_memory_bytes()
     if (nproc or 1) > (most := max(1, memory // CPU_PROCESS_BYTES)):
         taken = f"each takes {show_bytes(CPU_PROCESS_BYTES)} before it holds any of the model"
-        raise _too_many(f"{nproc} processes asked, {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`")
+        raise _too_many(
+            f"{_processes(nproc or 1)} asked for; {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`"
+        )
     return _cpu_cluster(nodes, nproc or min(2, cores()), None)
 
 
@@ -244,6 +249,10 @@ def crowding(cluster: Cluster) -> str | None:
         f"steps are slower than with {cores()}, and each process takes {show_bytes(CPU_PROCESS_BYTES)} beside the model"
     )
     return f"warning[DEV002]: {what}: good for trying a layout; {cost}"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"
 
 
 def _too_many(what: str, fix: str) -> UsageError:
