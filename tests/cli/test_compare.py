@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from shardwise.cli.app import main
+from shardwise.cli.curves import smooth
 from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
 
@@ -153,10 +154,32 @@ def test_the_plot(
     assert main(["compare", *pair, "--plot", str(target)]) == 0
     assert target.read_bytes().startswith(first)
     lines = drawn[0].axes[0].get_lines()
-    assert [len(line.get_xdata()) for line in lines] == [20, 2, 10, 2]
-    assert [line.get_label() for line in lines[::2]] == list(pair)
+    assert [len(line.get_xdata()) for line in lines] == [20, 20, 2, 10, 10, 2]
+    assert [line.get_label() for line in lines[::3]] == list(pair)
     assert lines[0].get_ydata()[9] == pytest.approx(5 - 10 * (5 - lines[0].get_ydata()[0]))
-    assert lines[2].get_ydata()[9] != lines[0].get_ydata()[9]
+    assert lines[3].get_ydata()[9] != lines[0].get_ydata()[9]
+
+
+def test_the_curve_is_smoothed() -> None:
+    """Over a fiftieth of the run, less at its ends, so that nothing is shifted."""
+    jagged = [float(n + (-1) ** n) for n in range(300)]
+    mean = smooth(jagged)
+    assert len(mean) == 300 and mean[:1] == pytest.approx([sum(jagged[:4]) / 4])
+    assert all(abs(mean[n] - n) < 0.2 for n in range(3, 297)) and smooth([2.0, 4.0]) == [2.0, 4.0]
+
+
+def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, 4, 0.1) for name in ("a", "b", "c")]
+    runs.append(write_run(tmp_path / "d", 4, 0.1, method={"name": "sft"}))
+    for run, data, tokenizer in zip(runs, ("x", "y", "x", "x"), ("t", "t", "u", "t"), strict=True):
+        (run / "run.json").write_text(json.dumps({"data": data, "tokenizer": tokenizer}))
+    a, b, c, d = map(str, runs)
+    assert told(capsys, a, a)["warnings"] == []
+    assert "the data differ" in told(capsys, a, b)["warnings"][0]
+    assert "the tokenizers differ" in told(capsys, a, c)["warnings"][0]
+    assert "different methods (pretrain and sft)" in told(capsys, a, d)["warnings"][0]
+    assert main(["compare", a, d]) == 0
+    assert capsys.readouterr().out.startswith("warning: the losses are of different methods")
 
 
 def test_a_plot_that_cannot_be(

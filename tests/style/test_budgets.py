@@ -9,15 +9,15 @@ from tests.style.source import Source, functions, report, sources
 PACKAGE_LINES = {
     "spec": 1_650,
     "models": 2_700,
-    "data": 3_000,
+    "data": 3_050,
     "methods": 400,
     "techniques": 3_600,
     "planner": 3_000,
     "runtime": 4_250,
     "prove": 900,
     "launch": 650,
-    "interop": 1_100,
-    "cli": 1_550,
+    "interop": 1_000,
+    "cli": 1_600,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15

@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
     "generate": "Continue a text with a run's model, or with any model directory.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
-    "runs": "List the runs of a directory: state, step, loss, age, size.",
+    "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
     "compare": "Compare two runs, finished or not.",
     "schema": "Print the JSON schema of a recipe.",
     "data": "Prepare text for training.",

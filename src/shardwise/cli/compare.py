@@ -45,7 +45,8 @@ def run(options: Options) -> None:
         _write(options.plot, pair)
     if options.json:
         facts = [_facts(each) for each in pair]
-        print_json({"runs": facts, "recipe": differences(*pair), "losses": common_losses(*pair)})
+        compared = {"runs": facts, "recipe": differences(*pair), "losses": common_losses(*pair)}
+        print_json(compared | {"warnings": incomparable(*pair)})
         return
     say(*map(visible, _lines(*pair)))
     if options.plot is not None:
@@ -57,6 +58,20 @@ def differences(a: History, b: History) -> dict[str, tuple[Any, Any]]:
     keys = sorted({*a.recipe, *b.recipe} - OWN)
     pairs = {key: (a.recipe.get(key), b.recipe.get(key)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def incomparable(a: History, b: History) -> list[str]:
+    """Why the two losses are not of the same thing."""
+    found = []
+    methods = [str(each.recipe.get("method.name")) for each in (a, b)]
+    if methods[0] != methods[1]:
+        found.append(f"the losses are of different methods ({' and '.join(methods)}) and cannot be compared")
+    one, two = a.identity, b.identity
+    if one.get("tokenizer") != two.get("tokenizer"):
+        found.append("the tokenizers differ, so a token is not the same amount of text: compare bits a byte")
+    elif one.get("data") != two.get("data"):
+        found.append("the data differ, and so may what is held out: losses show how hard the data are, too")
+    return found
 
 
 def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
@@ -107,7 +122,7 @@ def _lines(a: History, b: History) -> list[str]:
     memory = [facts["memory_bytes"] for facts in (one, two)]
     rows.append(("memory of rank 0", *("-" if m is None else show_bytes(m) for m in memory), _change(*memory)))
     rows.append(("torch's share of it", *(facts["measured"].get("memory a rank", "-") for facts in (one, two)), ""))
-    lines = columns(rows, "<>>>")
+    lines = [f"warning: {why}" for why in incomparable(a, b)] + columns(rows, "<>>>")
     if losses := common_losses(a, b):
         table = [("step", "A", "B", "B - A")]
         table += [(f"{step:,}", f"{x:.4f}", f"{y:.4f}", f"{y - x:+.4f}") for step, x, y in losses]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from shardwise.errors import Problem, UsageError
@@ -21,6 +22,13 @@ class Curve:
     marks: Sequence[Point] = ()
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Of each value the mean of the fiftieth of all that is around it; of fewer at the ends."""
+    reach, sums = len(values) // 100, list(accumulate(values, initial=0.0))
+    ends = [(max(at - reach, 0), min(at + reach + 1, len(values))) for at in range(len(values))]
+    return [(sums[last] - sums[first]) / (last - first) for first, last in ends]
+
+
 def draw(curves: Sequence[Curve], target: Path) -> None:
     """Write the picture, of one of ``KINDS``. Raises UsageError (CLI001) without matplotlib, OSError like the disk."""
     import numpy as np
@@ -33,7 +41,9 @@ def draw(curves: Sequence[Curve], target: Path) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"})
     for curve in curves:
-        (line,) = axes.plot(*np.reshape(curve.line, (-1, 2)).T, label=curve.name)
+        steps, losses = np.reshape(curve.line, (-1, 2)).T
+        (line,) = axes.plot(steps, smooth(losses), label=curve.name)
+        axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
         axes.plot(*np.reshape(curve.marks, (-1, 2)).T, "o", color=line.get_color())
-    axes.legend(title="dots: validation")
+    axes.legend(title="lines: mean of the steps around; faint: each step; dots: validation")
     figure.savefig(target)

@@ -23,13 +23,15 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class History:
-    """One run. ``recipe`` maps every key, dotted, to its value; ``rows`` are the lines of metrics.jsonl by step."""
+    """One run. ``recipe`` maps every key, dotted, to its value; ``rows`` are the lines of metrics.jsonl by step;
+    ``identity`` is run.json, empty where it cannot be read."""
 
     directory: Path
     recipe: Mapping[str, Any]
     rows: Mapping[int, Mapping[str, Any]]
     events: tuple[Mapping[str, Any], ...]
     report: Mapping[str, str]
+    identity: Mapping[str, Any]
     unread: tuple[str, ...] = ()
     """Lines that a run did not write so, as ``path:number``."""
 
@@ -82,7 +84,8 @@ def read_history(directory: Path) -> History:
     metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])}, unread)
     events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])}, unread)
     rows = {record["step"]: record for record in metrics}
-    return History(directory, recipe, rows, tuple(events), _measured(directory / "report.md"), tuple(unread))
+    measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json")
+    return History(directory, recipe, rows, tuple(events), measured, identity, tuple(unread))
 
 
 def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[str]) -> list[dict[str, Any]]:
@@ -96,6 +99,14 @@ def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[s
             if line.endswith(b"\n"):  # else it is still being written
                 unread.append(f"{path}:{number}")
     return found
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _number(record: Mapping[str, Any], key: str) -> float:
