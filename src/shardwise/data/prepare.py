@@ -24,6 +24,7 @@ from typing import Any
 from shardwise.data import convert, remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.faults import Faults
+from shardwise.data.fields import Fields
 from shardwise.data.read import Part, pieces, units
 from shardwise.data.remote import Progress
 from shardwise.data.samples import Rules
@@ -169,7 +170,7 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
     template = None
     with suppress(*() if data.chat_template else (DataError,)):
         template = find_template(data.chat_template, tokenizer)
-    kept = data.too_long, data.packing, data.text_key
+    kept = data.too_long, data.packing, data.text_key, Fields.of(data)
     return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardwise.data import formats, tokens
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.faults import Fault, Faults
+from shardwise.data.fields import Fields
 from shardwise.data.formats import Conversation
 from shardwise.data.read import Part, records
 from shardwise.data.template import Template, find_template
@@ -36,6 +37,7 @@ class Rules:
     too_long: Literal["truncate", "drop", "error"]
     packing: bool
     text_key: str
+    fields: Fields
 
     @property
     def pairs(self) -> bool:
@@ -94,6 +96,7 @@ def encode(part: Part, tokenizer: Path, rules: Rules, share: float, faults: Faul
 
 def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
     """What a record becomes: of pairs two, else one or more."""
+    record = rules.fields.rename(record)
     if not rules.pairs:
         yield from _lay(formats.parse(record, rules.form, rules.train_on, rules.text_key), tokenizer, rules)
         return

@@ -57,6 +57,10 @@ class Data(Section):
     format: Literal[
         "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text", "preference"
     ] = "auto"
+    messages_key: str | None = None
+    role_key: str | None = None
+    content_key: str | None = None
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
     chat_template: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     train_on_eot: bool = True
@@ -67,7 +71,8 @@ class Data(Section):
 
 PREFERENCE = "preference"
 """The format that ``method: dpo`` reads, and no other method."""
-SFT_ONLY = {"format", "chat_template", "train_on", "train_on_eot", "packing", "too_long"}
+SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
+SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
 """Keys of the data section that say nothing unless records are read (``method: sft`` or ``dpo``)."""
 
 
