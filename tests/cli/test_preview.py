@@ -43,7 +43,7 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
     assert told["counts"] == {"truncated": 1, "disarmed": 1}
     for line in (
         f"samples     2, {told['tokens']} tokens",
-        f"learnt      {told['supervised_tokens']} tokens, {told['supervised_share']:.1%}",
+        f"supervised  {told['supervised_tokens']} tokens, {told['supervised_share']:.1%}",
         f"windows     2, {told['filled']:.1%} filled",
         "truncated   1 samples cut off at train.seq_len",
         "disarmed    1 strings of special tokens in the data, encoded as plain text",
@@ -54,7 +54,7 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
 def test_prepare_tells_the_share_learnt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", str(recipe), f"data.validation_path={recipe.parent}/talks.jsonl"]) == 0
     out = capsys.readouterr().out
-    assert "tokens learnt (" in out and "windows of 64" in out
+    assert "supervised tokens (" in out and "windows of 64" in out
     assert "warning[DATA011]: 2 samples are in both train and validation" in out
 
 

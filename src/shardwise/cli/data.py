@@ -93,7 +93,7 @@ def describe(prepared: Prepared) -> str:
         if split.packs is not None and manifest.seq_len:
             share, filled = split.supervised_tokens / split.tokens, split.tokens / (split.windows * manifest.seq_len)
             windows = f"{split.windows:,} windows of {manifest.seq_len:,}, {filled:.1%} filled"
-            lines.append(f"{'':<11} {name}: {split.supervised_tokens:,} tokens learnt ({share:.1%}), {windows}")
+            lines.append(f"{'':<11} {name}: {split.supervised_tokens:,} supervised tokens ({share:.1%}), {windows}")
     lines += preview.report(manifest.counts)
     if manifest.empty_documents:
         lines.append(f"left out    {manifest.empty_documents:,} empty documents")

@@ -77,12 +77,12 @@ def run(options: Options) -> None:
 
 
 def mark(text: str) -> str:
-    """What is learnt: green on a terminal, in « » elsewhere."""
+    """Supervised text: green on a terminal, in « » elsewhere."""
     return coloured(text, "green") if sys.stdout.isatty() else f"«{text}»"
 
 
 def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int) -> list[tuple[str, bool]]:
-    """The text of one sample (of a long document its first 400 tokens), cut where what is learnt begins and ends."""
+    """The text of one sample (of a long document its first 400 tokens), cut where supervised text begins and ends."""
     begin, end, _ = store.sample(index)
     packed = store.split.packs is not None
     ids = store.read(begin, end if packed else min(end, begin + 400))
@@ -125,7 +125,7 @@ def table(facts: dict[str, Any]) -> list[str]:
     in_pairs = "" if facts["pairs"] is None else f" answers in {facts['pairs']:,} pairs"
     lines = [
         f"samples     {facts['samples_in_all']:,}{in_pairs}, {facts['tokens']:,} tokens",
-        f"learnt      {facts['supervised_tokens']:,} tokens, {facts['supervised_share']:.1%}",
+        f"supervised  {facts['supervised_tokens']:,} tokens, {facts['supervised_share']:.1%}",
         f"windows     {facts['windows']:,}, {facts['filled']:.1%} filled",
         f"lengths     {lengths['least']:,} to {lengths['most']:,} tokens, median {lengths['median']:,.0f}",
     ]
