@@ -348,3 +348,16 @@ def test_the_keys_are_listed_with_their_other_names(capsys: pytest.CaptureFixtur
     assert lines["optim.warmup_steps"].startswith(
         "a whole number ≥ 0, or a number > 0 and < 1 (default 0); also warmup_ratio"
     )
+
+
+def test_what_stands_before_the_ranks_needs_no_torch(tmp_path: Path) -> None:
+    """It is waited for, second by second, by whoever starts a run."""
+    (tmp_path / "a.txt").write_text("one two three\n" * 4000)
+    words = ["train", "--dry-run", f"data.path={tmp_path}/a.txt", "precision.compute=fp32", "precision.matmul=highest"]
+    program = "import sys; from shardwise.cli.app import main; "
+    program += f"code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.data.epochs import check_size, steps_per_epochs
 from shardwise.data.order import Order
 from shardwise.data.pack import Windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
-from shardwise.data.stream import Share, check_size, evaluation, steps_per_epochs, stream
+from shardwise.data.stream import Share, evaluation, stream
 from shardwise.errors import DataError
 from shardwise.spec.recipe import Data
 

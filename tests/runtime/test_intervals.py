@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.data.stream import steps_per_epochs
+from shardwise.data.epochs import steps_per_epochs
 from shardwise.runtime.job import open_job
 from shardwise.runtime.locate import verify
 from shardwise.runtime.state import TrainState

@@ -144,7 +144,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         standing = rundir.check_standing(directory, recipe, resume=options.resume)  # that nobody else changes now
         resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
         if cluster.nodes == 1:
-            _prepare(recipe, spec, plan, hidden=options.json)
+            _prepare(recipe, spec, plan, directory, hidden=options.json)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
         words += [flag for flag, on in flags.items() if on]
@@ -190,30 +190,31 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
     """That the tokenizer, the weights and the adapter serve. Unless ``fetch``, weights on the Hub are left alone, and
     a Hub that cannot be reached is no error."""
     from shardwise.data.prepare import open_tokenizer
-    from shardwise.models.hf import check_weights
-    from shardwise.models.peft import find_adapter
 
     model = recipe.model
     with suppress(*() if fetch else (UnavailableError,)):
         if (tokenizer := open_tokenizer(data_of(recipe))) is not None:
             check_vocabulary(tokenizer.vocab_size, spec.vocab_size)
     if model.path is not None and model.init != "random" and (fetch or os.path.exists(model.path)):
+        from shardwise.models.hf import check_weights  # with torch, which takes as long as all else here
+
         check_weights(model.path, model.revision, spec)
     if recipe.lora.path is not None and plan.lora is not None:
+        from shardwise.models.peft import find_adapter
+
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, *, hidden: bool) -> None:
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
     """Tokenise before any process group exists: ranks that wait for one another would time out."""
     from shardwise.cli.data import stages
-    from shardwise.data.epochs import epoch, few_steps
+    from shardwise.data.epochs import check_size, epoch, few_steps, max_steps
     from shardwise.data.pack import open_windows
-    from shardwise.data.stream import check_size
-    from shardwise.runtime.job import max_steps, open_data
+    from shardwise.data.portions import open_data
 
     batch = plan.batch.global_batch_size(plan.layout.dp)
     with stages(hidden) as said:
-        prepared, _ = open_data(recipe, progress=said)
+        prepared, _ = open_data(recipe, data_of(recipe), directory / "stream", first=True, progress=said)
     check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
     check_size(windows, batch, recipe.data)

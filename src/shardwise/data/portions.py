@@ -161,3 +161,19 @@ def _make_ahead(target: Path, make: partial[None]) -> None:
     os.nice(10)
     with suppress(ShardwiseError):
         whole.once(target, make)
+
+
+def open_data(
+    recipe: Recipe,
+    data: Data,
+    directory: Path,
+    first: bool,
+    trust_s: float = 0.0,
+    progress: remote.Progress | None = None,
+) -> tuple[store.Prepared, Portions | None]:
+    """Find or make what is prepared before the run: all of ``data``, or, streamed into ``directory`` (the ``first``
+    rank prepares it), their first portion."""
+    if not data.streaming:
+        return prepare(data, progress=progress, sample_tokens=recipe.sample_tokens, trust_s=trust_s), None
+    portions = Portions(recipe, data, directory, first)
+    return portions.first, portions

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 import shardwise
 from shardwise.data import tokens
+from shardwise.data.epochs import check_size, max_steps, steps_per_epochs
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
-from shardwise.data.portions import Portions
-from shardwise.data.prepare import prepare
-from shardwise.data.remote import TRUST_S, Progress
+from shardwise.data.portions import Portions, open_data
+from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
-from shardwise.data.stream import Share, check_size, evaluated, steps_per_epochs
+from shardwise.data.stream import Share, evaluated
 from shardwise.data.whole import write_whole
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
@@ -35,7 +35,6 @@ from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
-DEFAULT_STEPS = 1000
 KEPT = ("data",)
 """The keys of :func:`identity`."""
 SAVES_A_RUN = 10
@@ -124,33 +123,16 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.out) / recipe.run.name
 
 
-def open_data(
-    recipe: Recipe, trust_s: float = 0.0, progress: Progress | None = None
-) -> tuple[Prepared, Portions | None]:
-    """Find or make what is prepared before the run: all of the data, or their first portion."""
-    if not recipe.data.streaming:
-        sample_tokens = recipe.sample_tokens
-        return prepare(data_of(recipe), progress=progress, sample_tokens=sample_tokens, trust_s=trust_s), None
-    portions = Portions(recipe, data_of(recipe), run_directory(recipe) / "stream", process().rank == 0)
-    return portions.first, portions
-
-
 def open_job(recipe: Recipe, plan: Plan) -> Job:
     """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
-    (prepared, portions), spec = open_data(recipe, TRUST_S), resolve(recipe)
+    data, first = data_of(recipe), process().rank == 0
+    prepared, portions = open_data(recipe, data, run_directory(recipe) / "stream", first, TRUST_S)
+    spec = resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(job.windows, batch, recipe.data)
     return replace(job, max_steps=max_steps(recipe, job.windows, batch))
-
-
-def max_steps(recipe: Recipe, windows: Windows | Packs, global_batch_size: int) -> int:
-    """Optimizer steps of the whole run: ``max_steps``, or ``num_epochs`` in steps, the smaller of both; else 1,000."""
-    limits = [recipe.train.max_steps] if recipe.train.max_steps else []
-    if recipe.train.num_epochs:
-        limits.append(steps_per_epochs(windows, global_batch_size, recipe.train.num_epochs))
-    return min(limits, default=DEFAULT_STEPS)
 
 
 def device_kind(recipe: Recipe) -> DeviceKind:
