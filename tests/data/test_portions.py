@@ -18,10 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardwise.data import portions, remote, store, whole
 from shardwise.data.order import permute
 from shardwise.data.pack import Windows
-from shardwise.data.portions import Portions, lay
+from shardwise.data.portions import Portions, lay, open_data
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, stream
 from shardwise.errors import ConfigError, DataError, ShardwiseError
+from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Data, Recipe, Tokenizer
 from tests.data.conftest import prose
@@ -323,3 +324,12 @@ def test_what_does_not_go_with_streaming_is_told(recipe: Recipe) -> None:
     )
     with pytest.raises(ConfigError, match="prepares the text while it trains"):
         prepare(recipe.data)
+
+
+def test_ranks_go_on_streaming_once_the_launcher_has_prepared_the_first_portion(recipe: Recipe, tmp_path: Path) -> None:
+    run = recipe.model_copy(update={"run": recipe.run.model_copy(update={"out": str(tmp_path), "name": "run"})})
+    root = tmp_path / "run" / "stream"
+    opened = [open_data(run, data_of(run), root, first=first) for first in (True, False)]  # the launcher, then a rank
+    counts = [streamed and streamed.count for _, streamed in opened]
+    assert counts[0] is not None and counts[0] > 2 and counts[1] == counts[0]
+    assert opened[0][0].manifest.fingerprint == opened[1][0].manifest.fingerprint

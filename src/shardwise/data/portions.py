@@ -172,8 +172,8 @@ def open_data(
     progress: remote.Progress | None = None,
 ) -> tuple[store.Prepared, Portions | None]:
     """Find or make what is prepared before the run: all of ``data``, or, streamed into ``directory`` (the ``first``
-    rank prepares it), their first portion."""
-    if not data.streaming:
+    rank prepares it), their first portion. ``data``: the recipe's with their format and tokenizer settled."""
+    if not recipe.data.streaming:  # once the first portion is there, ``data`` are its files
         return prepare(data, progress=progress, sample_tokens=recipe.sample_tokens, trust_s=trust_s), None
     portions = Portions(recipe, data, directory, first)
     return portions.first, portions
