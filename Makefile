@@ -9,7 +9,7 @@ PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT
 MAKEFLAGS += --no-print-directory
 
-.PHONY: help demo test prove check fix bench gpu prove-big clean
+.PHONY: help demo test prove check fix bench gpu gpu-first prove-big clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make fix        format, and mend what the linter can"
 	@echo "make bench      the measurements that docs/benchmarks.md quotes"
 	@echo "make gpu        the tests that need a CUDA device"
+	@echo "make gpu-first  the first ten minutes on a CUDA device: build/gpu-first.md"
 	@echo "make prove-big  the proofs that take minutes or many GiB"
 
 # Installed once, and again when what is to be installed changes.
@@ -65,6 +66,9 @@ bench: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu --timeout 600 tests/gpu
+
+gpu-first: $(STAMP)
+	$(BIN)/python bench/gpu_first.py
 
 prove-big: $(STAMP)
 	$(PYTEST) -m big --timeout 3600 --durations=0

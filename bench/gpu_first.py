@@ -1,0 +1,461 @@
+"""The first ten minutes on a CUDA device: what computes rightly, what takes the memory it should, and how fast it is.
+
+    make gpu-first                                      # or: PYTHONPATH=src python bench/gpu_first.py
+    python bench/gpu_first.py --only attention speed    # some sections
+    python bench/gpu_first.py --rehearse                # all of them, tiny and on the CPU: does it run?
+
+It needs one GPU, torch 2.11 or later and what the package itself depends on. Each section is a process of its own with
+a limit of time, so that one that fails or hangs costs the others nothing, and stands in the file of results
+(build/gpu-first.md) as soon as it is over; the file is written to go into docs/log.md as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gpu
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise.methods.loss import linear_cross_entropy
+from shardwise.models import attention, blockwise
+from shardwise.models.attention import MaskSpec
+from shardwise.models.blockwise import Rule, Saved
+from shardwise.models.config import ModelSpec
+from shardwise.models.resolve import resolve
+from shardwise.planner.price import CUDA_RESERVE_BYTES
+from shardwise.planner.search import choose
+from shardwise.prove import parity
+from shardwise.runtime.measure import state_bytes
+from shardwise.runtime.step import Rules, step
+from shardwise.runtime.world import world
+from shardwise.spec.cluster import local_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat
+
+ONE = ModelSpec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
+ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+"""Of the largest element: a few roundings of the type (fp32: of its products), of probabilities above all."""
+Lines = Iterator[str]
+
+
+class Device:
+    """Where the sections run, and how large they are."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.rehearse = rehearse
+        self.kind = "cpu" if rehearse else "cuda"
+        self.device = torch.device(self.kind, 0) if not rehearse else torch.device("cpu")
+
+    def wait(self) -> None:
+        gpu.wait(self.device)
+
+    def time_ms(self, work: Callable[[], Any], repeats: int = 10) -> float:
+        """Milliseconds of ``work``, the median of ``repeats`` after two to warm up."""
+        times = []
+        for _ in range(2 + (1 if self.rehearse else repeats)):
+            self.wait()
+            start = time.perf_counter()
+            work()
+            self.wait()
+            times.append(1e3 * (time.perf_counter() - start))
+        return sorted(times[2:])[len(times[2:]) // 2]
+
+    def peak_bytes(self, work: Callable[[], Any]) -> int:
+        """The most that torch had allocated while ``work`` ran, beyond what it had before; 0 on a CPU."""
+        if self.rehearse:
+            work()
+            return 0
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def machine(on: Device) -> Lines:
+    """The device, its software, and two ceilings: copying and products in bf16, on random numbers."""
+    python = sys.version.split()[0]
+    yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {python}, {os.cpu_count()} cores"
+    if not on.rehearse:
+        is_a = torch.cuda.get_device_properties(on.device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield f"{is_a.name}, {is_a.total_memory / 2**30:.1f} GiB, sm{is_a.major}{is_a.minor}, NCCL {nccl}"
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        yield subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    size = 2**20 if on.rehearse else 2**30
+    source = torch.randint(255, (size,), dtype=torch.uint8, device=on.device)
+    target = torch.empty_like(source)
+    copy_s = on.time_ms(lambda: target.copy_(source)) / 1e3
+    n = 256 if on.rehearse else 8192
+    a, b = (torch.randn(n, n, device=on.device).bfloat16() for _ in range(2))
+    product_s = on.time_ms(lambda: a @ b) / 1e3
+    copied, multiplied = 2 * size / copy_s / 1e9, 2 * n**3 / product_s / 1e12
+    yield f"copy {copied:,.0f} GB/s read and written; bf16 products {multiplied:,.1f} TFLOP/s"
+
+
+def masks(on: Device, s: int) -> dict[str, MaskSpec]:
+    """One of every kind that a model may have, over two rows of ``s`` tokens."""
+    lengths = [s // 6, 1, s - s // 6 - 1, s // 10, s - s // 10]
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=on.device)
+    documents: dict[str, Any] = {"documents": bounds, "longest": max(lengths)}
+    return {
+        "causal": MaskSpec(),
+        "full": MaskSpec(causal=False),
+        "documents": MaskSpec(**documents),
+        "window": MaskSpec(window=s // 5),
+        "documents, window": MaskSpec(window=s // 5, **documents),
+        "soft cap": MaskSpec(soft_cap=20.0),
+        "sinks": MaskSpec(sinks=torch.randn(6, device=on.device), window=s // 5),
+    }
+
+
+def attention_numbers(on: Device) -> Lines:
+    """Output, log-sum-exp and gradients of every kind of mask and dtype against the reference in fp64."""
+    s = 64 if on.rehearse else 640
+    yield from ("| mask | dtype | output | log-sum-exp | gradients | |", "|---|---|---|---|---|---|")
+    for name, mask in masks(on, s).items():
+        for dtype, most in ERRORS.items():
+            torch.manual_seed(0)
+            shapes = [(2, s, heads, 64) for heads in (6, 2, 2)]
+            q, k, v = (torch.randn(shape, device=on.device).to(dtype).transpose(1, 2) for shape in shapes)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = attention.Attention.inner(None, q, k, v, mask)  # type: ignore[arg-type]
+            grad = torch.randn(out.shape, device=on.device).to(dtype)
+            grads = torch.autograd.grad(out, (q, k, v), grad)
+            wide = [x.detach().double() for x in (q, k, v)]
+            settings = (mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)
+            rule = Rule(mask.documents, None if mask.sinks is None else mask.sinks.double(), None, *settings)
+            right, right_lse = blockwise.forward(*wide, rule)
+            right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
+            found = [error(out, right), error(lse, right_lse)]
+            found.append(max(error(a, b) for a, b in zip(grads, right_grads, strict=True)))
+            verdict = "" if found[0] < most and found[2] < most and found[1] < min(most, 1e-3) else "WRONG"
+            yield f"| {name} | {dtype} | {' | '.join(f'{e:.1e}' for e in found)} | {verdict} |".replace("torch.", "")
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.detach().double() - right).abs().max() / right.abs().max())
+
+
+def numbers(on: Device) -> Lines:
+    """A few steps on the device against the same on one CPU process, by a plain loop."""
+    cases = {"fp64": (Precision("fp64", "fp64", "fp64"), 5), "fp32": (Precision(), 1), "bf16": (Precision("bf16"), 1)}
+    yield from ("| compute | recompute | | loss | first gradients | 1 - cosine | |", "|---|---|---|---|---|---|---|")
+    ways = [(Remat(), False), (Remat("selective"), False), (Remat("full"), False), (Remat(), True)]
+    with world(Layout(), "cpu" if on.rehearse else "cuda", 60.0):
+        for name, (precision, steps) in cases.items():
+            for remat, compiled in ways[: 1 if on.rehearse else 3 if name == "fp64" else 4]:
+                plan = Plan(batch=Batch(4, 2, 64, 24), precision=precision, remat=remat, compile=compiled)
+                right = parity.plain(parity.job_of(ONE, plan, steps))
+                found = parity.compare(right, [parity.train(0, ONE, plan, steps, on.device)])
+                limits = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-4), "bf16": (1e-2, float("inf"))}[name]
+                fine = found.loss.error < limits[0] and found.gradient.error < limits[1] and found.turn.error < 3e-3
+                errors = " | ".join(f"{worst.error:.1e}" for worst in (found.loss, found.gradient, found.turn))
+                how = "compiled" if compiled else "eager"
+                yield f"| {name} | {remat.mode} | {how} | {errors} | {'' if fine else 'WRONG'} |"
+
+
+def memory(on: Device) -> Lines:
+    """Bytes at the peak of the fourth step, predicted and measured, in MiB; what is held by category."""
+    yield "| recompute | weights | | predicted | allocated | | reserved | weights, moments: predicted | measured |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
+        "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    seq_len = 64 if on.rehearse else 2048
+    for mode in ("none", "selective", "full"):
+        for weights, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
+            if compiled and on.rehearse:
+                continue
+            recipe = gpu.Recipe.model_validate(
+                {
+                    "model": {"config": model}, "recompute": {"mode": mode}, "compile": compiled,
+                    "precision": {"compute": "bf16", "weights": weights}, "run": {"device": on.kind},
+                    "train": {"seq_len": seq_len, "micro_batch_size": 4, "gradient_accumulation_steps": 1},
+                }
+            )  # fmt: skip
+            plan = choose(recipe, resolve(recipe), local_cluster(nproc=1, device=on.kind))
+            most, held = steps_of(on, recipe, plan)
+            predicted = plan.estimate.peak_bytes - (0 if on.rehearse else CUDA_RESERVE_BYTES)
+            off = f"{most[0] / predicted - 1:+.1%}"
+            says, has = (", ".join(f"{mib(of[key])}" for key in held) for of in (plan.estimate.memory, held))
+            how = "compiled" if compiled else "eager"
+            row = [mode, weights, how, mib(predicted), mib(most[0]), off, mib(most[1]), says, has]
+            yield f"| {' | '.join(row)} |"
+
+
+def steps_of(on: Device, recipe: Any, plan: Plan) -> tuple[tuple[int, int], dict[str, int]]:
+    """Four steps: the most allocated and reserved in the last, and what weights and moments hold."""
+    spec = resolve(recipe)
+
+    def loss(model: Any, batch: Any, denominator: Any) -> Tensor:
+        return gpu.pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
+        state = gpu.random_state(recipe, spec, plan, mesh, on.device)
+        rules = Rules(plan, recipe.optim, 10, loss)
+        for number in range(4):
+            if not on.rehearse:
+                torch.cuda.reset_peak_memory_stats(on.device)
+            batch = gpu.random_batch(spec, plan, None, number).to(on.device)
+            step(state, [batch], batch.ids.numel(), rules)
+        held = state_bytes(state)
+    if on.rehearse:
+        return (0, 0), held
+    most = torch.cuda.max_memory_allocated(on.device), torch.cuda.max_memory_reserved(on.device)
+    del state
+    torch.cuda.empty_cache()
+    return most, held
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def speed(on: Device) -> Lines:
+    """bench/gpu.py: a 1 B eager and compiled, with documents and by the whole loop, then an 8 B."""
+    one, eight = ["--model", "llama-3.2-1b", "--micro-batch", "1", "4"], ["--model", "llama-3.1-8b"]
+    runs = [one, [*one, "--eager"], [*one[:3], "4", "--documents", "512", "--loop"]]
+    runs += [[*eight, "--weights", "bf16", "--recompute", "selective"], [*eight, "--weights", "bf16"]]
+    if on.rehearse:
+        runs = [["--rehearse", "--steps", "2", "--documents", "40", "--loop"]]
+    for words in runs:
+        command = [sys.executable, str(Path(gpu.__file__)), *words]
+        ended = subprocess.run(command, env=gpu.child_variables(), capture_output=True, text=True, check=False)
+        yield from ("```", f"$ python bench/gpu.py {' '.join(words)}", *ended.stdout.splitlines())
+        yield from (*(ended.stderr.splitlines()[-5:] if ended.returncode else ()), "```")
+
+
+def one_step(on: Device) -> Lines:
+    """A step of the 1 B: kernels by name, the time in which none ran, and what made the CPU wait."""
+    words = ["--rehearse"] if on.rehearse else ["--model", "llama-3.2-1b"]
+    asked = gpu.arguments().parse_args([*words, "--micro-batch", "1" if on.rehearse else "4"])
+    recipe = gpu.recipe_of(asked.model[0], asked.micro_batch[0], asked)
+    plan, spec = choose(recipe, resolve(recipe), local_cluster(nproc=1, device=on.kind)), resolve(recipe)
+
+    def loss(model: Any, batch: Any, denominator: Any) -> Tensor:
+        return gpu.pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
+        state = gpu.random_state(recipe, spec, plan, mesh, on.device)
+        rules, batch = Rules(plan, recipe.optim, 20, loss), gpu.random_batch(spec, plan, None, 0).to(on.device)
+
+        def run() -> None:
+            step(state, [batch], batch.ids.numel(), rules)
+
+        step_ms = on.time_ms(run, 5)
+        activities = [ProfilerActivity.CPU] if on.rehearse else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities) as profiler:
+            run()
+            on.wait()
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            if not on.rehearse:
+                torch.cuda.set_sync_debug_mode("warn")
+            run()
+            if not on.rehearse:
+                torch.cuda.set_sync_debug_mode("default")
+    events, ran_on = profiler.key_averages(), DeviceType.CPU if on.rehearse else DeviceType.CUDA
+    time_us = (lambda event: event.self_cpu_time_total) if on.rehearse else (lambda event: event.self_device_time_total)
+    rows = [(event.key, event.count, time_us(event)) for event in events if event.device_type == ran_on]
+    busy_ms = sum(us for _, _, us in rows) / 1e3
+    yield f"{gpu.described(plan)}: {step_ms:,.1f} ms, of which a kernel runs in {busy_ms:,.1f}"
+    calls = sum(event.count for event in events if "LaunchKernel" in event.key)
+    waited = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits if "synchroniz" in str(w.message))
+    yield f"{calls} launches; the CPU waits for the device at: {dict(waited) or 'nothing'}"
+    yield from ("", "| kernel | calls | ms |", "|---|---:|---:|")
+    for name, count, us in sorted(rows, key=lambda row: -row[2])[:25]:
+        yield f"| `{name[:90]}` | {count} | {us / 1e3:,.2f} |"
+
+
+def kernels(on: Device) -> Lines:
+    """One layer of an 8 B, 4,096 tokens, bf16: every kernel of torch side by side, and what Shardwise takes."""
+    s, h, hk, e = (64, 4, 2, 32) if on.rehearse else (4096, 32, 8, 128)
+    shapes = [(1, s, heads, e) for heads in (h, hk, hk)]
+    q, k, v = (torch.randn(x, device=on.device).bfloat16().transpose(1, 2).requires_grad_() for x in shapes)
+    yield from ("| kernel | forward, ms | backward, ms | TFLOP/s of both |", "|---|---:|---:|---:|")
+
+    def row(name: str, call: Callable[[], Tensor], share: float = 1.0) -> str:
+        try:
+            out = call()
+            grad = torch.randn_like(out)
+            times = [on.time_ms(call), on.time_ms(lambda: torch.autograd.grad(call(), (q, k, v), grad))]
+        except (RuntimeError, NotImplementedError) as problem:
+            return f"| {name} | not here: {' '.join(str(problem).split())[:80]} | | |"
+        backward = times[1] - times[0]
+        rate = 3.5 * 2 * s * s * e * h * share / times[1] / 1e9
+        return f"| {name} | {times[0]:.3f} | {backward:.3f} | {rate:,.0f} |"
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+
+        def dense(chosen: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(chosen):
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        yield row(f"torch {backend.name.lower()}", dense)
+    ours = {name: mask for name, mask in masks(on, s // 2).items() if name in ("causal", "window", "soft cap")}
+    documents = [0, *accumulate([s // 8] * 8)]
+    bounds = torch.tensor(documents, dtype=torch.int32, device=on.device)
+    ours["documents"] = MaskSpec(documents=bounds, longest=s // 8)
+    for name, mask in ours.items():
+        share = {"documents": 1 / 8, "window": 0.19}.get(name, 1.0)
+        yield row(f"shardwise, {name}", lambda m=mask: attention.Attention.inner(None, q, k, v, m)[0], share)  # type: ignore[arg-type, misc]
+
+
+def loss_chunks(on: Device) -> Lines:
+    """Output layer and loss of an 8 B at 4,096 tokens, by the number of tokens in a chunk."""
+    tokens, vocabulary, hidden_size = (64, 512, 32) if on.rehearse else (4096, 128_256, 4096)
+    hidden = torch.randn(tokens, hidden_size, device=on.device).bfloat16().requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, device=on.device).mul_(0.02).bfloat16().requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=on.device)
+    yield from ("| tokens in a chunk | ms | peak, MiB |", "|---:|---:|---:|")
+    for chunk in (tokens // 16, tokens // 8, tokens // 4, tokens // 2, tokens):
+
+        def work(size: int = chunk) -> None:
+            hidden.grad = weight.grad = None
+            linear_cross_entropy(hidden, weight, labels, size).backward()
+
+        yield f"| {chunk} | {on.time_ms(work):,.2f} | {mib(on.peak_bytes(work))} |"
+
+
+def real_run(on: Device) -> Lines:
+    """30 steps with asynchronous saves, whole; then the same killed on its way and resumed; what both say."""
+    model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
+        "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    recipe = {
+        "model": {"config": model}, "checkpoint": {"save_steps": 10}, "evaluate": {"max_batches": 1},
+        "data": {"path": "stdlib", "tokenizer": {"vocab_size": gpu.VOCABULARY}},
+        "train": {"seq_len": 128 if on.rehearse else 4096, "micro_batch_size": 2, "max_steps": 30},
+        "run": {"device": on.kind, "nproc": 1},
+    }  # fmt: skip
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "first.json")
+        path.write_text(json.dumps(recipe))
+
+        def command(name: str) -> list[str]:
+            return [sys.executable, "-m", "shardwise", "train", str(path), f"run.name={name}", f"run.out={directory}"]
+
+        whole = subprocess.run(command("whole"), env=gpu.child_variables(), capture_output=True, text=True, check=False)
+        yield from ("```", *whole.stdout.splitlines()[-40:], *whole.stderr.splitlines()[-10:], "```")
+        cut = Path(directory, "cut")
+        kill_at(15, command("cut"), cut / "metrics.jsonl")
+        again = subprocess.run(
+            [*command("cut"), "--resume"], env=gpu.child_variables(), capture_output=True, text=True, check=False
+        )
+        if whole.returncode or again.returncode:
+            yield f"exit codes {whole.returncode} and {again.returncode}: {again.stdout[-1500:]}{again.stderr[-1500:]}"
+            return
+        right, found = (losses(Path(directory, name, "metrics.jsonl")) for name in ("whole", "cut"))
+    off = max(abs(found[number] / loss - 1) for number, loss in right.items())
+    same = sum(found[number] == loss for number, loss in right.items())
+    yield f"Killed at step 15 and resumed: {same} of {len(right)} losses are bitwise the same, at worst {off:.1e} off."
+
+
+def kill_at(number: int, command: Sequence[str], metrics: Path) -> None:
+    """SIGKILL for the launcher, and so for its ranks, once ``metrics`` has ``number`` steps."""
+    process = subprocess.Popen(
+        command, env=gpu.child_variables(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= number):
+        time.sleep(0.01)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
+    "machine": (machine, 60),
+    "attention": (attention_numbers, 90),
+    "numbers": (numbers, 120),
+    "memory": (memory, 120),
+    "step": (one_step, 90),
+    "kernels": (kernels, 60),
+    "loss": (loss_chunks, 60),
+    "speed": (speed, 300),
+    "run": (real_run, 150),
+}
+"""Each with the most seconds that it may take."""
+
+
+def main() -> None:
+    """Run the sections one after another, or, of a section's own process, one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all sections together")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-first.md"))
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.section:
+        for line in SECTIONS[asked.section][0](Device(asked.rehearse)):
+            print(line, flush=True)
+        return
+    if not asked.rehearse and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; `--rehearse` runs all of it, tiny, on the CPU")
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    end = time.monotonic() + 60 * asked.minutes
+    with asked.out.open("w", encoding="utf-8") as file:
+        for name in asked.only:
+            for line in section(name, asked.rehearse, end - time.monotonic(), failed):
+                print(line, flush=True)
+                file.write(f"{line}\n")
+                file.flush()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def section(name: str, rehearse: bool, left_s: float, failed: list[str]) -> Lines:
+    """What the process of one section printed, with its heading, and of one that failed its last lines. One that finds
+    no time left is stopped as it begins, and so named."""
+    function, limit_s = SECTIONS[name]
+    limit_s = max(0.0, min(limit_s, left_s))
+    command = [sys.executable, __file__, "--section", name] + ["--rehearse"] * rehearse
+    begun = time.perf_counter()
+    yield from (f"### {name}", "", " ".join((function.__doc__ or "").split()), "")
+    process = subprocess.Popen(
+        command, env=gpu.child_variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, problems = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, problems = process.communicate()
+        problems += f"\nstopped after {limit_s:.0f} s"
+    yield from out.splitlines()
+    if process.returncode:
+        failed.append(name)
+        yield from ("", f"FAILED ({process.returncode}):", "```", *problems.splitlines()[-15:], "```")
+    elif "WRONG" in out:
+        failed.append(name)
+    yield from ("", f"({time.perf_counter() - begun:.0f} s)", "")
+
+
+if __name__ == "__main__":
+    main()
