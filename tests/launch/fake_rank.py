@@ -43,7 +43,7 @@ def main(directory: Path, deed: str) -> int:
 def stop_when_asked(directory: Path) -> int:
     """Count the requests for a second, as a rank that saves would; then end as preempted."""
     asked: list[int] = []
-    for number in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+    for number in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)):
         signal.signal(number, lambda got, frame: asked.append(got))
     (directory / f"ready-{rank()}").touch()
     while not asked:

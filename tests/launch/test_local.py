@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -97,6 +98,15 @@ def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_sa
     assert outcome is not None and (outcome.kind, outcome.rank, outcome.restartable) == ("crash", 0, True)
 
 
+def test_a_disk_that_refuses_the_outcome_hides_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local, "write_exit", full)
+    ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 1 and ended.problem is not None and "was killed by SIGKILL" in ended.problem.what
+
+
 def test_a_rank_that_leaves_no_cause(tmp_path: Path) -> None:
     ended = launch([str(tmp_path), "vanish"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 5 and ended.problem is not None
@@ -108,7 +118,7 @@ def start(directory: Path, deed: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
     launcher = start(tmp_path, "stop")
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))

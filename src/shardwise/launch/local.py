@@ -27,10 +27,10 @@ from shardwise.spec.host import cores, total_memory_bytes
 from shardwise.spec.units import show_bytes
 
 SAVE_AND_STOP_S = 600.0
-"""How long ranks may take to save after SIGTERM, Ctrl-C or SIGHUP."""
+"""How long ranks may take to save after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1."""
 AFTER_FAILURE_S = 30.0
 """How long the other ranks may take to end once one has failed."""
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 POLL_S = 0.05
 TWICE_S = 1.0
 """A second Ctrl-C that comes sooner is the first, passed on twice."""
@@ -84,8 +84,8 @@ def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
 
 
 class _Requests:
-    """What this process was asked for: ``first`` by SIGTERM, Ctrl-C or SIGHUP (its terminal closed), ``again`` by a
-    second Ctrl-C."""
+    """What this process was asked for: ``first`` by SIGTERM, Ctrl-C, SIGHUP (its terminal closed) or SIGUSR1 (Slurm's
+    warning), ``again`` by a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -165,7 +165,8 @@ def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None
         rank, first = min(killed.items(), key=lambda item: item[1].time_s)
         problem = _killed(rank, first, run_directory, kills)
         told = Exit("crash", 1, problem.what, rank, pid=first.pid, problems=[asdict(problem)], restartable=True)
-        write_exit(run_directory, told)
+        with suppress(OSError):  # of a full disk
+            write_exit(run_directory, told)
         return Ended(1, problem)
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
