@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, PreemptedError, Problem, TrainingError
+from shardwise.launch.owner import claim
 from shardwise.runtime import guard
 from shardwise.runtime.guard import Fault, Guard, StopRequest, diagnose, watching
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
@@ -168,6 +170,38 @@ def test_a_good_end_is_left_behind_too_and_replaces_an_old_one(tmp_path: Path) -
         pass
     found = read_exit(tmp_path)
     assert found is not None and (found.kind, found.exit_code) == ("done", 0)
+
+
+def test_a_cause_that_is_told_before_rank_0_is_there_stands(tmp_path: Path) -> None:
+    """Whoever claimed the directory has forgotten the outcome of an earlier start."""
+    write_exit(tmp_path, Exit("crash", 70, "of this start", rank=1))
+    with pytest.raises(TrainingError), watching(tmp_path, me(), 60.0, claim(tmp_path)):
+        raise RuntimeError("Connection closed by peer")
+    found = read_exit(tmp_path)
+    assert found is not None and found.message == "of this start"
+
+
+def test_a_disk_that_refuses_the_outcome_hides_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(guard, "write_exit", full)
+    with pytest.raises(PreemptedError), watching(tmp_path, me(), 60.0):
+        raise PreemptedError(Problem("STOP001", "asked to stop"))
+
+
+def test_an_outcome_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On many file systems of object stores, and on exFAT."""
+
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    write_exit(tmp_path, Exit("crash", 70, "the cause", rank=1))
+    write_exit(tmp_path, Exit("error", 78, "too late", rank=2))
+    found = read_exit(tmp_path)
+    assert found is not None and found.message == "the cause"
+    assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
 
 
 def test_a_rank_that_stands_still_writes_its_stacks(tmp_path: Path) -> None:

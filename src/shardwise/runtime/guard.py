@@ -188,7 +188,9 @@ def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | 
     """Watch one rank's run and leave its outcome in ``exit.json``, unless the directory was lost to another start. What
     a lost or silent rank does to the others comes out as a TrainingError: HANG001 naming the rank that they waited for,
     or LOST001."""
-    if me.rank == 0:
+    if (
+        me.rank == 0 and claim is None
+    ):  # who claims it forgets an earlier outcome before ranks start: one may have failed
         clear_exit(run_directory)
     watch = Guard(run_directory, me.rank, timeout_s, me.fault, claim)
     try:
@@ -197,7 +199,8 @@ def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | 
         told = diagnose(error, run_directory, me, timeout_s)
         status = watch.page.status
         if claim is None or claim.held():
-            write_exit(run_directory, outcome(told, status))
+            with suppress(OSError):  # of a full disk, which must not hide the cause
+                write_exit(run_directory, outcome(told, status))
         if told is error:
             raise
         raise told from error

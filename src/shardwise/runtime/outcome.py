@@ -49,6 +49,8 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
                 standing = read_exit(run_directory)
                 if standing is None:  # it is torn
                     os.replace(draft, target)
+            except OSError:  # a file system without hard links
+                os.replace(draft, target)
         if standing is not None and standing.kind == "peer_lost" and outcome.kind != "peer_lost":
             os.replace(draft, target)
     finally:
