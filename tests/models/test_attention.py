@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from shardwise.models import attention as module
 from shardwise.models import blockwise, kernels
@@ -140,6 +142,29 @@ def test_the_operation_is_declared_truly(name: str) -> None:
     q, k, v = inputs()
     settings = (mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)
     torch.library.opcheck(module.attention, (q, k, v, mask.documents, mask.sinks, mask.positions, *settings))
+
+
+@pytest.mark.parametrize("varied", ["longest", "number", "both"])
+def test_packed_batches_share_two_graphs(varied: str) -> None:
+    """Eleven batches, forward and backward: the first is compiled for its numbers, the second for any."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counted)
+    q, k, v = inputs()
+    for n in range(11):
+        bounds = [0, 30, 40] if varied == "longest" else [0, 20, *range(21, 21 + n), 40]
+        bounds[1] -= n if varied != "number" else 0
+        mask = MaskSpec(documents=torch.tensor([*bounds, 80], dtype=torch.int32), longest=40)
+        mask = replace(mask, longest=40 if varied == "number" else 40 - n)
+        out, _ = compiled(q, k, v, mask)
+        assert torch.equal(out, run(q, k, v, mask)[0])
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("name", ["causal", "documents", "window"])

@@ -41,7 +41,7 @@ class MaskSpec:
 
 
 _MASK = (
-    "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, int longest, float? soft_cap, "
+    "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, SymInt longest, float? soft_cap, "
     "float? scale"
 )
 

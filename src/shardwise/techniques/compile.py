@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+RECOMPILE_LIMIT = 64
+"""Graphs of a block before torch gives up, 8 unless set: kinds of layers (window, rotation) times training and
+evaluation times numbers of rows and documents are more in a run, and bounded."""
+
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return []
@@ -37,6 +41,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     from shardwise.models.decoder import Decoder
 
     if plan.compile:
+        torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
         for part in parts:
             ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
             for block in blocks(part):
