@@ -159,3 +159,28 @@ def test_leaving_out_is_no_remedy_where_it_leaves_out_nothing(tune: Make, tmp_pa
     with pytest.raises(DataError, match=r"DATA002.*1 are bad") as caught:
         prepare(tune(tmp_path / "b.jsonl", on_bad_sample="skip"), sample_tokens=64)
     assert caught.value.problems[0].fix == "data.on_bad_sample=error, which says why"
+
+
+TABLE = b'prompt,completion\nalpha,"beta\ngamma"\nalpha\nalpha,beta,gamma\n"",\nalpha,beta\nalpha,b,e,t,a\n'
+
+
+def test_rows_of_a_table_with_other_fields_than_its_header_are_reported_together(tmp_path: Path, tune: Make) -> None:
+    """By the line of the file, of a row of several lines the last."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(TABLE)
+    with pytest.raises(DataError) as caught:
+        prepare(tune(path, format="prompt_completion"), sample_tokens=64)
+    said = [problem.what for problem in caught.value.problems]
+    assert [what for what in said if "the header" in what] == [
+        "a.csv:4 has 1 field, the header 2 fields",
+        "a.csv:5 has 3 fields, the header 2 fields",
+        "a.csv:8 has 5 fields, the header 2 fields",
+    ]
+    assert [what.partition(" ")[0] for what in said if "the header" not in what] == ["a.csv:6"], said
+
+
+def test_rows_of_a_table_with_other_fields_than_its_header_may_be_left_out(tmp_path: Path, tune: Make) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(TABLE)
+    made = prepare(tune(path, format="prompt_completion", on_bad_sample="skip"), sample_tokens=64)
+    assert made.train.split.documents == 2 and made.manifest.counts["DATA004"] == 3

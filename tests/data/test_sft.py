@@ -407,7 +407,7 @@ def test_files_that_end_early(sft: Callable[..., Prepared], tmp_path: Path, kind
     [
         ("a.json", "[1, 2", r"DATA004\]: a.json: expecting"),
         ("a.json", "[7]", r"DATA005\]: a.json:1 is a number, not an object"),
-        ("a.csv", "instruction,output\na,b\nc\n", r"DATA004\]: a.csv:3 has 1 fields, the header 2"),
+        ("a.csv", "instruction,output\na,b\nc\n", r"DATA004\]: a.csv:3 has 1 field, the header 2 fields"),
         ("a.csv", 'instruction,output\na,"b\n', r"DATA004\]: a.csv:1 unexpected end of data"),
         ("a.txt", "hello", r"DATA005\]: a.txt is text; methods sft and dpo read records"),
     ],

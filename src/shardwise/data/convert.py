@@ -1,8 +1,8 @@
 """Other kinds of files as jsonl: a record a line, made once into the cache, in bounded memory.
 
 Compressed jsonl, json (a list of objects), csv and tsv, parquet and arrow. So there is one reader of records, one way
-to cut a file among processes, and one numbering: line n of what is made is line n of compressed jsonl and record n of
-the others.
+to cut a file among processes, and one numbering: line n of what is made is line n of compressed jsonl, csv and tsv (a
+record of several lines stands in its last) and record n of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import UUID
 
-from shardwise.data.faults import not_utf8
+from shardwise.data.faults import FAULT_KEY, not_utf8
 from shardwise.data.source import Source, digest
 from shardwise.data.whole import once
 from shardwise.errors import DataError, Problem, UnavailableError, first_line
@@ -29,7 +29,9 @@ WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
 HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
-VERSION = 2
+_NO_RECORD = object()
+"""Becomes an empty line, which keeps the numbering of lines."""
+VERSION = 3
 """Of what is made of a file: it is kept in the cache, and made anew when this changes."""
 
 
@@ -70,7 +72,7 @@ def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> 
         if out.tell() >= enough_bytes:
             break
         try:
-            line = json.dumps(record, ensure_ascii=False, default=_plain)
+            line = "" if record is _NO_RECORD else json.dumps(record, ensure_ascii=False, default=_plain)
         except TypeError as error:
             what = f"{source.name}:{number} holds {error}"
             raise DataError(Problem("DATA005", what, str(source.path), "leave the column out of the file")) from error
@@ -151,22 +153,31 @@ def _json(source: Source) -> Iterator[Any]:
     yield from found if isinstance(found, list) else [found]
 
 
-def _csv(source: Source) -> Iterator[dict[str, Any]]:
+def _csv(source: Source) -> Iterator[Any]:
     csv.field_size_limit(64 * 2**20)
     with source.path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t" if source.path.suffix == ".tsv" else ",", strict=True)
+        line = 0
         try:
             for row in rows:
-                if None in row or None in row.values():
-                    got = len([value for value in row.values() if isinstance(value, str)]) + len(row.get(None) or ())
-                    what = f"{source.name}:{rows.line_num} has {got} fields, the header {len(rows.fieldnames or ())}"
-                    raise DataError(Problem("DATA004", what, str(source.path), "quote fields with separators in them"))
-                yield row
+                for _ in range(line + 1, rows.line_num):
+                    yield _NO_RECORD
+                line, whole = rows.line_num, None not in row and None not in row.values()
+                got = sum(isinstance(value, str) for value in row.values()) + len(row.get(None) or ())
+                yield (
+                    row
+                    if whole
+                    else {FAULT_KEY: f"has {_fields(got)}, the header {_fields(len(rows.fieldnames or ()))}"}
+                )
         except csv.Error as error:
             what = f"{source.name}:{rows.line_num} {error}"
             raise DataError(Problem("DATA004", what, str(source.path), "repair the line")) from error
         except UnicodeDecodeError as error:  # which counts in blocks of the file
             raise _not_utf8(source) from error
+
+
+def _fields(count: int) -> str:
+    return "1 field" if count == 1 else f"{count} fields"
 
 
 def _not_utf8(source: Source) -> DataError:

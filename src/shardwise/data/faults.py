@@ -16,6 +16,8 @@ from shardwise.spec.files import open_regular
 MOST = 20
 """Bad records that are reported at once."""
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+FAULT_KEY = "\0fault"
+"""The only key of what stands in the place of a row that could not be made a record: what is wrong with it."""
 LINE = "<line>"
 """In a remedy: the number of the line."""
 

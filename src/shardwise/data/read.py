@@ -15,7 +15,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.faults import LINE, UTF16, Fault, Faults, not_unicode, not_utf8
+from shardwise.data.faults import FAULT_KEY, LINE, UTF16, Fault, Faults, not_unicode, not_utf8
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
@@ -211,6 +211,8 @@ def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float
     if not isinstance(record, dict):
         kind = _KINDS.get(type(record), "a number")
         raise Fault("DATA005", f"is {kind}, not an object", f"a line is an object such as {example}")
+    if FAULT_KEY in record:
+        raise Fault("DATA004", record[FAULT_KEY], "quote fields that hold separators or line ends")
     return record
 
 
