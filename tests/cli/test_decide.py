@@ -66,3 +66,5 @@ def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:
     )
     assert slower(plan, cpus(FAST)) is None
     assert slower(plan_of(RECIPE, SPEC, cpus(SLOW), None), cpus(SLOW)) is None
+    assert slower(plan, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
+    assert slower(plan, parse_cluster("1xA100")) is None

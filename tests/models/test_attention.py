@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.models import attention as module
 from shardwise.models import blockwise, kernels
@@ -111,6 +112,18 @@ def test_the_fallback_is_the_kernel(dtype: torch.dtype, documents: Tensor | None
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for kernel, fallback in zip(*results, strict=True):
         assert (kernel - fallback).norm() < tolerance * (1 + fallback.norm())
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_is_for_cards_that_have_it(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V100 and T4 compute attention block by block: the flash kernel stops with an error there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rule = blockwise.Rule(None, None, None, True, None, S, None)
+    with FakeTensorMode():
+        q = torch.empty(B, H, S, E, dtype=torch.float16, device="cuda")
+    assert kernels.serves(q, rule) == expected
 
 
 def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient() -> None:

@@ -94,7 +94,7 @@ def test_the_bound_without_a_replay_is_below_the_peak() -> None:
             assert 0.01 < least_bytes(sheet, plan, H100S) / plan.estimate.peak_bytes <= 1
 
 
-@pytest.mark.parametrize(("cluster", "expected"), [("8xH100", "bf16"), ("8xV100-32GB", "fp16")])
+@pytest.mark.parametrize(("cluster", "expected"), [("8xH100", "bf16"), ("8xV100-32GB", "fp16"), ("8xT4", "fp16")])
 def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> None:
     plan = choose(recipe(), ONE_B, parse_cluster(cluster))
     assert plan.precision.compute == expected and plan.precision.loss_scaling == (expected == "fp16")

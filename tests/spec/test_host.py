@@ -14,7 +14,7 @@ from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memor
 
 
 class Driver:
-    """The four calls of a CUDA driver with two GPUs, with the signatures of cuda.h."""
+    """The calls of a CUDA driver with two GPUs, with the signatures of cuda.h."""
 
     def __getitem__(self, name: str) -> Callable[..., int]:
         calls: dict[str, Callable[..., int]] = {
@@ -23,6 +23,7 @@ class Driver:
             "cuDeviceGet": lambda device, index: self.put(device, 100 + index),
             "cuDeviceGetName": lambda name, length, device: self.put_text(name, f"GPU {device.value}", length),
             "cuDeviceTotalMem_v2": lambda memory, device: self.put(memory, 2**37 + device.value),
+            "cuDeviceGetAttribute": lambda part, number, device: self.put(part, {75: 7, 76: device.value - 95}[number]),
         }
         return calls[name]
 
@@ -41,7 +42,7 @@ class Driver:
 def test_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "version", lambda name: "2.13.0")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    assert gpus() == [("GPU 100", 2**37 + 100), ("GPU 101", 2**37 + 101)]
+    assert gpus() == [("GPU 100", 2**37 + 100, (7, 5)), ("GPU 101", 2**37 + 101, (7, 6))]
 
 
 def test_a_torch_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,10 @@ def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
 
 
 def slower(plan: Plan, cluster: Cluster) -> str | None:
-    """A warning of bf16 where fp32 is faster."""
+    """A warning of bf16 where another type is faster."""
     products = cluster.device.products
+    if plan.precision.compute == "bf16" and not cluster.device.computes_bf16:
+        return f"warning: the {cluster.device.name} emulates bf16, slowly; `precision.compute=fp16`"
     if plan.precision.compute != "bf16" or products is None or products.bf16_gain >= 1:
         return None
     times = 1 / products.bf16_gain

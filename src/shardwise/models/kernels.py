@@ -28,6 +28,9 @@ def serves(q: Tensor, rule: Rule) -> bool:
     if rule.window is not None or rule.soft_cap is not None or rule.sinks is not None or rule.positions is not None:
         return False
     if q.device.type == "cuda":
+        # ROCm counts otherwise: the cards that its flash kernels are for begin at (9, 0).
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return False
         return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return q.device.type == "cpu"
 

@@ -241,7 +241,7 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     compute, reason = asked.compute, "pinned"
     if compute == "auto":
         compute, reason = "bf16", "derived: the device computes in bf16"
-        if "V100" in cluster.device.name:
+        if not cluster.device.computes_bf16:
             compute, reason = "fp16", "derived: the device has no bf16 instructions"
         elif cluster.kind == "cpu":
             compute, reason = "fp32", "default: how fast this CPU multiplies bf16 was not measured"

@@ -72,7 +72,7 @@ class Products:
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
     peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
-    ``products``: of a CPU, where they were measured."""
+    ``products``: of a CPU, where they were measured. ``capability``: CUDA's, (9, 0) for Hopper."""
 
     name: str
     memory_bytes: int
@@ -83,6 +83,12 @@ class Device:
     matmul_share: float | None = None
     verified: str = "no"
     products: Products | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether it has instructions for bf16: GPUs of NVIDIA have from Ampere on."""
+        return self.capability is None or self.capability >= (8, 0)
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ def devices() -> dict[str, Device]:
             host_link_bytes_per_s=float(row["pcie_gb_s"]) * 1e9,
             matmul_share=float(row["matmul_share"]) if row["matmul_share"] else None,
             verified=row["verified"],
+            capability=(int(row["capability"][:-2]), int(row["capability"][-1])) if row["capability"] else None,
         )
     return found
 
@@ -261,12 +268,12 @@ def _too_many(what: str, fix: str) -> UsageError:
 
 def _local_gpus() -> list[Device]:
     found = []
-    for name, memory_bytes in gpus():
+    for name, memory_bytes, capability in gpus():
         try:
             known = find_device(name)
         except ConfigError:
             known = Device(name, 0)
-        found.append(replace(known, memory_bytes=memory_bytes))
+        found.append(replace(known, memory_bytes=memory_bytes, capability=capability))
     return found
 
 

@@ -21,9 +21,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def gpus() -> list[tuple[str, int]]:
-    """(name, memory in bytes) of every GPU that the driver shows and this torch can use. Asks the driver's library:
-    importing torch would cost a second."""
+_CAPABILITY = (75, 76)
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h."""
+
+Gpu = tuple[str, int, tuple[int, int] | None]
+
+
+def gpus() -> list[Gpu]:
+    """(name, memory in bytes, CUDA's capability) of every GPU that the driver shows and this torch can use. Asks the
+    driver's library: importing torch would cost a second."""
     try:
         if version("torch").endswith("+cpu"):
             return []
@@ -33,22 +39,27 @@ def gpus() -> list[tuple[str, int]]:
     return found or _driver_gpus("libamdhip64.so", "hip", "hipGetDeviceCount")
 
 
-def _driver_gpus(library: str, prefix: str, count_function: str) -> list[tuple[str, int]]:
+def _driver_gpus(library: str, prefix: str, count_function: str) -> list[Gpu]:
     try:
         driver = ctypes.CDLL(library)
     except OSError:
         return []
     count, device, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    name = ctypes.create_string_buffer(256)
+    name, parts = ctypes.create_string_buffer(256), (ctypes.c_int(), ctypes.c_int())
     if driver[prefix + "Init"](0) or driver[count_function](ctypes.byref(count)):
         return []
     total = "cuDeviceTotalMem_v2" if prefix == "cu" else "hipDeviceTotalMem"
-    found = []
+    found: list[Gpu] = []
     for index in range(count.value):
         driver[prefix + "DeviceGet"](ctypes.byref(device), index)
         driver[prefix + "DeviceGetName"](name, len(name), device)
         driver[total](ctypes.byref(memory), device)
-        found.append((name.value.decode(errors="replace"), memory.value))
+        capability = None
+        if prefix == "cu":
+            for part, attribute in zip(parts, _CAPABILITY, strict=True):
+                driver["cuDeviceGetAttribute"](ctypes.byref(part), attribute, device)
+            capability = parts[0].value, parts[1].value
+        found.append((name.value.decode(errors="replace"), memory.value, capability))
     return found
 
 
