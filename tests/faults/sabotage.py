@@ -183,6 +183,34 @@ def no_memory(rank: int, directory: Path, who: int) -> None:
     fit.accumulate = accumulate
 
 
+def nccl_stands_in(rank: int, directory: Path) -> None:
+    """gloo behaves as NCCL does: its collectives stand in NCCL's recorder, time out late, and never raise in the thread
+    that asked for them. A rank is missed after a second, not ten."""
+    import threading
+    import time
+
+    from torch._C import _distributed_c10d
+
+    from shardwise.runtime import guard, world
+
+    recorded, set_timeout = vars(_distributed_c10d)["_dump_fr_trace_json"], world.set_timeout
+    tell = guard.Guard.tell
+
+    def dump(**named: Any) -> bytes:
+        written: bytes = recorded(**named)
+        return written.replace(b"gloo:", b"nccl:")
+
+    def told(self: Any, error: BaseException) -> BaseException:
+        if threading.current_thread() is threading.main_thread() and "fault ordered" not in str(error):
+            time.sleep(3600)
+        return tell(self, error)
+
+    vars(_distributed_c10d)["_dump_nccl_trace_json"] = dump
+    world.set_timeout = lambda group, *timeouts: set_timeout(group, 3600.0)
+    guard.Guard.tell = told  # type: ignore[method-assign]
+    guard.ABANDONED_S = 1.0
+
+
 def kill_at_begin(rank: int, directory: Path, who: int) -> None:
     """Rank ``who`` dies once the run has its identity, before it has built anything."""
     from shardwise.runtime import begin

@@ -47,6 +47,32 @@ def test_a_silent_rank_is_named_with_its_phase_and_ended(
     assert job.saved() == [SAVE]
 
 
+@pytest.mark.parametrize("action", ["hang", "SIGKILL", "raise"])
+def test_where_nccl_says_nothing_the_watch_ends_the_run(make: Make, action: str) -> None:
+    """A rank's main thread waits for the device, which waits in NCCL, whatever becomes of the others."""
+    job = make(f"nccl-{action}")
+    words = job.write(run={"timeout_s": 4.0})
+    begin = time.monotonic()
+    codes = job.train(words, {1: f"count:{KILL}:1:{action}"}, sabotage=("nccl_stands_in",))
+    assert time.monotonic() - begin < SLACK_S
+    assert codes == [1, 70 if action == "raise" else -signal.SIGKILL]
+    found, printed = job.ended(), job.log.read_text()
+    if action == "raise":
+        assert (found.kind, found.rank) == ("crash", 1)
+        return
+    [problem] = found.problems
+    if action == "hang":
+        assert (found.kind, problem["code"]) == ("hang", "HANG001") and found.restartable
+        assert problem["what"].startswith("rank 1 (host ") and f"of step {KILL} for 4 s" in problem["what"]
+        assert problem["where"].startswith(f"rank 1 is still in phase count of step {KILL}; stacks in ")
+    else:
+        assert (found.kind, found.rank, problem["code"]) == ("peer_lost", 0, "LOST001")
+        assert problem["what"].startswith("rank 1 (pid ") and problem["what"].endswith(") has died")
+        assert f"phase count of step {KILL}" in problem["where"]
+    assert f"error[{problem['code']}]: {problem['what']}" in printed, "no launcher of ours tells it"
+    assert f"phase count of step {KILL}" in (job.directory / f"hang-step-{KILL}" / "rank-00000.txt").read_text()
+
+
 @pytest.mark.prove
 def test_after_a_hang_the_run_goes_on(make: Make, whole: Job) -> None:
     job = make("hang-resumed")

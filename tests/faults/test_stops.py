@@ -57,7 +57,7 @@ class Launcher:
 
     def ranks(self) -> list[int]:
         """The pids of its ranks."""
-        return [page.pid for page in read_pages(self.job.directory)]
+        return [page.pid for page in read_pages(self.job.directory, range(self.job.world))]
 
 
 def gone(pids: list[int], seconds: float = 5.0) -> bool:

@@ -221,7 +221,7 @@ def test_rank_0_stops_and_leaves_no_outcome_in_a_directory_that_it_lost(tmp_path
         watch.enter("save")
     found = read_exit(tmp_path)
     assert found is not None and found.message == "of the new owner"
-    other = Guard(tmp_path, 1, 60.0, claim=made)  # the others hear of it from rank 0
+    other = Guard(tmp_path, replace(process(), rank=1), 60.0, made)  # the others hear of it from rank 0
     other.enter("save")
     other.close()
 

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,16 @@ from shardwise.launch.owner import claim
 from shardwise.runtime import guard
 from shardwise.runtime.guard import Fault, Guard, StopRequest, diagnose, watching
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
-from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
+from shardwise.runtime.pages import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.world import Process, process
 
 GLOO_SILENT = "[unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
 GLOO_GONE = "[pair.cc:553] Connection closed by peer [127.0.0.1]:1953"
 
 
-def me(rank: int = 0, world_size: int = 2) -> Process:
-    return replace(process(), rank=rank, world_size=world_size)
+def me(rank: int = 0, world_size: int = 2, **changes: Any) -> Process:
+    named = {"rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
+    return replace(process(), **named, **changes)
 
 
 def status(rank: int, count: int, sequence: int = 0, phase: str = "forward") -> RankStatus:
@@ -34,7 +36,7 @@ def status(rank: int, count: int, sequence: int = 0, phase: str = "forward") -> 
 
 
 def test_a_fault_fires_at_its_phase_step_and_rank_once(tmp_path: Path) -> None:
-    watch = Guard(tmp_path, 1, 60.0, "backward:2:1:raise")
+    watch = Guard(tmp_path, me(1, fault="backward:2:1:raise"), 60.0)
     batches = iter(range(9))
     watch.fetch(1, batches)
     watch.enter("backward")
@@ -45,7 +47,7 @@ def test_a_fault_fires_at_its_phase_step_and_rank_once(tmp_path: Path) -> None:
     assert (tmp_path / "fault-backward-2-1").exists()
     watch.enter("backward")  # a second time the marker stands in its way
     watch.close()
-    other = Guard(tmp_path / "other", 0, 60.0, "data:1:1:raise")
+    other = Guard(tmp_path / "other", me(fault="data:1:1:raise"), 60.0)
     other.fetch(1, batches)
     other.close()
     assert not (tmp_path / "other" / "fault-data-1-1").exists()
@@ -67,13 +69,14 @@ def test_pages_can_be_read_by_others(tmp_path: Path) -> None:
     page = Page(tmp_path, 3)
     page.enter("reduce", 12)
     page.beat("reduce_scatter #1559", 1559)
-    [found] = read_pages(tmp_path)
+    [found] = read_pages(tmp_path, range(4))
     assert (found.rank, found.pid, found.step, found.phase, found.count) == (3, os.getpid(), 12, "reduce", 1)
     assert (found.collective, found.sequence) == ("reduce_scatter #1559", 1559)
     assert not found.stopped
     page.close()
     (tmp_path / "ranks" / "00004").write_bytes(b"torn")
-    assert len(read_pages(tmp_path)) == 1
+    assert len(read_pages(tmp_path, range(5))) == 1
+    assert read_pages(tmp_path, range(3)) == []
 
 
 def test_the_culprit_has_done_least() -> None:
@@ -109,6 +112,33 @@ def test_a_hang_names_rank_phase_and_collective(tmp_path: Path) -> None:
     assert "other 2 ranks wait there" in problem.what
     assert "rank 5 is still in phase data of step 7" in problem.where
     assert f"--resume {tmp_path}" in problem.fix
+
+
+def test_ranks_that_wait_for_none_of_them_are_told_with_their_collective(tmp_path: Path) -> None:
+    """All have entered it: a device or a link has failed."""
+    problem = stuck([status(0, 9, 21, "clip"), status(1, 9, 21, "clip")], 60.0, tmp_path)
+    assert problem.code == "HANG001"
+    assert problem.what == "all 2 ranks wait in all_reduce #21 of step 7 for 60 s, and none is behind the others"
+    assert "phase clip" in problem.where and "nvidia-smi" in problem.fix and f"--resume {tmp_path}" in problem.fix
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_of_this_node_that_died_is_missed_and_one_that_left_is_not(tmp_path: Path, leaves: bool) -> None:
+    lives = "from shardwise.runtime.pages import *; page = Page(Path(sys.argv[1]), 1); page.enter(sys.argv[2], 7)"
+    phase = LEFT if leaves else "forward"
+    code = f"import sys; {lives}; print(flush=True); sys.stdin.read()"
+    watch = Guard(tmp_path, me(), 60.0)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path, phase], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert watch.gone() is None
+        child.kill()
+    found = watch.gone()
+    watch.close()
+    assert found is None if leaves else (found is not None and (found.rank, found.pid) == (1, child.pid))
+    early = Guard(tmp_path, me(), 60.0)
+    assert early.gone() is None, "the page of an earlier start"
+    early.close()
 
 
 def test_a_timeout_is_told_as_the_hang_that_it_is(tmp_path: Path) -> None:
@@ -205,7 +235,7 @@ def test_an_outcome_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: p
 
 
 def test_a_rank_that_stands_still_writes_its_stacks(tmp_path: Path) -> None:
-    watch = Guard(tmp_path, 0, 0.4)
+    watch = Guard(tmp_path, me(), 0.4)
     watch.first_step = 1
     watch.step = 5
     watch.enter("forward")
@@ -220,7 +250,7 @@ def test_a_rank_that_stands_still_writes_its_stacks(tmp_path: Path) -> None:
 
 
 def test_the_first_steps_and_slow_phases_have_more_time(tmp_path: Path) -> None:
-    watch = Guard(tmp_path, 0, 60.0)
+    watch = Guard(tmp_path, me(), 60.0)
     watch.fetch(1, iter([0]))
     assert watch.patience_s() == 600.0
     watch.step = 9

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
+from shardwise.interop import torch_private
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.agree import difference
-from shardwise.runtime.world import device_of, from_first, process, told_by_first, world
+from shardwise.runtime.world import device_of, from_first, process, take_device, told_by_first, world
 from shardwise.spec.layout import Layout
 from tests.runtime import rank_work
 
@@ -27,6 +29,72 @@ def test_an_error_inside_takes_the_group_down_as_well() -> None:
     with pytest.raises(ZeroDivisionError), world(Layout(), "cpu", 10.0):
         raise ZeroDivisionError
     assert not dist.is_initialized()
+
+
+class Watcher:
+    """A watch that only remembers, and how the process group stood when it was told."""
+
+    nccl_timeout_s = 660.0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[BaseException, bool]] = []
+
+    def tell(self, error: BaseException) -> BaseException:
+        self.told.append((error, dist.is_initialized()))
+        return error
+
+
+@pytest.fixture
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """gloo takes the place of NCCL, which a build for CPUs lacks; how groups were taken down."""
+    ends: list[str] = []
+    join, abort, destroy = dist.init_process_group, torch_private.abort_groups, dist.destroy_process_group
+
+    def init(backend: str, **named: Any) -> None:
+        assert backend == "cpu:gloo,cuda:nccl"
+        join("gloo", **named)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr("shardwise.runtime.world.abort_groups", lambda: (ends.append("aborted"), abort()))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (ends.append("destroyed"), destroy()))
+    monkeypatch.setattr(dist, "barrier", lambda: None)  # would want a device
+    return ends
+
+
+def nccl_timeout_s() -> float:
+    group: Any = dist.group.WORLD
+    seconds: float = group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    return seconds
+
+
+def test_under_a_watch_nccl_waits_longer_than_all_else(as_cuda: list[str]) -> None:
+    """NCCL ends the process from its own thread, where nobody can say why."""
+    watch = Watcher()
+    with world(Layout(), "cuda", 10.0, watch):
+        assert nccl_timeout_s() == 660.0
+    assert as_cuda == ["destroyed"] and not watch.told
+    with world(Layout(), "cuda", 10.0):
+        assert nccl_timeout_s() == 10.0
+
+
+def test_an_error_is_told_before_groups_of_nccl_are_aborted_and_not_destroyed(as_cuda: list[str]) -> None:
+    """Destroying would wait for a collective that a rank which failed never enters."""
+    watch = Watcher()
+    with pytest.raises(ZeroDivisionError) as raised, world(Layout(), "cuda", 10.0, watch):
+        raise ZeroDivisionError
+    assert watch.told == [(raised.value, True)]
+    assert as_cuda == ["aborted"] and not dist.is_initialized()
+
+
+def test_a_new_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    take_device()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    take_device()
+    assert taken == [3], "and on a machine without GPUs none"
 
 
 def test_a_plan_for_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

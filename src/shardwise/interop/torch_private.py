@@ -54,12 +54,21 @@ def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Abstr
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorder remembers of this process's collectives, oldest first: among others
-    ``profiling_name``, ``collective_seq_id`` and ``is_p2p``. Without it a hang could not be told by its collective."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
+    """What torch's flight recorders remember of this process's collectives, oldest first: among others
+    ``profiling_name``, ``collective_seq_id``, ``is_p2p``, ``state`` and ``retired``. NCCL has a recorder of its own,
+    which builds without NCCL lack; releases after 2.13 may show one entry in both. Without them a hang under NCCL could
+    be neither seen nor told by its collective."""
+    from torch._C import _distributed_c10d
 
-    trace = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
-    return trace.get("entries") or []
+    found: dict[tuple[int, str, str, int], dict[str, Any]] = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if name not in vars(_distributed_c10d):
+            continue
+        trace = json.loads(vars(_distributed_c10d)[name](includeCollectives=True, onlyActive=False))
+        for entry in trace.get("entries") or []:
+            made = (entry["time_created_ns"], entry["process_group"][0], entry["profiling_name"])
+            found[*made, entry["collective_seq_id"]] = entry
+    return [found[key] for key in sorted(found)]
 
 
 def group_size(name: str) -> int:
@@ -69,12 +78,24 @@ def group_size(name: str) -> int:
     return _resolve_process_group(name).size()
 
 
-def set_timeout(group: Any, timeout_s: float) -> None:
-    """Have collectives of this group fail after ``timeout_s``. torch gives the groups of a mesh with several axes half
-    an hour, whatever the default group has; without this name a hang inside one of them would last as long."""
+def set_timeout(group: Any, timeout_s: float, nccl_timeout_s: float | None = None) -> None:
+    """Have collectives of this group fail after ``timeout_s``, and those of its NCCL, if it has any, after
+    ``nccl_timeout_s`` where that is given. torch gives the groups of a mesh with several axes half an hour, whatever
+    the default group has; without these names a hang inside one of them would last as long."""
+    import torch
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    if nccl_timeout_s is not None:
+        group._get_backend(torch.device("cuda"))._set_default_timeout(timedelta(seconds=nccl_timeout_s))
+
+
+def abort_groups() -> None:
+    """Give up all process groups, and what NCCL has begun in them. ``destroy_process_group`` would wait for it, and
+    where a rank is lost it never ends."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def keep_memory_history(on: bool) -> None:

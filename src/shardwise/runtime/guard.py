@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,14 +20,17 @@ from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime import flight
 from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
-from shardwise.runtime.pages import Page, RankStatus, culprit, hang, read_pages
-from shardwise.runtime.world import Process
+from shardwise.runtime.pages import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
+from shardwise.runtime.world import Process, take_device
 
 ABANDONED_S = 10.0
-"""A rank that stands still this long after the run has failed elsewhere ends itself: its launcher may wait for it."""
+"""A rank that stands still this long after the run has failed elsewhere, or another rank of its node has died, ends
+itself: its launcher may wait for it, and under NCCL nothing else tells it."""
+SLOWER = 10.0
+"""How many times longer than a step's phases others may last."""
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
-"""Phases that may rightly take ten times as long as a step's, which are: data, count, forward, backward, reduce, clip,
+"""Phases that may rightly take so much longer than a step's, which are: data, count, forward, backward, reduce, clip,
 optimizer, logging."""
 
 
@@ -71,20 +75,23 @@ class Claim(Protocol):
 
 
 class Guard:
-    """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long."""
+    """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long, and
+    ends the process where the main thread cannot: it waits for a device that waits in NCCL for ever."""
 
-    def __init__(
-        self, run_directory: Path, rank: int, timeout_s: float, fault: str = "", claim: Claim | None = None
-    ) -> None:
+    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> None:
         self.directory = run_directory
         self.claim = claim
-        self.page = Page(run_directory, rank)
+        self.me = me
+        self.page = Page(run_directory, me.rank)
         self.timeout_s = timeout_s
-        self.fault = Fault.parse(fault)
+        self.fault = Fault.parse(me.fault)
         self.step = 0
         self.first_step = 0
         self._stop = threading.Event()
         self._dumped_count = -1
+        self._told: tuple[BaseException, BaseException, float] | None = None
+        self._moved = 0, 0, time.monotonic()
+        self._neighbours: dict[int, int] = {}
         self._thread = threading.Thread(target=self._watch, name="shardwise-watch", daemon=True)
         self._thread.start()
 
@@ -109,27 +116,86 @@ class Guard:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self.page.enter(LEFT, self.step)
         self.page.close()
 
     def patience_s(self) -> float:
-        """How long the present phase may last: ten times the timeout while things start or write."""
+        """How long the present phase may last: longer while things start or write."""
         warming = self.step <= self.first_step + 1
-        return self.timeout_s * (10.0 if warming or self.page.status.phase in SLOW_PHASES else 1.0)
+        return self.timeout_s * (SLOWER if warming or self.page.status.phase in SLOW_PHASES else 1.0)
+
+    @property
+    def nccl_timeout_s(self) -> float:
+        """NCCL's own timeout, for the case that this watch cannot run."""
+        return SLOWER * self.timeout_s + 60.0
+
+    def tell(self, error: BaseException) -> BaseException:
+        """What ``error`` means. It is written to ``exit.json``, once, unless the directory was lost to another start.
+        A lost or silent rank comes out as a TrainingError: HANG001 naming the rank that others wait for, or LOST001."""
+        if self._told is None or self._told[0] is not error:
+            told = diagnose(error, self.directory, self.me, self.timeout_s)
+            if self.claim is None or self.claim.held():
+                with suppress(OSError):  # of a full disk, which must not hide the cause
+                    write_exit(self.directory, outcome(told, self.page.status))
+            self._told = error, told, time.monotonic()
+        return self._told[1]
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # a stack is written before anybody's patience ends
             status = self.page.status
             waited_s = time.monotonic() - status.since_s
-            name, number = (status.collective, status.sequence) if waited_s < 2.0 else flight.newest_collective()
+            asked = flight.Asked(status.collective, status.sequence)
+            if waited_s >= 2.0:
+                with suppress(Exception):  # what cannot be read must not blind the watch
+                    take_device()
+                    asked = flight.newest_collective()
             if self.page.status.count == status.count:
-                self.page.beat(name, number)
+                self.page.beat(asked.name, asked.number)
             if waited_s > 0.9 * self.patience_s() and self._dumped_count != status.count:
                 self._dumped_count = status.count
                 self.dump_stacks()
+            self._end_if_lost(self._still_s(status.count, asked.number), asked.pending)
 
-            if waited_s > ABANDONED_S and self.run_failed():
-                self.dump_stacks()
-                os._exit(1)
+    def _still_s(self, count: int, number: int) -> float:
+        """For how long this rank has entered no phase and asked for no collective."""
+        if self._moved[:2] != (count, number):
+            self._moved = count, number, time.monotonic()
+        return time.monotonic() - self._moved[2]
+
+    def _end_if_lost(self, still_s: float, pending: bool) -> None:
+        """End the process if the run has failed elsewhere, or hangs in NCCL, and the main thread does not see it."""
+        gone = self.gone()
+        if self._told is not None and time.monotonic() - self._told[2] > ABANDONED_S:
+            self._end(self._told[1])  # it has told why it ends, and does not get there
+        if still_s > ABANDONED_S and self.run_failed():
+            self.dump_stacks()
+            os._exit(TrainingError.exit_code)
+        if still_s > ABANDONED_S and gone:
+            what = f"rank {gone.rank} (pid {gone.pid}) has died"
+            self._end(TrainingError(lost(what, self.page.status, self.directory)))
+        if pending and still_s > self.patience_s():
+            statuses = read_pages(self.directory, range(self.me.world_size))
+            late = culprit(statuses)
+            found = hang(statuses, still_s, self.directory) or stuck(statuses, still_s, self.directory)
+            end_process(late, self.me)
+            self._end(TrainingError(found))
+
+    def gone(self) -> RankStatus | None:
+        """A rank of this node that was seen alive, and has died without having left."""
+        others = [page for page in read_pages(self.directory, self.me.neighbours) if page.rank != self.me.rank]
+        alive = {page.rank: page.pid for page in others if page.runs}
+        dead = [page for page in others if page.rank not in alive and page.phase != LEFT]
+        self._neighbours |= alive
+        return next((page for page in dead if self._neighbours.get(page.rank) == page.pid), None)
+
+    def _end(self, error: BaseException) -> None:
+        """End the process now. What is told goes to ``exit.json``, and is printed where no launcher of ours does."""
+        told = self.tell(error)
+        self.dump_stacks()
+        standing = read_exit(self.directory)
+        if not self.me.told_for and (standing is None or standing.rank == self.me.rank):
+            print(told, file=sys.stderr, flush=True)
+        os._exit(told.exit_code if isinstance(told, ShardwiseError) else ShardwiseError.exit_code)
 
     def run_failed(self) -> bool:
         """Whether another rank has written that the run failed."""
@@ -185,22 +251,14 @@ def stop_requests() -> Iterator[StopRequest]:
 
 @contextmanager
 def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> Iterator[Guard]:
-    """Watch one rank's run and leave its outcome in ``exit.json``, unless the directory was lost to another start. What
-    a lost or silent rank does to the others comes out as a TrainingError: HANG001 naming the rank that they waited for,
-    or LOST001."""
-    if (
-        me.rank == 0 and claim is None
-    ):  # who claims it forgets an earlier outcome before ranks start: one may have failed
+    """Watch one rank's run and leave its outcome in ``exit.json``; errors come out as ``Guard.tell`` tells them."""
+    if me.rank == 0 and claim is None:  # who claims it has removed an earlier outcome before any rank started
         clear_exit(run_directory)
-    watch = Guard(run_directory, me.rank, timeout_s, me.fault, claim)
+    watch = Guard(run_directory, me, timeout_s, claim)
     try:
         yield watch
     except BaseException as error:
-        told = diagnose(error, run_directory, me, timeout_s)
-        status = watch.page.status
-        if claim is None or claim.held():
-            with suppress(OSError):  # of a full disk, which must not hide the cause
-                write_exit(run_directory, outcome(told, status))
+        told = watch.tell(error)
         if told is error:
             raise
         raise told from error
@@ -220,19 +278,23 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
     text = str(error)
     if isinstance(error, ShardwiseError) or not isinstance(error, RuntimeError):
         return error
-    statuses = [status for status in read_pages(run_directory) if status.rank < me.world_size]
+    statuses = read_pages(run_directory, range(me.world_size))
     if any(mark in text for mark in SILENT):
         problem = hang(statuses, timeout_s, run_directory)
         if problem:
             end_process(culprit(statuses), me)
             return TrainingError(problem)
     if any(mark in text for mark in (*GONE, *SILENT)):
-        where = f"rank {me.rank}"
-        if own := next((status for status in statuses if status.rank == me.rank), None):
-            where += f" (host {me.host}) was in phase {own.phase} of step {own.step}"
-        fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run_directory}"
-        return TrainingError(Problem("LOST001", f"another rank went away: {first_line(error, 200)}", where, fix))
+        own = next((status for status in statuses if status.rank == me.rank), None)
+        return TrainingError(lost(f"another rank went away: {first_line(error, 200)}", own, run_directory))
     return error
+
+
+def lost(what: str, own: RankStatus | None, run: Path) -> Problem:
+    """LOST001, as the rank with the page ``own`` sees it."""
+    where = f"rank {own.rank} (host {own.host}) was in phase {own.phase} of step {own.step}" if own else ""
+    fix = f"the cause is another rank's, see its output; then: shardwise train --resume {run}"
+    return Problem("LOST001", what, where, fix)
 
 
 def end_process(late: RankStatus | None, me: Process) -> None:

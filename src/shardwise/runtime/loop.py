@@ -37,7 +37,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
     with (
         guard.watching(job.directory, process(), recipe.run.timeout_s, start.claim) as watch,
         guard.stop_requests() as stop,
-        world(plan.layout, device_kind(recipe), recipe.run.timeout_s) as mesh,
+        world(plan.layout, device_kind(recipe), recipe.run.timeout_s, watch) as mesh,
     ):
         agree(recipe, plan)
         job = settle(job)

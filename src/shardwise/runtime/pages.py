@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from shardwise.errors import Problem
 LAYOUT = struct.Struct("<8sqqqqddq16s48s64s")
 MAGIC = b"SHWPAGE1"
 DIRECTORY = "ranks"
+LEFT = "left"
+"""The phase of a rank that has ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,21 @@ class RankStatus:
 
         Not one that waits in the kernel (state D): every process does for an instant, at a page fault or a read.
         """
+        return self._state() in ("T", "t")
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process is there, stopped or not; only known on the same host."""
+        return self._state() not in ("", "Z", "X")
+
+    def _state(self) -> str:
+        """The kernel's letter for what the process does; empty where there is no such process on this host."""
         if self.host != socket.gethostname():
-            return False
+            return ""
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
-            return False
-        return state in ("T", "t")
+            return ""
 
     @property
     def waiting(self) -> str:
@@ -93,11 +103,15 @@ class Page:
         )  # fmt: skip
 
 
-def read_pages(run_directory: Path) -> list[RankStatus]:
-    """The pages of the ranks that write into this run directory (on nodes without a shared disk: this node's)."""
+def read_pages(run_directory: Path, ranks: Iterable[int]) -> list[RankStatus]:
+    """The pages of those of ``ranks`` that write into this run directory (on nodes without a shared disk: this
+    node's)."""
     found = []
-    for path in sorted((run_directory / DIRECTORY).glob("[0-9]*")):
-        data = path.read_bytes()
+    for number in ranks:
+        try:
+            data = (run_directory / DIRECTORY / f"{number:05d}").read_bytes()
+        except OSError:
+            continue
         if len(data) != LAYOUT.size or not data.startswith(MAGIC):
             continue
         _, rank, pid, step, count, since, beat, sequence, phase, collective, host = LAYOUT.unpack(data)
@@ -118,6 +132,16 @@ def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
         return behind
     slow = min(statuses, key=lambda status: status.sequence)
     return slow if slow.sequence < max(status.sequence for status in statuses) else None
+
+
+def stuck(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem:
+    """HANG001 for ranks that wait in a collective that all of them have entered."""
+    one = max(statuses, key=lambda status: (status.count, status.sequence))
+    many = f"all {len(statuses)} ranks wait" if len(statuses) > 1 else "the only rank waits"
+    what = f"{many} in {one.waiting} of step {one.step} for {waited_s:.0f} s, and none is behind the others"
+    where = f"phase {one.phase}, host {one.host}; stacks in {run}/hang-step-{one.step}/"
+    fix = "look for a device or a link that failed (nvidia-smi, dmesg; NCCL_DEBUG=INFO shows what NCCL does)"
+    return Problem("HANG001", what, where, f"{fix}; then: shardwise train --resume {run}")
 
 
 def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.interop.torch_private import set_timeout
+from shardwise.interop.torch_private import abort_groups, set_timeout
 from shardwise.runtime import exchange
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
@@ -27,10 +27,19 @@ DeviceKind = Literal["cpu", "cuda"]
 T = TypeVar("T")
 
 
+class Watch(Protocol):
+    """What watches over the ranks (runtime/guard.py)."""
+
+    @property
+    def nccl_timeout_s(self) -> float: ...
+    def tell(self, error: BaseException) -> BaseException: ...
+
+
 @dataclass(frozen=True)
 class Process:
     """This process among those of the run, as its launcher described it. ``fault`` is a test's order to fail;
-    ``store`` is the file through which ranks of ``shardwise train`` find one another."""
+    ``store`` is the file through which ranks of ``shardwise train`` find one another; ``told_for``: the launcher is
+    ours, which tells what ended a rank."""
 
     rank: int
     local_rank: int
@@ -40,6 +49,13 @@ class Process:
     host: str
     fault: str
     store: str = ""
+    told_for: bool = False
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks of this node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
 
 def process() -> Process:
@@ -54,6 +70,7 @@ def process() -> Process:
         host=socket.gethostname(),
         fault=os.environ.get("SHARDWISE_FAULT", ""),
         store=os.environ.get("SHARDWISE_STORE", ""),
+        told_for="SHARDWISE_LAUNCHER_PID" in os.environ,
     )
 
 
@@ -67,11 +84,22 @@ def device_of(kind: DeviceKind) -> torch.device:
     return torch.device("cuda", process().local_rank) if kind == "cuda" else torch.device("cpu")
 
 
+def take_device() -> None:
+    """To be called in a new thread, which begins on the first GPU: what it asked of CUDA would make a context there,
+    some hundred MiB for every rank of the node."""
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(process().local_rank)
+
+
 @contextmanager
-def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[DeviceMesh | None]:
+def world(
+    layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | None = None
+) -> Iterator[DeviceMesh | None]:
     """Join the process group and yield the mesh over the axes larger than 1 (None when there is none).
 
-    Collectives fail after ``timeout_s``. Leaves through a barrier, for without ``destroy_process_group`` a rank may end
+    Collectives fail after ``timeout_s``; under ``watch`` those of NCCL only after its ``nccl_timeout_s``, for NCCL ends
+    the process from a thread of its own, before anybody can say why. An error is told to ``watch`` before the groups
+    are taken down, which may take long. Leaves through a barrier, for without ``destroy_process_group`` a rank may end
     in SIGABRT. Raises RUN001 when the layout is for another number of processes.
     """
     me = process()
@@ -94,12 +122,20 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float) -> Iterator[Device
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         made = mesh(layout, kind)
-        for group in made.get_all_groups() if made is not None else ():
-            set_timeout(group, timeout_s)
+        for group in (dist.group.WORLD, *(made.get_all_groups() if made is not None else ())):
+            set_timeout(group, timeout_s, watch.nccl_timeout_s if watch and kind == "cuda" else None)
         yield made
         dist.barrier()
+    except BaseException as error:
+        if watch:
+            watch.tell(error)
+        if kind == "cuda":
+            with suppress(RuntimeError):
+                abort_groups()
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def told_by_first(make: Callable[[], str]) -> str:
