@@ -209,6 +209,31 @@ def test_ranks_follow_rank_0_of_their_own_start(tmp_path: Path) -> None:
     assert not followed.held()
 
 
+def test_ranks_elsewhere_do_not_follow_who_had_the_same_name_and_is_dead(tmp_path: Path) -> None:
+    """Of two starts by the same line of torchrun, the nodes having been started anew between them."""
+    stale, clock = written(tmp_path, 1, token="mine", kernel="another/1", host="n1"), Clock()
+    with pytest.raises(OutputError, match="rank 0 has not claimed"):
+        follow(tmp_path, "mine", 60.0, clock.pace())
+    clock = Clock(after_s=50, act=lambda: written(tmp_path, 2, token="mine", kernel="another/2", host="n1"))
+    assert follow(tmp_path, "mine", 60.0, clock.pace()).held() and 50 <= clock.slept_s < 51
+    clock = Clock(after_s=7, act=lambda: (tmp_path / ".owner-2").write_bytes(owner._text(stale, 1)))  # it lives
+    assert follow(tmp_path, "mine", 60.0, clock.pace()).held() and 7 <= clock.slept_s < 8
+
+
+def test_a_rank_outlives_rank_0_and_its_claim(tmp_path: Path) -> None:
+    """Rank 0 may see first that another rank has failed: that one still leaves the cause."""
+    made = claim(tmp_path, "mine")
+    followed = follow(tmp_path, "mine", 60.0)
+    made.release()
+    assert followed.held() and not made.held()
+    with pytest.raises(ZeroDivisionError), watching(tmp_path, replace(process(), rank=1), 60.0, followed):
+        raise ZeroDivisionError("the cause")
+    found = read_exit(tmp_path)
+    assert found is not None and "the cause" in found.message
+    written(tmp_path, 1, token="another")
+    assert not followed.held()
+
+
 def test_rank_0_stops_and_leaves_no_outcome_in_a_directory_that_it_lost(tmp_path: Path) -> None:
     made = claim(tmp_path)
     with (

@@ -62,10 +62,11 @@ class Owner:
 
 class Claim:
     """The directory is held under ``token``: by the file ``number``, which this process wrote and keeps beating, or
-    (``number`` None) by whatever process of the same start claimed it."""
+    (``number`` None) by whatever process of the same start claimed it. A rank that ``follows`` rank 0 may end after it:
+    then nobody owns the directory, and what this rank has to say of its end may still be written."""
 
-    def __init__(self, directory: Path, token: str, number: int | None = None) -> None:
-        self.directory, self.token, self.number = directory, token, number
+    def __init__(self, directory: Path, token: str, number: int | None = None, follows: bool = False) -> None:
+        self.directory, self.token, self.number, self.follows = directory, token, number, follows
         self._done = threading.Event()
         self._held_s = -math.inf
 
@@ -75,6 +76,8 @@ class Claim:
             number, owner = _owner(self.directory)
         except OSError as error:
             return error.errno not in _GONE
+        if self.follows and not number:
+            return True
         return owner is not None and owner.token == self.token and self.number in (None, number)
 
     def check(self, again_after_s: float = 0.0) -> None:
@@ -152,12 +155,16 @@ def standing(directory: Path) -> Claim | None:
 
 
 def follow(directory: Path, token: str, patience_s: float, pace: Pace = PACE) -> Claim:
-    """Wait until rank 0 has claimed ``directory`` under ``token``. Raises OutputError OUT005 after ``patience_s``."""
+    """Wait until rank 0 has claimed ``directory`` under ``token``. An owner of that name may also be of an earlier start:
+    one elsewhere must be seen to come or to beat. Raises OutputError OUT005 after ``patience_s``."""
+    before = _newest(directory)
     for _ in range(math.ceil((patience_s + pace.stale_s) * 10)):
-        with suppress(OSError):
-            owner = _owner(directory)[1]
-            if owner and owner.token == token and _alive(owner) is not False:
-                return Claim(directory, token)
+        now = _newest(directory)
+        owner = _parse(now[1])
+        if owner and owner.token == token:
+            alive = _alive(owner)
+            if alive or (alive is None and now != before):
+                return Claim(directory, token, follows=True)
         pace.sleep(0.1)
     what = f"rank 0 has not claimed {directory} in {patience_s + pace.stale_s:.0f} s"
     raise OutputError(Problem("OUT005", what, str(directory), "its output says why"))
@@ -255,6 +262,14 @@ def _owner(directory: Path) -> tuple[int, Owner | None]:
     """The highest number, and what its file says: None if there is none, or if it is just being written."""
     number = max(_numbers(directory), default=0)
     return number, _parse(_path(directory, number).read_bytes()) if number else None
+
+
+def _newest(directory: Path) -> tuple[int, bytes]:
+    """The highest number and the bytes of its file, which change with every beat; nothing where they cannot be read."""
+    with suppress(OSError):
+        number = max(_numbers(directory), default=0)
+        return number, _path(directory, number).read_bytes()
+    return 0, b""
 
 
 def _path(directory: Path, number: int) -> Path:
