@@ -298,6 +298,23 @@ def test_good_checkpoints_serve_whatever_else_is_damaged(
     assert found is not None and found.kind == "done"
 
 
+def test_a_run_whose_identity_is_gone_goes_on_from_its_checkpoints(
+    root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a start with a damaged run.json and other data, which set that file aside and was refused."""
+    made = recipe(root, "gone")
+    with pytest.raises(Broken):
+        train_here(made, at(5, fail))
+    before = json.loads((directory(made) / "run.json").read_text())
+    (directory(made) / "run.json").unlink()
+    train_here(made)
+    said = f"warning[RUN006]: {directory(made) / 'run.json'} is not there; it is restored from step-00000003"
+    assert said in capsys.readouterr().out
+    after = json.loads((directory(made) / "run.json").read_text())
+    assert after == before | {"created": after["created"]}
+    assert numbers(directory(made)) == numbers(whole)
+
+
 def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = recipe(root, "damaged-early", train={"max_steps": 2})
     with pytest.raises(Broken):

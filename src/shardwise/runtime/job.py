@@ -161,21 +161,21 @@ def settle(job: Job) -> Job:
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """``run.json`` of an earlier start in ``directory``, which is made if need be; where it is damaged, what a
+    """``run.json`` of an earlier start in ``directory``, which is made if need be; where it is damaged or lost, what a
     checkpoint says of the same. None: nothing was begun here."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "run.json"
-    if not path.exists():
-        return None
-    try:
-        run: dict[str, Any] = json.loads(read_regular(path))
-        return {key: run[key] for key in ("run_id", *KEPT)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = str(error) or type(error).__name__
-    path.rename(path.with_name("run.json.damaged"))
+    path, state = directory / "run.json", "is not there"
+    if there := path.exists():
+        try:
+            run: dict[str, Any] = json.loads(read_regular(path))
+            return {key: run[key] for key in ("run_id", *KEPT)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            state = f"cannot be read ({str(error) or type(error).__name__}), and was renamed to run.json.damaged"
+        path.rename(path.with_name("run.json.damaged"))
     found = identity_of(directory / "checkpoints")
-    source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run begins anew"
-    print(f"warning[RUN006]: {path} cannot be read ({why}), and was renamed to run.json.damaged; {source}", flush=True)
+    if there or found:
+        source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run begins anew"
+        print(f"warning[RUN006]: {path} {state}; {source}", flush=True)
     return found and found[1]
 
 
