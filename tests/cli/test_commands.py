@@ -16,8 +16,8 @@ import pytest
 from shardwise.cli import train
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
-from shardwise.errors import ConfigError, Problem
-from shardwise.launch import owner
+from shardwise.errors import ConfigError, OutputError, Problem
+from shardwise.launch import owner, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime.outcome import Exit, read_exit, write_exit
@@ -185,6 +185,19 @@ def test_nodes_print_their_lines(shardwise: Run) -> None:
     assert lines[0].endswith("-m shardwise train runs/a/recipe.yaml --plan runs/a/plan.yaml")
     assert load_plan("runs/a/plan.yaml").layout.world == 2
     assert load_recipe("runs/a/recipe.yaml").run.nodes == 2
+
+
+def test_nodes_that_resume_with_other_settings_are_told_so(shardwise: Run) -> None:
+    assert shardwise("train", "--run", "a", "--max-steps", "8", "run.nodes=2", "--nproc", "1")[0] == 0
+    Path("runs/a/checkpoints/step-00000005").mkdir(parents=True)
+    code, out, err = shardwise("train", "--resume", "runs/a", "--max-steps", "9", "run.nodes=2", "--nproc", "1")
+    assert code == 0, err
+    words = "train runs/a/resumed/recipe.yaml --plan runs/a/resumed/plan.yaml"
+    assert [line.strip().endswith(f"{words} --resume") for line in out.splitlines() if "torchrun" in line] == [True] * 2
+    given = load_recipe("runs/a/resumed/recipe.yaml")
+    assert rundir.check_standing(Path("runs/a"), given, resume=True) == 5
+    with pytest.raises(OutputError, match="OUT001.*of another recipe"):  # what each rank would say without it
+        rundir.check_standing(Path("runs/a"), given, resume=False)
 
 
 @pytest.fixture

@@ -147,6 +147,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
             _prepare(recipe, spec, plan, directory, hidden=options.json)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
+        flags["--resume"] = options.resume and cluster.nodes > 1  # ranks of torchrun check it themselves
         words += [flag for flag, on in flags.items() if on]
         if cluster.nodes > 1:
             return _print_nodes(words[1:], cluster, options.port)
