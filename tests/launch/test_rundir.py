@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import pytest
 
 from shardwise.errors import DataError, MissingInputError, OutputError, ShardwiseError
 from shardwise.launch import rundir
+from shardwise.runtime import commit
+from shardwise.runtime.manifest import STATE, Manifest
 from shardwise.runtime.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 
@@ -115,6 +118,31 @@ def test_a_run_that_is_finished_has_nothing_to_do(tmp_path: Path) -> None:
     assert rundir.nothing_to_do(run, same) is None
 
 
+def stopped_early(run: Path, step: int, stale: int) -> None:
+    """A checkpoint, and the end of a run whose last ``stale`` validations found no lower loss."""
+    generation = commit.claim(run / "checkpoints")
+    attempt = commit.begin(run / "checkpoints", step, generation, 1000)
+    facts = json.dumps({"early_stopping": [1.5, stale]}).encode()
+    files = {STATE: commit.write_file(attempt.path / STATE, [memoryview(facts)])}
+    commit.publish(attempt, Manifest("run", step, generation, 1, files, {}))
+    write_exit(run, Exit("done", 0, "done", step=step))
+
+
+def test_more_steps_do_not_move_a_run_that_stopped_early(tmp_path: Path) -> None:
+    run, keys = tmp_path / "a", ["evaluate.eval_steps=1", "evaluate.early_stopping_patience=2"]
+    run.mkdir()
+    stopped_early(run, 20, stale=2)
+    (run / "recipe.yaml").write_text(dump_recipe(load_recipe(None, ["train.max_steps=50", *keys])))
+    said = (
+        f"nothing to do: {run} stopped early at step 20, as its last 2 validations found no lower loss; "
+        "for more, give a larger evaluate.early_stopping_patience"
+    )
+    for steps in (50, 99):
+        assert rundir.nothing_to_do(run, load_recipe(None, [f"train.max_steps={steps}", *keys])) == said
+    patient = load_recipe(None, ["train.max_steps=50", "evaluate.eval_steps=1", "evaluate.early_stopping_patience=3"])
+    assert rundir.nothing_to_do(run, patient) is None
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False) is None
     with pytest.raises(MissingInputError) as caught:
@@ -161,6 +189,14 @@ def test_each_step_of_the_probe_counts(
 def test_a_directory_that_can_be_written_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
     rundir.check_writable(tmp_path / "runs" / "a")
     assert list((tmp_path / "runs" / "a").iterdir()) == []
+
+
+def test_an_empty_directory_is_removed_only_by_who_made_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for out in ("mine", "new"):
+        with rundir.owned(tmp_path / out / "run", print):
+            assert (tmp_path / out / "run").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"] and not list((tmp_path / "mine").iterdir())
 
 
 class Usage(NamedTuple):

@@ -115,6 +115,10 @@ def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
     outcome, step = read_exit(directory), newest_step(directory)
     if outcome is None or outcome.kind != "done" or step is None or outcome.step > step:
         return None
+    patience, (_, stale) = recipe.evaluate.early_stopping_patience, _facts(directory).get("early_stopping", (None, 0))
+    if patience is not None and stale >= patience:
+        why = f"stopped early at step {step}, as its last {stale} validations found no lower loss"
+        return f"nothing to do: {directory} {why}; for more, give a larger evaluate.early_stopping_patience"
     lengths = [key for key in changes(directory, recipe) if key.startswith(("train.", "evaluate."))]
     if lengths and recipe.train.max_steps != step:
         return None
@@ -124,7 +128,7 @@ def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
 def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
     """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings that its newest
     checkpoint states, for recipe.yaml may have been edited since. Where it runs is not compared."""
-    old, new = _trained_with(directory / "checkpoints"), _settings(recipe)
+    old, new = _facts(directory).get("settings"), _settings(recipe)
     try:
         old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
     except ShardwiseError as error:
@@ -139,13 +143,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return shown
 
 
-def _trained_with(checkpoints: Path) -> dict[str, Any]:
-    """The settings that the newest readable checkpoint states, by dotted key; empty if none does."""
-    for _, path in candidates(checkpoints):
+def _facts(directory: Path) -> dict[str, Any]:
+    """What the newest readable checkpoint of a run states, among it the settings by dotted key; empty if none does."""
+    for _, path in candidates(directory / "checkpoints"):
         with suppress(Rejected, OSError, ValueError):
             check_files(path, read(path), [STATE])
-            found: dict[str, Any] = read_facts(path).get("settings", {})
-            return found
+            return read_facts(path)
     return {}
 
 
@@ -176,6 +179,7 @@ def check_writable(directory: Path) -> None:
 def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Iterator[Claim]:
     """Own ``directory`` while the block lasts, and do not leave it behind empty. Raises OutputError: OUT005 while
     another process owns it, OUT002 if it cannot be written."""
+    new = [path for path in (directory, directory.parent) if not path.exists()]
     check_writable(directory)
     try:
         claim = owner.claim(directory, token, say)
@@ -186,8 +190,8 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
     finally:
         claim.release()
         with suppress(OSError):
-            directory.rmdir()
-            directory.parent.rmdir()
+            for path in new:
+                path.rmdir()
 
 
 def filled(directory: Path, error: OSError) -> OutputError:
