@@ -196,7 +196,7 @@ def test_nodes_that_resume_with_other_settings_are_told_so(shardwise: Run) -> No
     assert [line.strip().endswith(f"{words} --resume") for line in out.splitlines() if "torchrun" in line] == [True] * 2
     given = load_recipe("runs/a/resumed/recipe.yaml")
     assert rundir.check_standing(Path("runs/a"), given, resume=True) == 5
-    with pytest.raises(OutputError, match="OUT001.*of another recipe"):  # what each rank would say without it
+    with pytest.raises(OutputError, match=r"OUT001.*of another recipe"):  # what each rank would say without it
         rundir.check_standing(Path("runs/a"), given, resume=False)
 
 
