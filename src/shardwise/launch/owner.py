@@ -155,7 +155,7 @@ def standing(directory: Path) -> Claim | None:
 
 
 def follow(directory: Path, token: str, patience_s: float, pace: Pace = PACE) -> Claim:
-    """Wait until rank 0 has claimed ``directory`` under ``token``. An owner of that name may also be of an earlier start:
+    """Wait until rank 0 has claimed ``directory`` under ``token``. An owner of that name may be an earlier start's:
     one elsewhere must be seen to come or to beat. Raises OutputError OUT005 after ``patience_s``."""
     before = _newest(directory)
     for _ in range(math.ceil((patience_s + pace.stale_s) * 10)):
