@@ -329,6 +329,31 @@ def test_an_optimizer_waits_for_the_copy_of_what_it_changes(tmp_path: Path, monk
     assert loaded["model.weight"].eq(1).all()
 
 
+def test_the_thread_takes_the_device_of_what_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything else: a thread begins on the first GPU, where every rank would get a context."""
+    done: list[tuple[str, object]] = []
+
+    class Stream:
+        device = torch.device("cuda", 3)
+
+    def note(what: str, value: object = None) -> None:
+        done.append((f"{what} in {threading.current_thread().name}", value))
+
+    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    stage = checkpoints._writer.stage
+
+    def staged(plan: Any, planner: Any, rank: int, size: int, stream: Any = None) -> int:
+        note("staged", stream)
+        return stage(plan, planner, rank, size)
+
+    monkeypatch.setattr("shardwise.runtime.checkpoint.copy_stream", lambda tensors: Stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("taken", device))
+    monkeypatch.setattr(checkpoints._writer, "stage", staged)
+    checkpoints.save({"model.w": torch.ones(3)}, {}, 1)
+    assert kinds(checkpoints.wait()) == [("committed", 1)]
+    assert done == [("taken in checkpoint", Stream.device), ("staged in checkpoint", Stream)]
+
+
 def test_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)

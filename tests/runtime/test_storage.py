@@ -14,7 +14,7 @@ from shardwise.models.tensorfile import NAMES
 from shardwise.runtime import storage
 from shardwise.runtime.checkpoint import Checkpoints, read
 from shardwise.runtime.manifest import Slice
-from shardwise.runtime.storage import ShardPlanner, ShardWriter, lay_out
+from shardwise.runtime.storage import ShardPlanner, ShardWriter, host_buffer, lay_out
 from shardwise.spec.recipe import Checkpoint
 
 
@@ -84,6 +84,32 @@ def test_host_buffers_are_used_again(tmp_path: Path) -> None:
         assert writer.stage(planner.create_local_plan(), planner, 0, 1) == 400
         seen |= {buffer.data_ptr() for buffer in writer._buffers.values()}
     assert len(seen) == 1
+
+
+def test_pinned_memory_is_locked_at_its_size_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pinned memory would be 4 MiB here; a stand-in for CUDA's runtime notes what it is asked for."""
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+            locked[pointer] = size
+            return flags
+
+        def cudaHostUnregister(self, pointer: int) -> int:
+            return 0 * locked.pop(pointer)
+
+    size = (2 << 20) + 1
+    assert not locked and not host_buffer(size, pinned=False).is_pinned()
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    buffer = host_buffer(size, pinned=True)
+    assert locked == {buffer.data_ptr(): size} and buffer.numel() == size
+    view = buffer[:7]
+    del buffer
+    assert locked, "a view of it is alive"
+    del view
+    assert not locked
+    assert host_buffer(0, pinned=True).numel() == 0 and not locked
 
 
 def test_what_is_no_tensor_belongs_into_the_facts() -> None:

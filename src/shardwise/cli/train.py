@@ -23,7 +23,7 @@ from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.owner import check_free
-from shardwise.launch.worker import die_with_launcher, is_worker
+from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.track import check_installed
@@ -73,6 +73,7 @@ def run(options: Options) -> int:
         print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
         return 0
     if is_worker():
+        set_up_torch()
         recipe = with_adapter(_named(options, words, loaded))
         return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
     for notice in loaded.notices:

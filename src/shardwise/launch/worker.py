@@ -14,6 +14,8 @@ STORE = "SHARDWISE_STORE"
 """The file through which the ranks of our launcher find one another; read by shardwise.runtime.world."""
 TURN_S = 2.0
 """Longer than torchrun takes to see that a rank has ended."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where a user may have set torch's allocator."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,6 +46,13 @@ def start_name() -> str:
 def by_our_launcher() -> bool:
     """Whether our launcher, which shows the first failure itself, started this worker."""
     return LAUNCHER in os.environ
+
+
+def set_up_torch() -> None:
+    """To be called in a rank before torch is loaded, which reads its settings once. Unless the user has set the
+    allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits."""
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def speak_in_turn() -> None:

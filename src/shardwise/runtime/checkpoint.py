@@ -237,6 +237,8 @@ class Checkpoints:
 
     def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
         try:
+            if stream is not None:
+                torch.cuda.set_device(stream.device)  # a thread begins on the first GPU, and makes a context there
             self._planner.set_up_planner(dict(tensors))
             self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
             self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size, stream)

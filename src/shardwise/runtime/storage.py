@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -215,8 +216,7 @@ class ShardWriter(_Store, StorageWriter):
     def _buffer(self, part: Part, pinned: bool) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or len(buffer) < part.body_bytes:
-            buffer = torch.empty(part.body_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._buffers[part.name] = buffer
+            buffer = self._buffers[part.name] = host_buffer(part.body_bytes, pinned)
         return buffer
 
 
@@ -257,6 +257,17 @@ class ShardReader(_Store, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
+    """Memory of the host; ``pinned``: locked, so that a GPU copies into it beside its work. It is locked where it lies:
+    torch's allocator of pinned memory rounds up to powers of two, and torch 2.11 has no setting against that."""
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    if pinned and size_bytes:
+        cuda: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
 
 
 def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
