@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -249,6 +251,21 @@ def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path:
         assert after[2] == uncut[2] > before[2]
     with pytest.raises(RankFailure, match=r"OWN002.*`drawn` was saved for each of 2 ranks, and there are 1"):
         ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
+
+
+def test_a_loop_after_one_that_was_stopped_is_not_stopped(tmp_path: Path) -> None:
+    """With the same model, as in a notebook; the first still knows that it was."""
+    model, first = small(tmp_path)
+    second = shardwise.Checkpoints(tmp_path, model, first.optimizer)
+    for checkpoints, asked in ((first, True), (second, False)):
+        assert not checkpoints.stopping
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        shardwise.backward(model, model(rows(0)[0].float()).square().mean())
+        assert checkpoints.stopping is asked
+        checkpoints.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert first.stopping and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {

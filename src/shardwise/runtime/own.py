@@ -230,6 +230,7 @@ class Checkpoints:
         self._kept.guard(optimizer)
         self._events: list[checkpoint.Event] = []
         self._signals = ExitStack()
+        self._stopped = False
 
     @property
     def stopping(self) -> bool:
@@ -237,6 +238,8 @@ class Checkpoints:
         SIGUSR1 on any. From when it is first read until ``close`` these signals only ask; a second Ctrl-C ends at
         once. All ranks learn of it in ``backward``."""
         usage = _USAGES[self.module]
+        if self._stopped:  # since before ``close``: the module may be in another loop by now
+            return True
         if usage.request is None:
             usage.request = self._signals.enter_context(stop_requests())
             self._signals.callback(usage.forget)
@@ -303,6 +306,8 @@ class Checkpoints:
         """Wait for the save in flight; what became of the saves since the last call. Signals mean again what they did
         before ``stopping`` was read."""
         events, self._events = self._events + self._kept.wait(), []
+        if self.module in _USAGES:
+            self._stopped |= _USAGES[self.module].stop
         self._signals.close()
         return events
 

@@ -81,8 +81,8 @@ class Usage:
                 self._parameters[name].grad = None
 
     def forget(self) -> None:
-        """Nobody asks any more whether to stop."""
-        self.request = None
+        """Nobody asks any more whether to stop, until a next loop does."""
+        self.request, self.stop = None, False
 
     def _watch(self, prefix: str, module: nn.Module) -> None:
         """Sharded parameters get gradients as plain tensors, which exist from the unit's first gathering on."""
