@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from examples import transformers_loop, vision_loop
 from shardwise.errors import TrainingError
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
+from shardwise.runtime.storage import ShardWriter
 from shardwise.spec.plan import Plan
 from shardwise.techniques import shard
 from tests.runtime.checkpoint_ranks import changed
@@ -229,6 +231,24 @@ def stopped(rank: int, world: int, strategy: str, directory: str, asked_at: int)
         events = checkpoints.close()
         assert [event.kind for event in events] == ["committed"], events
         return step, values, optimizer.param_groups[0]["lr"], signal.getsignal(signal.SIGTERM) == before
+
+
+def resumed_at_once(rank: int, world: int, directory: str) -> int:
+    """The step that a loop which saves, and at once wants back what it saved, goes on from."""
+
+    def slowly(self: ShardWriter, *given: Any) -> Any:
+        time.sleep(0.3)
+        return write(self, *given)
+
+    write = ShardWriter.write_data
+    with started(world), changed() as patch:
+        patch(ShardWriter, "write_data", slowly)
+        model = own.parallelize(Mixed().float(), own.plan(), processes.mesh(own.plan().layout, "cpu"))
+        checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
+        checkpoints.save(1)
+        step: int = (checkpoints.resume() or {"step": 0})["step"]
+        assert [event.kind for event in checkpoints.close()] == ["committed"]
+        return step
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:

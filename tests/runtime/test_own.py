@@ -253,6 +253,11 @@ def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path:
         ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
 
 
+def test_what_is_being_saved_can_be_resumed_from(ranks: RankPool, tmp_path: Path) -> None:
+    """As by a loop that goes back after a loss that exploded: the save in flight talks among the ranks too."""
+    assert ranks.run(own_ranks.resumed_at_once, str(tmp_path), world=2, timeout_s=30) == [1, 1]
+
+
 def test_a_loop_after_one_that_was_stopped_is_not_stopped(tmp_path: Path) -> None:
     """With the same model, as in a notebook; the first still knows that it was."""
     model, first = small(tmp_path)

@@ -181,8 +181,10 @@ class Checkpoints:
         ``path``: a run, a directory of checkpoints, or one checkpoint, instead of this run's own. Afterwards
         ``rejected`` holds the problem of each one that was passed over; ``log`` gets them as text on the first rank.
         Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do
-        not fit the model.
+        not fit the model. Waits for the save in flight.
         """
+        if self._thread is not None:
+            self._thread.join()
         self.rejected = []
         first = self.crew.rank == 0
         try:
