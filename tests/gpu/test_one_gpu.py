@@ -14,6 +14,7 @@ from shardwise.models import attention, blockwise, kernels
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
+from shardwise.models.layers import RMSNorm
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove import parity
@@ -67,6 +68,24 @@ def test_attention_is_that_of_the_reference(alone: torch.device, name: str, dtyp
     assert error(out, right) < ERRORS[dtype]
     assert error(lse, right_lse) < min(ERRORS[dtype], 1e-3), "statistics are at least fp32"
     assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_the_norm_is_that_of_a_cpu(alone: torch.device, plus_one: bool, dtype: torch.dtype) -> None:
+    """Output and gradients of torch's own operator against the norm in its parts, in fp64."""
+    torch.manual_seed(0)
+    norm = RMSNorm(512, 1e-5, plus_one)
+    torch.nn.init.normal_(norm.weight)
+    x, grad = torch.randn(2, B, S, 512).to(dtype)
+    found = []
+    for device, kind in ((torch.device("cpu"), torch.float64), (alone, dtype)):
+        norm.to(device, dtype).to(kind)
+        given = x.to(device, kind).requires_grad_()
+        out = norm(given)
+        found.append((out, *torch.autograd.grad(out, (given, norm.weight), grad.to(device, kind))))
+    right, ours = found
+    assert all(error(one.cpu(), other.detach()) < ERRORS[dtype] for one, other in zip(ours, right, strict=True))
 
 
 def tiny(precision: Precision, remat: Remat, compile: bool = False, spec_seq: int = 16) -> Plan:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from shardwise.models.config import ModelSpec
 
+aten = torch.ops.aten
 Rotary = tuple[Tensor, Tensor]
+FUSED_NORM = ("cuda",)
+"""Devices for which torch has RMSNorm and its gradient as one operator each (since 2.9)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,34 +33,54 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
+def _fused(x: Tensor) -> bool:
+    """Whether torch's own operator computes the norm, which reads and writes each element once. What is compiled is
+    left in its parts, which the compiler joins with what stands around them."""
+    return x.device.type in FUSED_NORM and not torch.compiler.is_compiling()
+
+
 class _RMSNorm(torch.autograd.Function):
     """Saves x, the weight, and the reciprocal root mean square of each row. ``plus_one``: the weight is added to one,
     in fp32, or bf16 would lose a small one."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        wide = x.to(accumulation_dtype(x.dtype))
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        wide = accumulation_dtype(x.dtype)
+        if _fused(x):
+            given, scale = (x.to(wide), weight.to(wide) + 1) if plus_one else (x, weight)
+            out, rstd = aten._fused_rms_norm(given, weight.shape, scale, eps)
+            return out.to(x.dtype), rstd
+        given = x.to(wide)
+        rstd = torch.linalg.vector_norm(given, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         if plus_one:
-            return torch.mul(wide, rstd).mul_(weight.to(wide.dtype) + 1).to(x.dtype), rstd
-        return torch.mul(wide, rstd).to(x.dtype).mul_(weight), rstd
+            return torch.mul(given, rstd).mul_(weight.to(wide) + 1).to(x.dtype), rstd
+        return torch.mul(given, rstd).to(x.dtype).mul_(weight), rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
         x, weight, _, ctx.plus_one = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # that of rstd would be zeros
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         wide = rstd.dtype
+        scale = weight.to(wide) + 1 if ctx.plus_one else weight
+        if _fused(x):
+            given = (grad.to(wide), x.to(wide)) if ctx.plus_one else (grad, x)
+            wanted = list(ctx.needs_input_grad[:2])
+            found = aten._fused_rms_norm_backward(*given, weight.shape, rstd, scale, wanted)
+            grad_x, grad_weight = (g.to(x.dtype) if w else None for g, w in zip(found, wanted, strict=True))
+            return grad_x, grad_weight, None, None
         normed = x.to(wide) * rstd
-        grad = grad.to(wide)
-        grad_weight = None
+        grad, grad_weight = grad.to(wide), None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad = grad * (weight.to(wide) + 1 if ctx.plus_one else weight.to(wide))
+        grad = grad * scale  # of the weight's type: the product is as wide as the gradient
         mean = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(x.shape[-1])
         return grad.addcmul_(normed, mean, value=-1.0).mul_(rstd).to(x.dtype), grad_weight, None, None
 
