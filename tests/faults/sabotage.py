@@ -163,24 +163,26 @@ def tell_tensors(rank: int, directory: Path) -> None:
     loop.begin, Checkpoints.save = begin, save  # type: ignore[method-assign]
 
 
-def no_memory(rank: int, directory: Path, who: int) -> None:
-    """Rank ``who`` may take 64 MiB more from the kernel, and its fit check needs 256."""
+def no_memory(rank: int, directory: Path, who: int, step: int = 0) -> None:
+    """Rank ``who`` may take 64 MiB more from the kernel, and its fit check, or ``step``, needs 256."""
     import torch
 
     from shardwise.runtime import fit
+    from shardwise.runtime import step as steps
 
-    true: Callable[..., Any] = fit.accumulate
+    place: Any = steps if step else fit
+    true: Callable[..., Any] = place.accumulate
 
-    def accumulate(*args: Any) -> Any:
-        if rank == who:
+    def accumulate(state: Any, *args: Any) -> Any:
+        if rank == who and (not step or state.step + 1 == step):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
             mark(directory, "memory")
             torch.empty(256 << 20, dtype=torch.uint8)
-        return true(*args)
+        return true(state, *args)
 
-    fit.accumulate = accumulate
+    place.accumulate = accumulate
 
 
 def nccl_stands_in(rank: int, directory: Path) -> None:

@@ -99,16 +99,20 @@ def test_the_exception_of_the_first_rank_is_told_and_not_what_its_peers_saw(make
     assert "Connection" not in printed and "LOST001" not in printed
 
 
-def test_no_memory_on_one_rank_is_explained_by_category(make: Make) -> None:
-    """The kernel refuses, torch raises, and the user reads what the memory was for and what would need less."""
-    job = make("memory")
-    codes = job.train(job.write(), sabotage=("no_memory", 1))
+@pytest.mark.parametrize(
+    ("step", "doing"), [(0, "trying the longest batch"), (KILL, f"training (phase count of step {KILL})")]
+)
+def test_no_memory_on_one_rank_is_explained_by_category(make: Make, step: int, doing: str) -> None:
+    """The kernel refuses, torch raises, and the user reads what the memory was for and what would need less; at the
+    start, and at any step."""
+    job = make(f"memory-{step}")
+    codes = job.train(job.write(), sabotage=("no_memory", 1, step))
     assert job.fired("memory")
     assert codes == [1, 1]
     found = job.ended()
     assert (found.kind, found.rank) == ("memory", 1)
     [problem] = found.problems
     assert problem["code"] == "MEM001"
-    assert "out of memory while trying the longest batch" in problem["what"]
+    assert f"out of memory while {doing}: " in problem["what"]
     assert "you tried to allocate 268435456 bytes" in problem["what"]
     assert "train.micro_batch_size=1 or recompute.mode=full or train.seq_len=16" in problem["fix"]

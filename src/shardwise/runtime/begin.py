@@ -58,10 +58,10 @@ def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tupl
     rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
         Screen(0).say(header(job))
-    with fit.explain_memory(plan, job.device, "building the model"):
+    with fit.explain_memory(plan, job.device, lambda: "building the model"):
         state = together(lambda: build(job.recipe, job.spec, plan, mesh, job.device))
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
-    with fit.explain_memory(plan, job.device, "trying the longest batch"):
+    with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
     job = refer(job, state.parts, watch.enter)
     checkpoints.prepare(state.tensors())

@@ -1,9 +1,9 @@
-"""The fit check: before the first step one forward and backward at the longest packed batch, so that a run that does
-not fit ends at once and not after hours."""
+"""The fit check: before the first step one forward, backward and update at the longest packed batch, so that a run that
+does not fit ends at once and not after hours. And what is said when memory runs out, then or later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,15 +14,27 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import shard
+from shardwise.techniques import optim, shard
+from shardwise.techniques.slices import local
+
+NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA ")
+"""What stands in a RuntimeError that means so: torch's on a CPU; CUDA's own, as of its driver; those of cuBLAS, cuDNN
+and cuSOLVER, which make workspaces of their own; NCCL's, which allocates beside torch ("Failed to CUDA calloc")."""
 
 
 def check_fit(state: TrainState, rules: Rules, vocab_size: int, device: torch.device) -> None:
     """Run forward and backward on rows of one document each, of the full length; two micro-batches where gradients are
-    accumulated. Gradients are dropped; weights, moments and counters stay as they are."""
+    accumulated; and an update, which an optimizer may need memory for. Weights, moments and counters stay as they are:
+    the update's gradients and learning rate are zero."""
     batches = [longest_batch(rules.plan, vocab_size, device)] * min(2, rules.plan.batch.accumulation)
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     shard.finish(state.parts)
+    for parameter in state.trained():
+        if parameter.grad is not None:
+            local(parameter.grad).zero_()
+    optim.set_learning_rate(state.optimizer, 0.0, rules.optim)
+    state.optimizer.step()
+    optim.set_updates(state.optimizer, state.updates)
     state.optimizer.zero_grad(set_to_none=True)
 
 
@@ -41,26 +53,33 @@ def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBat
 
 
 @contextmanager
-def explain_memory(plan: Plan, device: torch.device, doing: str) -> Iterator[None]:
-    """Turn an allocation that failed into a TrainingError MEM001 that says what the memory was meant for."""
+def explain_memory(plan: Plan, device: torch.device, doing: Callable[[], str]) -> Iterator[None]:
+    """Turn an allocation that failed into a TrainingError MEM001 that says what the memory was meant for. ``doing`` is
+    asked when it has failed."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if (message := no_memory(error)) is None:
             raise
-        raise TrainingError(out_of_memory(plan, device, doing, first_line(error))) from error
+        raise TrainingError(out_of_memory(plan, device, doing(), message)) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed (torch on a CPU raises a plain RuntimeError)."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+def no_memory(error: BaseException) -> str | None:
+    """What an allocation that failed says of itself; None of another error."""
+    for line in str(error).splitlines():
+        if any(mark in line for mark in NO_MEMORY):
+            return ("NCCL: " if "NCCL error" in str(error) else "") + line.strip()[:160]
+    return first_line(error) if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else None
 
 
 def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) -> Problem:
     """What the plan meant the memory for, and what would need less of it."""
     estimate = plan.estimate
     told = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
-    held = f"; {show_bytes(torch.cuda.memory_allocated(device))} are allocated" if device.type == "cuda" else ""
+    held = ""
+    if device.type == "cuda":
+        taken = show_bytes(torch.cuda.memory_allocated(device)), show_bytes(torch.cuda.memory_reserved(device))
+        held = f"; torch has allocated {taken[0]} and reserved {taken[1]}"
     fixes = []
     if plan.batch.micro_batch_size > 1:
         fixes.append(f"train.micro_batch_size={plan.batch.micro_batch_size // 2}")

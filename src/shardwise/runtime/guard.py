@@ -119,6 +119,10 @@ class Guard:
         self.page.enter(LEFT, self.step)
         self.page.close()
 
+    def doing(self) -> str:
+        """For errors: what the rank does, and when."""
+        return f"training (phase {self.page.status.phase} of step {self.step})"
+
     def patience_s(self) -> float:
         """How long the present phase may last: longer while things start or write."""
         warming = self.step <= self.first_step + 1

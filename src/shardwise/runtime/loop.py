@@ -15,8 +15,10 @@ from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
+from shardwise.runtime.fit import explain_memory
 from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
 from shardwise.runtime.measure import Meter
+from shardwise.runtime.metrics import Log
 from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.report import Report
@@ -38,6 +40,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         guard.watching(job.directory, process(), recipe.run.timeout_s, start.claim) as watch,
         guard.stop_requests() as stop,
         world(plan.layout, device_kind(recipe), recipe.run.timeout_s, watch) as mesh,
+        explain_memory(plan, job.device, watch.doing),
     ):
         agree(recipe, plan)
         job = settle(job)
@@ -50,8 +53,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             validation = None
             for number in range(state.step + 1, job.max_steps + 1):
                 if stops_early(job, state):
-                    log.say(f"stopped early: the last {state.stale} validations found no lower loss")
-                    log.event("stopped early", step=state.step)
+                    tell_early_stop(log, state)
                     break
                 batch = watch.fetch(number, batches)
                 micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
@@ -105,6 +107,12 @@ def stops_early(job: Job, state: TrainState) -> bool:
     """Whether as many validations as the recipe waits for have found no lower loss."""
     patience = job.recipe.evaluate.early_stopping_patience
     return patience is not None and state.stale >= patience
+
+
+def tell_early_stop(log: Log, state: TrainState) -> None:
+    """Say why the run ends before its last step."""
+    log.say(f"stopped early: the last {state.stale} validations found no lower loss")
+    log.event("stopped early", step=state.step)
 
 
 def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""What is said when memory runs out, whoever wanted it; and a fit check that changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import TrainingError
+from shardwise.methods import pretrain
+from shardwise.models.config import ModelSpec
+from shardwise.runtime import fit
+from shardwise.runtime.build import build
+from shardwise.runtime.step import Rules
+from shardwise.spec.plan import Batch, Plan, Precision
+from shardwise.spec.plan import Optim as PlanOptim
+from shardwise.spec.recipe import Optim, Recipe
+
+SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB is free."
+)
+DRIVER = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call, so the"
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+CUDNN = "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\n"
+)
+"""As ``C10D_NCCL_CHECK`` of NCCLUtils.hpp writes it; what follows is NCCL's own."""
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+)
+ERRORS = [
+    (torch.OutOfMemoryError(CUDA), CUDA),
+    (RuntimeError(DRIVER), "CUDA error: out of memory"),
+    (RuntimeError(CUBLAS), CUBLAS),
+    (RuntimeError(CUDNN), CUDNN),
+    (dist.DistBackendError(f"{NCCL}Cuda failure 2 'out of memory'"), "NCCL: Cuda failure 2 'out of memory'"),
+    (
+        dist.DistBackendError(f"{NCCL}Failed to CUDA calloc 16777216 bytes"),
+        "NCCL: Failed to CUDA calloc 16777216 bytes",
+    ),
+    (RuntimeError(CPU), CPU),
+    (MemoryError(), "MemoryError"),
+]
+
+
+@pytest.mark.parametrize(("error", "told"), ERRORS, ids=range(len(ERRORS)))
+def test_whoever_runs_out_of_memory_is_explained(error: BaseException, told: str) -> None:
+    plan, device = Plan(batch=Batch(4, 1, 16, 24)), torch.device("cpu")
+    with pytest.raises(TrainingError) as raised, fit.explain_memory(plan, device, lambda: "training"):
+        raise error
+    [problem] = raised.value.problems
+    assert problem.code == "MEM001" and raised.value.__cause__ is error
+    assert problem.what == f"out of memory while training: {told}"
+    assert problem.fix == "train.micro_batch_size=2 or recompute.mode=full or train.seq_len=8"
+
+
+@pytest.mark.parametrize(
+    "text", [NCCL + "Cuda failure 700 'an illegal memory access was encountered'", "shapes differ"]
+)
+def test_other_errors_stay_as_they_are(text: str) -> None:
+    error = RuntimeError(text)
+    with pytest.raises(RuntimeError) as raised, fit.explain_memory(Plan(), torch.device("cpu"), str):
+        raise error
+    assert raised.value is error
+
+
+def test_on_a_gpu_it_is_told_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL and cuBLAS need lies beside what torch has reserved."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 78 << 30)
+    problem = fit.out_of_memory(Plan(), torch.device("cuda", 1), "training", CUBLAS)
+    assert problem.what.endswith("; torch has allocated 60.0 GiB and reserved 78.0 GiB")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "kind", [PlanOptim(), PlanOptim(fused=False), PlanOptim("adamw8bit"), PlanOptim(moments="bf16")]
+)
+def test_the_fit_check_makes_an_update_that_changes_nothing(kind: PlanOptim, weights: Any) -> None:
+    plan = Plan(batch=Batch(2, 2, 16, 24), precision=Precision("bf16", weights), optim=kind)
+
+    def loss(model: Any, batch: Any, denominator: float) -> torch.Tensor:
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    state = build(Recipe(), SPEC, plan, None, torch.device("cpu"))
+    for parameter in state.trained():
+        parameter.detach().view(-1)[:2] = torch.tensor([-0.0, 3e-39])
+    updates: list[float] = []
+    state.optimizer.register_step_post_hook(lambda *given: updates.append(max(g["lr"] for g in given[0].param_groups)))
+    before = {name: value.clone() for name, value in state.tensors().items()}
+    fit.check_fit(state, Rules(plan, Optim(), 10, loss), SPEC.vocab_size, torch.device("cpu"))
+    assert updates == [0.0]
+    for name, value in state.tensors().items():
+        assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
+    assert all(kept["step"] == 0 for kept in state.optimizer.state.values())
+    assert all(parameter.grad is None for parameter in state.trained())
