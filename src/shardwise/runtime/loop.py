@@ -16,6 +16,7 @@ from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.fit import explain_memory
+from shardwise.runtime.garbage import collecting
 from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
@@ -46,7 +47,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job = settle(job)
         job, state, rules, checkpoints = begin(job, mesh, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
-        with open_log(job, state) as log, profile, saving(checkpoints, log):
+        with open_log(job, state) as log, profile, saving(checkpoints, log), collecting() as collect:
             meter = Meter(mesh, job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
@@ -64,10 +65,10 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 state.cursor = batch.cursor
                 watch.enter("logging")
                 log.step(state, stats, job.device, typical=not (profiled or meter.measured))
-                if state.skipped_in_row > recipe.run.max_skipped_steps:
+                if state.skipped_in_row > (allowed := recipe.run.max_skipped_steps):
                     close(checkpoints, log)
-                    allowed = recipe.run.max_skipped_steps
                     raise TrainingError(guard.poisoned(state.skipped_in_row, allowed, number, batch.sample_ids))
+                collect(number)
                 for call in after_step:
                     call(state, stats)
                 validation = None
