@@ -1,10 +1,10 @@
-"""A training loop of one's own around a transformers model.
+"""Your own training loop around a transformers model.
 
     torchrun --nproc-per-node 2 examples/transformers_loop.py zero3 runs/example
     python examples/transformers_loop.py
 
-The lines that mention shardwise or checkpoints are what it takes; the rest is the plain loop. After Ctrl-C or SIGTERM
-it saves and leaves; started again, it goes on from there.
+Only the lines that mention shardwise or checkpoints are new; the rest is a plain loop. After Ctrl-C or SIGTERM it saves
+and ends; started again, it continues from there.
 """
 
 from __future__ import annotations

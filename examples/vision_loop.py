@@ -1,10 +1,10 @@
-"""A training loop of one's own around a vision model: images of one of four stripes, told apart by a small transformer.
+"""Your own training loop around a vision model: a small transformer classifies images with one of four stripes.
 
 torchrun --nproc-per-node 2 examples/vision_loop.py zero2 runs/example
 python examples/vision_loop.py
 
-The sampler's position is kept in the checkpoint. After Ctrl-C or SIGTERM it saves and leaves;
-started again, it goes on from there.
+The sampler's position is kept in the checkpoint. After Ctrl-C or SIGTERM it saves and ends;
+started again, it continues from there.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
         (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": kind, layers: 10**6}))
         assert main(["plan", "--model", str(tmp_path)]) == 65
-        assert f"error[MOD005]: `{layers}` is 1,000,000; 1,000 are the most" in capfd.readouterr().err
+        assert f"error[MOD005]: `{layers}` is 1,000,000; the limit is 1,000" in capfd.readouterr().err
 
 
 def test_a_plan_that_takes_long_is_interrupted() -> None:

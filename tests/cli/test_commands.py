@@ -107,7 +107,7 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     assert f"{plan.estimate.peak_bytes:,}" in shown
     for more in ("recipe.yaml", "--cluster=8xH100", "--seq-len=9"):
         code, _, err = shardwise("plan", "--plan", "plan.yaml", more)
-        assert code == 2 and "shows that plan as it stands" in err
+        assert code == 2 and "shows that plan unchanged" in err
     _, text, _ = shardwise("plan", *words, "--global-batch-size", "64", "--json")
     facts = json.loads(text)
     assert facts["model"]["parameters"] == 70_553_706_496
@@ -119,7 +119,7 @@ def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "4096")
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
     assert code == 0 and "does not fit" in out
-    rows = out[out.index("it would fit with any one of\n") :].splitlines()[1:4]
+    rows = out[out.index("any one of these changes makes it fit\n") :].splitlines()[1:4]
     assert rows[0].split("  ")[1] == "lora.frozen=nf4" and "fits: 55.3 GiB of 79.1 GiB (70%)" in rows[0]
     assert rows[0].endswith("frozen weights in 4 bits: less exact, and slower")
     assert rows[1].split()[:2] == ["--cluster", "1x4xH100-SXM-80GB"] and rows[1].endswith("4 devices instead of 1")
@@ -181,7 +181,11 @@ def test_nodes_print_their_lines(shardwise: Run) -> None:
     assert code == 0
     lines = [line.strip() for line in out.splitlines() if "torchrun" in line]
     assert len(lines) == 2 and "--node-rank 1" in lines[1]
-    assert "--master-port 29500" in lines[0] and "FIRST_NODE is the address" in out and "docs/security.md" in out
+    assert (
+        "--master-port 29500" in lines[0]
+        and "FIRST_NODE is the first node's address" in out
+        and "docs/security.md" in out
+    )
     assert lines[0].endswith("-m shardwise train runs/a/recipe.yaml --plan runs/a/plan.yaml")
     assert load_plan("runs/a/plan.yaml").layout.world == 2
     assert load_recipe("runs/a/recipe.yaml").run.nodes == 2

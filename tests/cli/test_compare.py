@@ -35,7 +35,7 @@ def write_run(directory: Path, steps: int, slope: float, finished: bool = True, 
     events += [{"event": "end", "step": steps, "tokens": 64 * steps}] if finished else []
     (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     if finished:
-        table = "| | predicted | measured | |\n|---|---:|---:|---:|\n| memory a rank | 1.5 MiB | 1.6 MiB | +1 % |\n"
+        table = "| | predicted | measured | |\n|---|---:|---:|---:|\n| memory per rank | 1.5 MiB | 1.6 MiB | +1 % |\n"
         (directory / "report.md").write_text(f"# {directory.name}\n\n{table}")
     return directory
 
@@ -66,7 +66,7 @@ def test_runs_of_different_length_by_their_common_steps(
     assert a["last_validation"] == a["best_validation"] == {"step": 20, "nats_per_token": pytest.approx(4.0)}
     assert (a["tokens_per_s"], a["step_s"], a["memory_bytes"]) == (112.0, 0.5, 2**30 + 20)
     assert (a["skipped_steps"], a["tokens"], a["ranks"], a["mfu"]) == (1, 1280, 2, None)
-    assert a["measured"] == {"memory a rank": "1.6 MiB"} and b["measured"] == {}
+    assert a["measured"] == {"memory per rank": "1.6 MiB"} and b["measured"] == {}
 
 
 def test_it_is_said_to_people(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_a_run_that_is_writing_or_has_not_begun(tmp_path: Path, capsys: pytest.C
     assert found["recipe"] == {}, "what is left out is the default"
     assert main(["compare", str(a), str(tmp_path / "new"), "--plot", str(tmp_path / "x.svg")]) == 0
     out = capsys.readouterr().out
-    assert "no step in common" in out and "the recipes are the same" in out
+    assert "no steps in common" in out and "the recipes are the same" in out
 
 
 def test_steps_that_were_not_finite_are_no_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

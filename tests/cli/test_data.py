@@ -60,7 +60,7 @@ def test_changed_data_is_refused_until_forced(recipe: Path, tmp_path: Path, caps
     assert capsys.readouterr().err == (
         f"error[DATA013]: {tmp_path}/text/2.txt changed since it was prepared\n"
         f"where: {tmp_path}/out\n"
-        "fix:   another --out; or the same words with --force, which replaces it\n"
+        "fix:   another --out; or the same command with --force, which replaces it\n"
     )
     assert main([*command, "--force"]) == 0
     assert main(command) == 0

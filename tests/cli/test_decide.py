@@ -62,7 +62,7 @@ def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:
     warning = slower(plan, cpus(SLOW))
     assert warning == "warning: bf16 products take 1.60 times as long as fp32's on this CPU; `precision.compute=fp32`"
     assert plan.why["precision.compute"] == (
-        "pinned: bf16 products are 0.62 times as fast as fp32's on this CPU; 1.2 are asked"
+        "pinned: bf16 products are 0.62 times as fast as fp32's on this CPU; bf16 is used from 1.2 on"
     )
     assert slower(plan, cpus(FAST)) is None
     assert slower(plan_of(RECIPE, SPEC, cpus(SLOW), None), cpus(SLOW)) is None

@@ -93,7 +93,7 @@ def test_two_ranks_learn_and_a_kill_changes_nothing(
     assert json.loads(capfd.readouterr().out)["runs"][0]["last_validation"] == {"step": 8, "loss": last["loss"]}
     kept.rename("elsewhere")
     assert main(["train", "--resume", "runs/killed", "--max-steps", "9"]) == 65
-    assert f"error[DPO001]: the run has checkpoints, and its {kept.name}" in capfd.readouterr().err
+    assert f"error[DPO001]: the run has checkpoints, but {kept.name}, the" in capfd.readouterr().err
     Path("elsewhere").rename(kept)
     write_model(1)
     assert main(["train", "--resume", "runs/killed", "--max-steps", "9"]) == 65
@@ -123,6 +123,6 @@ def test_what_is_no_preference_is_refused_before_anything_starts(
     assert "error[DATA005]: talks.jsonl:1 has no `chosen`, which method dpo compares" in capfd.readouterr().err
     assert not Path("runs/a").exists()
     assert main([*words, "--run", "a", "method=sft"]) == 78
-    assert "`method.beta` is for `method: dpo`, and this is sft" in capfd.readouterr().err
+    assert "`method.beta` is for `method: dpo`, but the method is sft" in capfd.readouterr().err
     assert main([*words, "--run", "a", "method=sft", "method.beta=0.1"]) == 65
     assert "pairs.jsonl:1 is in no known format" in capfd.readouterr().err

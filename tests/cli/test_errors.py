@@ -153,8 +153,8 @@ def test_a_defect_ends_with_70_and_keeps_its_traceback(
     code, out, err = shardwise("schema")
     assert (code, out) == (70, "")
     first, where, fix = err.splitlines()
-    assert first == "error[BUG001]: a defect of shardwise: ZeroDivisionError: of ours"
-    assert fix == "fix:   report it with that file, or see it with --debug"
+    assert first == "error[BUG001]: a bug in shardwise: ZeroDivisionError: of ours"
+    assert fix == "fix:   report it with that file; --debug prints the traceback"
     kept = Path(where.removeprefix("where: the full traceback is in "))
     assert "Traceback (most recent call last)" in kept.read_text()
     kept.unlink()
@@ -167,7 +167,7 @@ def test_a_defect_ends_with_70_and_keeps_its_traceback(
     ("raised", "code", "line"),
     [
         (MemoryError(), 1, "error[MEM001]: out of memory: MemoryError"),
-        (AssertionError(), 70, "error[BUG001]: a defect of shardwise: AssertionError"),
+        (AssertionError(), 70, "error[BUG001]: a bug in shardwise: AssertionError"),
     ],
 )
 def test_an_error_that_says_nothing(
@@ -215,7 +215,7 @@ def test_more_processes_than_cores_are_tried_and_more_than_memory_refused(
         assert f"warning[DEV002]: {many} processes share {many - 2} core" in err
     monkeypatch.setattr("shardwise.spec.cluster.available_memory_bytes", lambda: 8 * 2**30)
     code, _, err = shardwise("train", "--nproc", "4096")
-    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked for; each takes 300.0 MiB before it holds")
+    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked for; each needs 300.0 MiB even")
     assert err.endswith("fix:   `--nproc 27`\n")
     assert list(Path().iterdir()) == []
 
@@ -233,7 +233,7 @@ def test_a_plan_for_other_machines(shardwise: Run) -> None:
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
     assert (code, err) == (
         78,
-        "error[RUN001]: plan.yaml is for 8 processes, 1 will be started\nwhere: plan.yaml\n"
+        "error[RUN001]: plan.yaml is for 8 processes, but 1 will be started\nwhere: plan.yaml\n"
         "fix:   `run.nproc=8`, or leave out --plan to plan again for 1\n",
     )
 
@@ -267,7 +267,7 @@ def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
 def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
     pattern = 'precision.modules={"*attention_norm": bf16}'
     code, _, err = shardwise("train", "--nproc", "1", "--dry-run", "precision.compute=fp32", pattern)
-    assert code == 78 and err.startswith("error[PLAN012]: norms are asked to compute in bf16")
+    assert code == 78 and err.startswith("error[PLAN012]: norms are set to compute in bf16")
 
 
 def test_products_that_torch_does_not_know(shardwise: Run) -> None:
@@ -283,7 +283,9 @@ def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
     """Both ranks would read the same rows, and halve the gradients."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(tp=2, ranks_per_node=2))))
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run")
-    assert code == 78 and "error[PLAN016]: tensor, pipeline, context and expert parallelism are not there yet" in err
+    assert (
+        code == 78 and "error[PLAN016]: tensor, pipeline, context and expert parallelism are not supported yet" in err
+    )
 
 
 def test_a_plan_is_written_over_nothing(shardwise: Run) -> None:
@@ -334,7 +336,7 @@ def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(train.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
     code, _, err = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 73
-    assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, keep 2 + 1 in flight needs 211.")
+    assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, 2 and one being written need 211.")
 
 
 class _Usage:

@@ -55,7 +55,7 @@ def test_samples_windows_and_steps_are_told_and_few_steps_warned_of(run: Run) ->
     assert steps == -(-windows // 4) < 20 and found[3] == f"(global batch 4); {-(-3 * windows // 4)} steps are " + (
         f"{-(-3 * windows // 4) / steps:.3g} epochs"
     )
-    assert err.startswith(f"warning[DATA017]: an epoch is only {steps} steps: reading all data once ")
+    assert err.startswith(f"warning[DATA017]: an epoch is only {steps} steps: a pass over the data ")
     fix = err.splitlines()[1]
     assert fix.startswith("fix:   train.global_batch_size=2 (") and f"train.num_epochs={-(-100 // steps)} (" in fix
     shorter = re.search(r"train\.seq_len=(\d+)", fix)

@@ -152,7 +152,7 @@ def test_nothing_is_fetched_to_plan_or_to_print_the_lines_of_nodes(
     monkeypatch.setattr("shardwise.spec.hub._reachable", lambda url: False)
     words = ["train", "model.path=HuggingFaceTB/SmolLM2-135M", *WORDS[2:], "--run", "a"]
     assert main(words) == 69
-    assert capfd.readouterr().err.startswith("error[MOD003]: no directory HuggingFaceTB/SmolLM2-135M")
+    assert capfd.readouterr().err.startswith("error[MOD003]: HuggingFaceTB/SmolLM2-135M is not a local directory")
     assert main([*words, "--dry-run"]) == 0
     assert main([*words, "run.nodes=2"]) == 0
     assert "torchrun" in capfd.readouterr().out and not started

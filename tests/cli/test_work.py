@@ -81,7 +81,7 @@ def test_a_defect_keeps_its_traceback_in_the_run(
     assert run(recipe, monkeypatch, ZeroDivisionError("of ours")) == 70
     assert "Traceback (most recent call last)" in Path("runs/a/traceback-rank-1.txt").read_text()
     err = capsys.readouterr().err
-    assert err.startswith("[rank 1] error[BUG001]: a defect of shardwise: ZeroDivisionError: of ours\n")
+    assert err.startswith("[rank 1] error[BUG001]: a bug in shardwise: ZeroDivisionError: of ours\n")
     assert "Traceback" not in err
 
 

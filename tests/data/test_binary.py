@@ -107,7 +107,7 @@ def test_what_is_damaged_is_named(settings: Make, tmp_path: Path, documents: lis
     megatron(path, documents)
     index = path.with_suffix(".idx").read_bytes()
     path.with_suffix(".idx").write_bytes(b"XX" + index[2:])
-    refused(r"DATA010\]: a.idx: it does not begin as an index of Megatron's")
+    refused(r"DATA010\]: a.idx: it does not start like a Megatron index")
     path.with_suffix(".idx").write_bytes(index[:17] + b"\x07" + index[18:])
     refused(r"DATA010\]: a.idx: version 1 with data type 7")
     path.with_suffix(".idx").write_bytes(index[:-3])

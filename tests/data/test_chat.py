@@ -273,7 +273,7 @@ def test_a_turn_may_end_with_plain_text(tokenizer: tokens.Tokenizer) -> None:
 
 def test_private_characters_cannot_pose_as_special_tokens(make: Make) -> None:
     of = chat(make("CHATML"))
-    with pytest.raises(Fault, match="private character U\\+100004"):
+    with pytest.raises(Fault, match="private-use character U\\+100004"):
         samples(of, [{"role": "user", "content": "\U00100004"}, NO])
 
 
@@ -317,7 +317,7 @@ def test_a_template_without_a_generation_prompt(make: Make) -> None:
 def test_a_template_that_hides_the_answer_is_refused(make: Make) -> None:
     template = "{% for m in messages %}{{ m['role'] + ':' + (m['content'] | length | string) + '\n' }}{% endfor %}"
     of = chat(make("CHATML", template))
-    with pytest.raises(Fault, match="does not show where message 2, of the assistant, begins") as found:
+    with pytest.raises(Fault, match=r"does not show where message 2 \(from the assistant\) begins") as found:
         samples(of, [HI, NO])
     assert found.value.code == "CHAT003"
 
@@ -378,7 +378,7 @@ def test_a_template_with_a_fault_is_named_by_its_line() -> None:
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"error\[CHAT001\]: the tokenizer has no chat template"):
         find_template(None, tmp_path)
-    with pytest.raises(DataError, match=r"`chatmll` is no chat template and no file"):
+    with pytest.raises(DataError, match=r"`chatmll` is neither a chat template nor a file"):
         find_template("chatmll", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "in the config {{ x }}"}))
     assert find_template(None, tmp_path) == "in the config {{ x }}"

@@ -170,7 +170,10 @@ BAD: list[tuple[Record, str]] = [
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
     ({"chosen": [ASK, says("b")], "rejected": [ASK, says("b")]}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
     ({"prompt": "a", "chosen": "", "rejected": "b"}, r"CHAT002.*:2 `chosen` is empty"),
-    ({"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]}, r"CHAT002.*:2 message 2, of the assistant, is empty"),
+    (
+        {"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]},
+        r"CHAT002.*:2 message 2 \(from the assistant\) is empty",
+    ),
     ({"chosen": [ASK, says("b")], "rejected": [ASK]}, r"CHAT002.*:2 has no assistant message"),
     (
         {"chosen": [ASK, says("b")], "rejected": [{"role": "user", "content": "other"}, says("c")]},
@@ -216,11 +219,14 @@ def test_recipes() -> None:
     assert (recipe.method.name, recipe.method.beta, recipe.method.label_smoothing) == ("dpo", 0.3, 0.1)
     assert recipe.pairs and recipe.sample_tokens == recipe.train.seq_len
     for words, message in (
-        (["method=sft", "rl_beta=0.2"], "CFG008.*`method.beta` is for `method: dpo`, and this is sft"),
-        (["method.label_smoothing=0.1"], "CFG008.*`method.label_smoothing` is for `method: dpo`, and this is pretrain"),
-        (["method=dpo", "data.train_on=last"], "CFG008.*`data.train_on` is not for `method: dpo`"),
-        (["method=dpo", "data.format=alpaca"], "CFG008.*`data.format` is not for `method: dpo`"),
-        (["method=sft", "data.format=preference"], "CFG008.*`data.format` is for `method: dpo`, and this is sft"),
+        (["method=sft", "rl_beta=0.2"], "CFG008.*`method.beta` is for `method: dpo`, but the method is sft"),
+        (
+            ["method.label_smoothing=0.1"],
+            "CFG008.*`method.label_smoothing` is for `method: dpo`, but the method is pretrain",
+        ),
+        (["method=dpo", "data.train_on=last"], "CFG008.*`data.train_on` does not apply to `method: dpo`"),
+        (["method=dpo", "data.format=alpaca"], "CFG008.*`data.format` does not apply to `method: dpo`"),
+        (["method=sft", "data.format=preference"], "CFG008.*`data.format` is for `method: dpo`, but the method is sft"),
         (["method=dpo", "method.beta=0"], "CFG005.*`method.beta`"),
         (["method=dpo", "method.label_smoothing=0.5"], "CFG005.*`method.label_smoothing`"),
     ):
@@ -245,4 +251,4 @@ def test_the_preview_shows_pairs(
     facts = json.loads(capsys.readouterr().out)
     assert facts["pairs"] == 5 and len(facts["samples"]) == 2
     assert main(["data", "prepare", *words]) == 0
-    assert "answers, each two a pair" in capsys.readouterr().out
+    assert "answers, two per pair" in capsys.readouterr().out

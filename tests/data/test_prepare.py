@@ -227,7 +227,7 @@ def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make)
     (corpus / "4.md").write_text("something else")
     again = f"shardwise data prepare <the recipe that it was made from> --force --out {out}"
     for attempt, fix in (
-        (lambda: prepare(settings(corpus), out), "another --out; or the same words with --force, which replaces it"),
+        (lambda: prepare(settings(corpus), out), "another --out; or the same command with --force, which replaces it"),
         (lambda: prepare(settings(out)), again),
     ):
         with pytest.raises(DataError) as caught:

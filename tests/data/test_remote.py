@@ -211,7 +211,9 @@ def test_no_access_is_told(bucket: Any, settings: Settings, monkeypatch: pytest.
 
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
     said = fails(UnavailableError, lambda: check_sources(settings("memory://talks.jsonl")))
-    assert "cannot be read: NoCredentialsError Unable to locate credentials" in said and "credentials are those" in said
+    assert (
+        "cannot be read: NoCredentialsError Unable to locate credentials" in said and "credentials are read as" in said
+    )
 
 
 def test_an_object_whose_name_holds_a_wildcard_is_that_object(bucket: Any, settings: Settings) -> None:

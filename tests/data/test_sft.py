@@ -146,7 +146,7 @@ BAD = [
     (
         [{"messages": [ASKED[0], {"role": "assistant", "content": " "}]}],
         {},
-        r"CHAT002.*:2 message 2, of the assistant, is empty",
+        r"CHAT002.*:2 message 2 \(from the assistant\) is empty",
     ),
     ([{"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}], {}, r"DATA005.*:2 `messages\[1\].weight` is 0.5"),
     (

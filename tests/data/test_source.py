@@ -152,7 +152,7 @@ def test_compressed_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         find(str(tmp_path))
     assert message(caught) == (
-        "error[DATA008]: a.txt.gz is compressed; of compressed files, .jsonl.gz and .jsonl.zst are read\n"
+        "error[DATA008]: a.txt.gz is compressed; of these only .jsonl.gz and .jsonl.zst can be read\n"
         f"where: {tmp_path}/a.txt.gz\n"
         f"fix:   gunzip -k {tmp_path}/a.txt.gz, and name a.txt"
     )
@@ -164,7 +164,7 @@ def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path, target: str, n
     with pytest.raises(MissingInputError) as caught:
         find(str(tmp_path / name))
     assert message(caught) == (
-        f"error[DATA001]: `{tmp_path}/{name}` is a link to {target}, which leads nowhere\nwhere: data.path\n"
+        f"error[DATA001]: `{tmp_path}/{name}` is a broken link to {target}\nwhere: data.path\n"
         f"fix:   name a file, a directory or a glob; ls -l {tmp_path}/{name}"
     )
 

@@ -147,11 +147,13 @@ def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UnavailableError) as caught:
         tokens.load("some/model", tmp_path)
     assert str(caught.value).splitlines()[:2] == [
-        "error[MOD003]: no directory some/model, and the Hub could not be reached for some/model",
+        "error[MOD003]: some/model is not a local directory, and the Hub could not be reached for some/model",
         "where: data.tokenizer.path",
     ]
     monkeypatch.undo()
-    with pytest.raises(MissingInputError, match=r"error\[MOD002\]: no directory not/an/id, and the Hub gives none"):
+    with pytest.raises(
+        MissingInputError, match=r"error\[MOD002\]: not/an/id is not a local directory, and the Hub does not provide it"
+    ):
         tokens.load("not/an/id", tmp_path)
 
 

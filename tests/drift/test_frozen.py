@@ -113,7 +113,7 @@ CLUSTER = parse_cluster("8xH100")
         (SPEC, ("*.mpl.*",), "`*.mpl.*` matches no parameter of drift", "did you mean `*.mlp.*`?"),
         (SPEC, ("layers.2.*",), "`layers.2.*` matches no parameter of drift", "did you mean `layers."),
         (TIED, ("head.*",), "`head.*` matches no parameter of drift", "the output layer's weight is the embedding's"),
-        (SPEC, ("*",), "every parameter is frozen: there is nothing to train", "leave out a pattern"),
+        (SPEC, ("*",), "every parameter is frozen: there is nothing to train", "remove a pattern"),
     ],
 )
 def test_patterns_that_cannot_be_meant(spec: ModelSpec, frozen: tuple[str, ...], what: str, fix: str) -> None:

@@ -68,7 +68,7 @@ def test_no_good_checkpoint_is_not_taken_for_none(make: Make, whole: Job) -> Non
     assert (found.kind, found.exit_code) == ("error", 65)
     assert found.problems[0]["code"] == "CKPT016" and len(found.problems) == 3
     printed = job.log.read_text()
-    assert "2 checkpoints, and none can be used" in printed and "--allow-fresh-start" in printed
+    assert "2 checkpoints, but none can be used" in printed and "--allow-fresh-start" in printed
     for file in flipped:
         assert file.parent.name in printed and file.name in printed
     assert (job.directory / "metrics.jsonl").read_bytes() == metrics

@@ -75,10 +75,14 @@ def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path)
     [
         (
             (4, 5),
-            " (exit code 137): memory ran out, and the kernel ended it; 3.0 GiB are there for all that runs here",
+            " (exit code 137): memory ran out, and the kernel killed it; 3.0 GiB is all there is here",
             "train.micro_batch_size=1",
         ),
-        ((4, 4), " from outside: the kernel has killed nothing for memory", "`shardwise train --resume"),
+        (
+            (4, 4),
+            " by another process or user: the kernel killed nothing for lack of memory",
+            "`shardwise train --resume",
+        ),
         ((None, None), "", "if the kernel ran out of memory (dmesg says so), train.micro_batch_size=1"),
     ],
 )

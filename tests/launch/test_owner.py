@@ -136,7 +136,7 @@ def test_an_owner_elsewhere_is_watched_for_a_minute(tmp_path: Path) -> None:
         claim(tmp_path, "", clock.said.append, clock.pace())
     assert refused(caught.value) == f"{tmp_path} is in use by pid 99 on n2"
     assert clock.slept_s == 47
-    assert clock.said == [f"{tmp_path} is owned by pid 99 on n2: waiting 60 s for a sign of life"]
+    assert clock.said == [f"{tmp_path} is owned by pid 99 on n2: waiting 60 s for its heartbeat"]
     check_free(tmp_path)  # which does not wait
     clock = Clock()
     assert claim(tmp_path, "", clock.said.append, clock.pace()).held()

@@ -89,8 +89,8 @@ def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_orde
     with pytest.raises(DataError) as caught:
         rundir.check_standing(tmp_path / "a", moved, resume=True)
     code, exit_code, what, fix = refused(caught.value)
-    assert (code, exit_code, fix) == ("CKPT022", 65, "leave that as it was, or start another run")
-    assert what.endswith("cannot go on with train.seq_len 77 (was 2048), run.seed 3 (was 0)")
+    assert (code, exit_code, fix) == ("CKPT022", 65, "keep the old value, or start another run")
+    assert "cannot be resumed with train.seq_len 77 (was 2048), run.seed 3 (was 0): " in what
 
 
 def test_a_run_that_is_finished_has_nothing_to_do(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
     assert refused(caught.value) == (
         "OUT003",
         73,
-        f"a checkpoint is ~14.2 GB, keep 3 + 1 in flight needs 56.8 GB, 31.0 GB free on {tmp_path}",
+        f"a checkpoint is ~14.2 GB, 3 and one being written need 56.8 GB, 31.0 GB free on {tmp_path}",
         "a larger disk with `--out`, or `checkpoint.save_total_limit: 1`",
     )
     assert rundir.check_space(tmp_path, 100, keep=2) == 3600

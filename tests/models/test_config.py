@@ -96,7 +96,7 @@ def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> N
 
 
 def test_what_a_run_will_leave_is_not_there_yet() -> None:
-    with pytest.raises(MissingInputError, match=r"the run runs/quickstart-1 leaves it when it is done"):
+    with pytest.raises(MissingInputError, match=r"the run runs/quickstart-1 writes it when it ends"):
         load_spec("runs/quickstart-1/hf")
 
 
@@ -155,7 +155,7 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
             "MOD001",
             "a model of one of these: llama",
         ),
-        ({"model_type": None}, ConfigError, "MOD001", "not of one of the families"),
+        ({"model_type": None}, ConfigError, "MOD001", "not one of the supported families"),
         ({"hidden_act": "gelu"}, ConfigError, "MOD001", "gelu"),
         ({"rope_scaling": {"rope_type": "ntk"}}, ConfigError, "MOD001", "one of: default, linear, dynamic, llama3"),
         ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "MOD001", "lacks factor"),
@@ -180,7 +180,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[ShardwiseError], co
     ],
 )
 def test_a_value_of_another_kind_is_told(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"CFG004.*of another kind than is expected"):
+    with pytest.raises(ConfigError, match=r"CFG004.*a value in the config has the wrong type"):
         read_spec(config, "odd")
 
 

@@ -139,7 +139,9 @@ def test_a_start_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(modeling_gpt2.init, "normal_", lambda tensor, **_: nn.init.uniform_(tensor))
     recipe = load_recipe(overrides=["model.config.model_type=gpt2", "data.path=text"])
-    with pytest.raises(ConfigError, match=r"gpt2 begins embed\.weight with other than normal values"):
+    with pytest.raises(
+        ConfigError, match=r"gpt2 initialises embed\.weight with values that are not normally distributed"
+    ):
         resolve(recipe)
 
 
@@ -194,16 +196,16 @@ def test_old_names_are_read(tmp_path: Path) -> None:
         ("falcon", {}, r"falcon of transformers 5\S+ chooses its attention from a table of its own"),
         ("gptj", {}, "gptj of transformers .* chooses its attention from a table of its own"),
         ("gpt_neo", {}, "gpt_neo of .* from a table of its own"),
-        ("bloom", {}, "bloom has ALiBi: positions are a term added to the scores"),
-        ("mpt", {}, "mpt has ALiBi"),
-        ("falcon", {"alibi": True}, "falcon has ALiBi"),
-        ("xglm", {}, "its attention computes with a dense mask of its own"),
+        ("bloom", {}, "bloom uses ALiBi, which adds positions to the attention scores"),
+        ("mpt", {}, "mpt uses ALiBi"),
+        ("falcon", {"alibi": True}, "falcon uses ALiBi"),
+        ("xglm", {}, "its attention computes with its own dense mask"),
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, "lfm2 has layers of type 'conv'"),
         ("dbrx", {}, r"fails when it is run once without weights \(AttributeError: "),
         ("bert", {}, "output layer"),
         ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "a view"),
         ("apertus", {}, "holds more than linear layers and norms"),
-        ("stablelm", {}, "cannot be told what may be seen"),
+        ("stablelm", {}, "does not take the document mask"),
         ("deepseek_v3", {"n_routed_experts": 2}, ""),
         ("qwen3_next", {}, ""),
     ],
@@ -286,7 +288,7 @@ def test_the_padding_row_is_trained_by_no_layout() -> None:
 
 
 def test_what_transformers_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'brandnew' is no causal language model of transformers"):
+    with pytest.raises(ConfigError, match="'brandnew' is not a causal language model of transformers"):
         read_spec({"model_type": "brandnew", **SIZES}, "other")
     with pytest.raises(PolicyError, match="never executed"):
         read_spec(config_of("gpt2") | {"auto_map": {"AutoModel": "code.Model"}}, "other")

@@ -178,9 +178,9 @@ def test_a_truncated_file(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08\x00" + b"\x00" * 40, "a gzip archive"),
         (b"PK\x03\x04" + b"\x00" * 40, "a zip archive"),
         (b"\x80\x04\x95" + b"cposix\nsystem\n" * 3, "a pickle, which can run code"),
-        (b"", "no safetensors file"),
-        (b"\x01" * 7, "no safetensors file"),
-        (b"\x10\x00\x00\x00\x00\x00\x00\x00" + b"A" * 50, "no safetensors file"),
+        (b"", "not a safetensors file"),
+        (b"\x01" * 7, "not a safetensors file"),
+        (b"\x10\x00\x00\x00\x00\x00\x00\x00" + b"A" * 50, "not a safetensors file"),
     ],
 )
 def test_something_else_under_that_name(tmp_path: Path, content: bytes, text: str) -> None:
@@ -280,7 +280,7 @@ def test_missing_files(tmp_path: Path) -> None:
         shard.unlink()
     refused(tmp_path, MissingInputError, "CKPT001")
     refused(tmp_path / "nowhere.safetensors", MissingInputError, "CKPT001")
-    with pytest.raises(MissingInputError, match="only its dimensions"):
+    with pytest.raises(MissingInputError, match="only known by its dimensions"):
         hf.weights_directory("Llama-3.1-8B")
 
 

@@ -25,7 +25,7 @@ from tests.models.test_config import SMALL
         ({"rope_parameters": {"rope_theta": -1.0}}, ["`rope_parameters.rope_theta` is -1.0; it must be above 0"]),
         ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps` is -1e-06; it must not be negative"]),
         ({"rms_norm_eps": math.nan, "rope_theta": math.inf}, ["`rms_norm_eps` is NaN", "`rope_theta` is infinite"]),
-        ({"hidden_size": 10**400}, ["`hidden_size` is a whole number of 1,329 bits; 64 are the most"]),
+        ({"hidden_size": 10**400}, ["`hidden_size` is a whole number of 1,329 bits; the limit is 64"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["`rope_scaling.factor` is 0; it must be above 0"]),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1, 0]}}, ["`rope_scaling.short_factor` is 0; it must"]),
         ({"max_position_embeddings": math.nan}, ["`max_position_embeddings` is NaN"]),

@@ -184,7 +184,7 @@ def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) ->
         assert [problem.fix for problem in caught.value.problems] == [said]
     config = tmp_path / "adapter/adapter_config.json"
     config.write_text(config.read_text().replace('"qkv_proj": 12', '"qkv_proj": 8'))
-    with pytest.raises(DataError, match="rank_pattern, which is not served"):
+    with pytest.raises(DataError, match="rank_pattern, which is not supported"):
         read(tmp_path / "adapter", adapted(settings, STACKED), settings)
 
 
@@ -213,7 +213,7 @@ def test_what_peft_can_do_beside_is_named(tmp_path: Path, given: dict[str, Any],
         **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **given}
     )
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(DataError, match=f"the adapter uses {said}, which is not served"):
+    with pytest.raises(DataError, match=f"the adapter uses {said}, which is not supported"):
         read(tmp_path / "theirs", model, settings)
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_that_no_recipe_can_name(tmp_path: Path, spec: ModelSpec, rol
     with pytest.raises(DataError, match="the adapter and the recipe's targets differ") as caught:
         read(tmp_path / "theirs", model, settings)
     assert [problem.fix.partition(",")[0] for problem in caught.value.problems] == [
-        "an adapter of every layer of a name"
+        "an adapter on every layer of a name"
     ]
 
 

@@ -46,7 +46,7 @@ def test_a_misspelt_dimension_is_named(wrong: str, right: str) -> None:
 
 def test_dimensions_of_no_model_in_particular_are_refused() -> None:
     recipe = Recipe.model_validate({"model": {"config": {"hidden_size": 64}}})
-    with pytest.raises(ConfigError, match=r"CFG004.*does not say what model it is of[^?]*model_type: llama"):
+    with pytest.raises(ConfigError, match=r"CFG004.*does not name a model type[^?]*model_type: llama"):
         resolve(recipe)
 
 

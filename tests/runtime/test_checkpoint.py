@@ -536,7 +536,7 @@ def test_nothing_good_left_is_not_a_fresh_start(two_steps: Path) -> None:
         resume(two_steps)
     assert raised.value.exit_code == 65
     assert [problem.code for problem in raised.value.problems] == ["CKPT016", "CKPT008", "CKPT014"]
-    assert raised.value.problems[0].what == "2 checkpoints, and none can be used"
+    assert raised.value.problems[0].what == "2 checkpoints, but none can be used"
     assert "--allow-fresh-start" in raised.value.problems[0].fix
     state, facts, lines, _ = resume(two_steps, allow_fresh_start=True)
     assert facts is None and same(state, values(99)) and "state.json is missing" in lines[0]

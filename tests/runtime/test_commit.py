@@ -139,7 +139,7 @@ def test_an_existing_step_is_never_touched(tmp_path: Path) -> None:
     save(tmp_path, 1, commit.DISK)
     path = tmp_path / "step-00000001"
     before = {name: ((path / name).stat().st_ino, (path / name).read_bytes()) for name in os.listdir(path)}
-    with pytest.raises(OutputError, match="step-00000001 is there already; it is not overwritten"):
+    with pytest.raises(OutputError, match="step-00000001 exists already; it is not overwritten"):
         save(tmp_path, 1, commit.DISK)
     assert before == {name: ((path / name).stat().st_ino, (path / name).read_bytes()) for name in os.listdir(path)}
 

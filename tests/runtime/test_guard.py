@@ -118,7 +118,7 @@ def test_ranks_that_wait_for_none_of_them_are_told_with_their_collective(tmp_pat
     """All have entered it: a device or a link has failed."""
     problem = stuck([status(0, 9, 21, "clip"), status(1, 9, 21, "clip")], 60.0, tmp_path)
     assert problem.code == "HANG001"
-    assert problem.what == "all 2 ranks wait in all_reduce #21 of step 7 for 60 s, and none is behind the others"
+    assert problem.what == "all 2 ranks wait in all_reduce #21 of step 7 for 60 s, and no rank is behind the others"
     assert "phase clip" in problem.where and "nvidia-smi" in problem.fix and f"--resume {tmp_path}" in problem.fix
 
 

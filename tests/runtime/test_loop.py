@@ -199,9 +199,9 @@ def test_a_run_leaves_everything_that_is_promised(whole: Path) -> None:
 def test_the_report_compares_what_was_measured(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     assert "8 steps, 512 tokens" in text
-    for row in ("memory: weights", "memory: moments", "memory a rank", "step time"):
+    for row in ("memory: weights", "memory: moments", "memory per rank", "step time"):
         assert f"| {row} |" in text
-    assert "bits a byte" in text and "Sample after training" in text
+    assert "bits per byte" in text and "Sample after training" in text
 
 
 def test_only_trained_weights_have_a_sample_before(root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_a_run_whose_identity_is_gone_goes_on_from_its_checkpoints(
     before = json.loads((directory(made) / "run.json").read_text())
     (directory(made) / "run.json").unlink()
     train_here(made)
-    said = f"warning[RUN006]: {directory(made) / 'run.json'} is not there; it is restored from step-00000003"
+    said = f"warning[RUN006]: {directory(made) / 'run.json'} is missing; it is restored from step-00000003"
     assert said in capsys.readouterr().out
     after = json.loads((directory(made) / "run.json").read_text())
     assert after == before | {"created": after["created"]}
@@ -321,7 +321,7 @@ def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys
         train_here(made, at(1, fail))
     (directory(made) / "run.json").write_text('{"run_id": "')
     train_here(made)
-    assert "no checkpoint needs it, so the run begins anew" in capsys.readouterr().out
+    assert "no checkpoint needs it, so the run starts over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -473,7 +473,7 @@ def test_nothing_that_only_reports_ends_a_run(
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning[REP001]: ")]
     assert [line.removeprefix("warning[REP001]: ").removesuffix("; the run is not affected") for line in said] == [
         "the sample at step 0 failed: generate is broken",
-        "looking up the peak of the devices failed: the count is broken",
+        "looking up the peak speed of the devices failed: the count is broken",
         "measuring the traffic failed: the traffic is broken",
         "measuring the memory failed: the memory is broken",
         "the profile failed: the profiler is broken",

@@ -21,4 +21,4 @@ def test_a_manifest_that_is_not_what_its_sum_says() -> None:
         with pytest.raises(Rejected) as caught:
             parse(data, "step-1/manifest.json")
         [problem] = caught.value.problems
-        assert problem.what == f"the manifest is damaged: it is not what its sha256 ({shown}...) says"
+        assert problem.what == f"the manifest is damaged: its contents do not match its sha256 ({shown}...)"

@@ -90,7 +90,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     rows = {row[0]: row[1:] for row in report().rows()}
     assert rows["memory: weights"] == ("100 B", "100 B", "0")
     assert rows["memory: all else at the peak"] == ("80 B", "90 B", "+12.5 %")
-    assert rows["memory a rank"] == ("380 B", "390 B", "+2.6 %")
+    assert rows["memory per rank"] == ("380 B", "390 B", "+2.6 %")
     assert rows["all-gather over dp_shard"][2] == "0"
     assert rows["reduce-scatter over dp_shard"][2] == "unforeseen"
     assert rows["all-reduce over control"][2] == "-100.0 %"
@@ -102,14 +102,14 @@ def test_what_was_not_measured_is_not_shown() -> None:
     assert short.rows() == []
     assert short.text() == "(memory is measured in the third step after a start; there were fewer)"
     bare = report(estimate=Estimate())
-    assert {row[0]: row[1] for row in bare.rows()}["memory a rank"] == "-"
+    assert {row[0]: row[1] for row in bare.rows()}["memory per rank"] == "-"
 
 
 def test_the_report_as_text() -> None:
     text = report(skipped=2, after="def f|(x)", before="def f|zz").markdown()
     assert "8 steps, 512 tokens in 1:15." in text
     assert "2 steps were skipped" in text
-    assert "2.000 nats a token, 3.607 bits a byte" in text  # 100 nats / ln 2 / 40 bytes
+    assert "2.000 nats per token, 3.607 bits per byte" in text  # 100 nats / ln 2 / 40 bytes
     assert f"the process takes {show_bytes(10**6)}" in text
     assert "    def f|(x)" in text and "    def f|zz" in text
     assert 'shardwise generate runs/r --prompt "..."' in text

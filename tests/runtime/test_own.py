@@ -249,7 +249,7 @@ def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path:
     for uncut, before, after in zip(whole, first, again, strict=True):
         assert before[1] + after[1] == uncut[1] and len(uncut[1]) == 6
         assert after[2] == uncut[2] > before[2]
-    with pytest.raises(RankFailure, match=r"OWN002.*`drawn` was saved for each of 2 ranks, and there are 1"):
+    with pytest.raises(RankFailure, match=r"OWN002.*`drawn` was saved for each of 2 ranks, but there are 1"):
         ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
 
 
@@ -333,7 +333,7 @@ def test_objects_without_a_state_that_can_be_kept_are_refused_by_name(tmp_path: 
         shardwise.Checkpoints(tmp_path, model, optimizer, sampler=odd)
     with pytest.raises(DataError, match=r"CKPT020.*`loader` is a list, which has no state_dict"):
         shardwise.Checkpoints(tmp_path, model, optimizer, loader=[1])
-    with pytest.raises(ConfigError, match="`sampler` is not among what is kept"):
+    with pytest.raises(ConfigError, match="`sampler` is not one of the saved objects"):
         shardwise.Checkpoints(tmp_path, model, optimizer, per_rank=["sampler"])
 
 

@@ -23,7 +23,7 @@ def test_a_profile_changes_no_number_and_holds_the_steps(tmp_path: Path) -> None
     assert trace.name == "rank-0-steps-2-4.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"step 2", "step 3", "step 4", "aten::mm"} <= names and "step 5" not in names
-    assert "memory a rank" in (directory(profiled) / "report.md").read_text()
+    assert "memory per rank" in (directory(profiled) / "report.md").read_text()
     assert not (directory(plain) / "profile").exists()
 
 

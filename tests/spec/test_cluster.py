@@ -19,8 +19,8 @@ def test_the_cluster_of_the_sketch() -> None:
     assert found.link_bytes_per_s == 63e9
     assert found.assumptions == (
         "200 Gb/s between nodes, shared by the GPUs of a node",
-        "GPUs of a node talk over PCIe, peer to peer",
-        "1,000.0 GiB of host memory a node",
+        "GPUs in a node communicate over PCIe, peer to peer",
+        "1,000.0 GiB of host memory per node",
         "figures of the RTX Pro 6000 are partly verified",
     )
 
@@ -116,13 +116,13 @@ def test_more_cpu_processes_than_cores_are_warned_of_and_memory_decides(monkeypa
     assert (found.world, found.device.memory_bytes) == (8, 2**30 - CPU_PROCESS_BYTES)
     assert crowding(found) == (
         "warning[DEV002]: 8 processes share 2 cores, so they take turns: good for trying a layout; steps are slower "
-        "than with 2, and each process takes 300.0 MiB beside the model"
+        "than with 2, and each needs 300.0 MiB besides the model"
     )
     assert local_cluster(27, "cpu").device.memory_bytes < 8 * 2**20
     with pytest.raises(UsageError) as caught:
         local_cluster(28, "cpu")
     (problem,) = caught.value.problems
-    taken = "each takes 300.0 MiB before it holds any of the model, and 8.0 GiB are free"
+    taken = "each needs 300.0 MiB even before it loads the model, and 8.0 GiB are free"
     assert (problem.code, problem.what) == ("DEV001", f"28 processes asked for; {taken}")
     assert problem.fix == "`--nproc 27`"
 

@@ -120,7 +120,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.yaml")
     (problem,) = caught.value.problems
     assert (problem.code, problem.what) == ("CFG011", f"cannot read {tmp_path / 'nowhere.yaml'}: no such file")
-    assert problem.fix == f"there are: {tmp_path / 'there.yaml'}"
+    assert problem.fix == f"files there: {tmp_path / 'there.yaml'}"
     with pytest.raises(MissingInputError):
         read(tmp_path)
 

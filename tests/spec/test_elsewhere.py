@@ -145,7 +145,7 @@ def test_every_key_gets_its_answer(tmp_path: Path) -> None:
     expected = {key: answer for answer in elsewhere.answers() for key in answer.keys.split()}
     off = read(tmp_path, "".join(f"{key}:\n" for key in expected if "." not in key))
     assert len(off.notices) == sum("." not in key for key in expected)
-    assert all(" is left out: " in notice for notice in off.notices)
+    assert all(" is ignored: " in notice for notice in off.notices)
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, "".join(f"{key}: something\n" for key in expected if "." not in key))
     told = {p.what.split("`")[1]: (p.code, p.fix) for p in raised.value.problems}

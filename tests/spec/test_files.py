@@ -33,7 +33,7 @@ def test_weights_that_are_pipes_are_refused_by_name(tmp_path: Path, name: str) -
     os.mkfifo(tmp_path / name)
     with pytest.raises(PolicyError, match="SEC006") as raised:
         hf.find_weights(tmp_path)
-    assert isinstance(raised.value, ShardwiseError) and f"'{name}' is no plain file" in str(raised.value)
+    assert isinstance(raised.value, ShardwiseError) and f"'{name}' is not a regular file" in str(raised.value)
 
 
 @pytest.mark.timeout(10)

@@ -215,7 +215,7 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "two models",
             "model: {path: a/b, config: {vocab_size: 1}}",
             "CFG008",
-            "`model.path` and `model.config` both say what the model is",
+            "`model.path` and `model.config` both define the model",
             "run.yaml:1",
             "drop one of the two",
         ),
@@ -231,7 +231,7 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "the best of nothing held out",
             "load_best_model_at_end: true\neval_steps: 5\nval_set_size: 0",
             "CFG008",
-            "`checkpoint.keep_best` goes by the validation loss, and nothing is held out to validate on",
+            "`checkpoint.keep_best` needs a validation loss, but no validation data are held out",
             "run.yaml:1",
             "`data.validation_share: 0.05`",
         ),
@@ -247,7 +247,7 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "saves said twice",
             "saves_per_epoch: 4\nsave_steps: 100",
             "CFG008",
-            "`checkpoint.save_steps` and `checkpoint.saves_per_epoch` both say how often",
+            "`checkpoint.save_steps` and `checkpoint.saves_per_epoch` both set the interval",
             "run.yaml:1",
             "drop one of the two",
         ),
@@ -263,7 +263,7 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "moments said twice",
             "optim: {name: adamw8bit,\n  moments: bf16}",
             "CFG008",
-            "`optim.moments: bf16` and `optim.name: adamw8bit` both say what moments are kept in",
+            "`optim.moments: bf16` and `optim.name: adamw8bit` both set the dtype of the moments",
             "run.yaml:2",
             "`optim.name: adamw`, or drop `optim.moments`",
         ),
@@ -367,7 +367,7 @@ def test_a_trial_with_fewer_steps_shortens_the_warmup_of_the_file(tmp_path: Path
     path.write_text("train: {max_steps: 100}\noptim: {warmup_steps: 20}\n")
     loaded = read_recipe(path, ["train.max_steps=5"])
     assert loaded.recipe.optim.warmup_steps == 5
-    assert loaded.notices == (f"{path}:2: `optim.warmup_steps` 20 is shortened to 5, as train.max_steps is",)
+    assert loaded.notices == (f"{path}:2: `optim.warmup_steps` 20 is reduced to 5, the value of train.max_steps",)
     with pytest.raises(ConfigError):
         load_recipe(path, ["train.max_steps=5", "optim.warmup_steps=20"])
 

@@ -97,4 +97,4 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
     sharded = replace(plan, lora=Lora(4, 8.0, nf4=True), compile=False, shard=Shard("zero3"))
     (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))
-    assert problem.what.endswith("here is 2.11.0+cu130")
+    assert problem.what.endswith("this is torch 2.11.0+cu130")

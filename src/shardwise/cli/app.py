@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except MemoryError as error:
         what = f"out of memory: {first_line(error)}"
-        fix = "close what else runs here, raise the limit of the container or job, or use a machine with more"
+        fix = "stop other programs on this machine, raise the limit of the container or job, or use a machine with more"
         print_error(TrainingError(Problem("MEM001", what, "this process", fix)), as_json=as_json)
         return TrainingError.exit_code
     except Exception as error:
@@ -138,4 +138,4 @@ def _defect(error: Exception) -> ShardwiseError:
     descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
     with os.fdopen(descriptor, "w") as stream:
         stream.write("".join(traceback.format_exception(error)))
-    return defect(error, Path(name), "report it with that file, or see it with --debug")
+    return defect(error, Path(name), "report it with that file; --debug prints the traceback")

@@ -68,9 +68,9 @@ def incomparable(a: History, b: History) -> list[str]:
         found.append(f"the losses are of different methods ({' and '.join(methods)}) and cannot be compared")
     one, two = a.identity, b.identity
     if one.get("tokenizer") != two.get("tokenizer"):
-        found.append("the tokenizers differ, so a token is not the same amount of text: compare bits a byte")
+        found.append("the tokenizers differ, so a token is not the same amount of text: compare bits per byte")
     elif one.get("data") != two.get("data"):
-        found.append("the data differ, and so may what is held out: losses show how hard the data are, too")
+        found.append("the data differ, perhaps also the held-out data: losses depend on how hard the data are, too")
     return found
 
 
@@ -121,14 +121,14 @@ def _lines(a: History, b: History) -> list[str]:
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
     memory = [facts["memory_bytes"] for facts in (one, two)]
     rows.append(("memory of rank 0", *("-" if m is None else show_bytes(m) for m in memory), _change(*memory)))
-    rows.append(("torch's share of it", *(facts["measured"].get("memory a rank", "-") for facts in (one, two)), ""))
+    rows.append(("torch's share of it", *(facts["measured"].get("memory per rank", "-") for facts in (one, two)), ""))
     lines = [f"warning: {why}" for why in incomparable(a, b)] + columns(rows, "<>>>")
     if losses := common_losses(a, b):
         table = [("step", "A", "B", "B - A")]
         table += [(f"{step:,}", f"{x:.4f}", f"{y:.4f}", f"{y - x:+.4f}") for step, x, y in losses]
         lines += ["", "loss at common steps", *columns(table, ">>>>")]
     else:
-        lines += ["", "no step in common"]
+        lines += ["", "no steps in common"]
     changed = [(key, _show(x), _show(y)) for key, (x, y) in differences(a, b).items()]
     lines += ["", *columns([("recipe", "A", "B"), *changed], "<<<")] if changed else ["", "the recipes are the same"]
     return lines

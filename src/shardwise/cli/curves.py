@@ -45,5 +45,5 @@ def draw(curves: Sequence[Curve], target: Path) -> None:
         (line,) = axes.plot(steps, smooth(losses), label=curve.name)
         axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
         axes.plot(*np.reshape(curve.marks, (-1, 2)).T, "o", color=line.get_color())
-    axes.legend(title="lines: mean of the steps around; faint: each step; dots: validation")
+    axes.legend(title="lines: mean of nearby steps; faint: each step; dots: validation")
     figure.savefig(target)

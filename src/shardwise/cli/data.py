@@ -31,9 +31,9 @@ class Options(Common):
 
     words: DataWords = field(default_factory=list)
     out: Annotated[
-        Path | None, Option("-o", "--out", "--output", help="Directory to write; the cache if left out.")
+        Path | None, Option("-o", "--out", "--output", help="Directory to write to (default: the cache).")
     ] = None
-    force: Annotated[bool, Option("--force", help="Make it anew even if it is there.")] = False
+    force: Annotated[bool, Option("--force", help="Prepare the data again even if they exist.")] = False
 
 
 def run(options: Options) -> None:
@@ -87,7 +87,7 @@ def describe(prepared: Prepared) -> str:
     lines = []
     for name, split in manifest.splits.items():
         text = f"{split.text_bytes / 1e6:,.1f} MB of {'answers' if split.packs else 'text'}"
-        noun = "answers, each two a pair" if split.pairs else "samples" if split.packs else "documents"
+        noun = "answers, two per pair" if split.pairs else "samples" if split.packs else "documents"
         lines.append(f"{name:<11} {split.tokens:,} tokens in {split.documents:,} {noun}, {text}")
     for name, split in manifest.splits.items():
         if split.packs is not None and manifest.seq_len:

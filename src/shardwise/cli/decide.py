@@ -65,7 +65,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
         plan = replace(plan, why={**plan.why, **reasons})
     if plan.layout.world != cluster.world:
-        what = f"{file or 'the plan'} is for {plan.layout.world} processes, {cluster.world} will be started"
+        what = f"{file or 'the plan'} is for {plan.layout.world} processes, but {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
         fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
         raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
@@ -75,7 +75,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
         peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
-        what = f"needs {peak} a rank, {capacity} available: {parts}"
+        what = f"needs {peak} per rank, {capacity} available: {parts}"
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan

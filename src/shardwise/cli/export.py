@@ -24,12 +24,14 @@ class Options(Common):
 
     run: Annotated[Path, Argument(help="The run's directory.")]
     step: Annotated[
-        int | None, Option("--step", min=0, help="Which checkpoint; the newest that verifies if left out.")
+        int | None, Option("--step", min=0, help="The step of the checkpoint (default: the newest intact one).")
     ] = None
     best: Annotated[
         bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
     ] = False
-    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write; RUN/hf if left out.")] = None
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Directory to write to (default: RUN/hf).")] = (
+        None
+    )
 
 
 def run(options: Options) -> None:

@@ -33,15 +33,19 @@ class Options(Common):
     words: Annotated[list[str], Argument(metavar="[PROMPT]", help="The text to continue.")] = field(
         default_factory=list
     )
-    prompt: Annotated[str, Option("--prompt", help="The same as an option.")] = ""
-    chat: Annotated[bool, Option("--chat", help="The prompt is a user's turn: print the answer alone.")] = False
+    prompt: Annotated[str, Option("--prompt", help="The text to continue, as an option.")] = ""
+    chat: Annotated[bool, Option("--chat", help="Treat the prompt as a user message and print only the answer.")] = (
+        False
+    )
     best: Annotated[
-        bool, Option("--best", help="Of a run, the checkpoint with the lowest validation loss, whatever is in its hf/.")
+        bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss, not its hf/.")
     ] = False
     tokens: Annotated[
-        int | None, Option("--tokens", min=1, help="How many tokens to add at most (64; 256 with --chat).")
+        int | None, Option("--tokens", min=1, help="The most tokens to generate (default: 64; 256 with --chat).")
     ] = None
-    temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.0
+    temperature: Annotated[
+        float, Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.0
     seed: Annotated[int, Option("--seed", min=0)] = 0
 
 

@@ -17,7 +17,8 @@ from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
 
 DataWords = Annotated[
-    list[str], typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="The quickstart's data if left out.")
+    list[str],
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="A recipe (default: the quickstart's data) and settings."),
 ]
 LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
@@ -27,7 +28,7 @@ LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 class Common:
     """The options of nearly every command; in its help they come last."""
 
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
 
 

@@ -39,11 +39,13 @@ class Options(Common):
         default_factory=list
     )
     cluster: Annotated[
-        str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU; this machine if left out.")
+        str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
     ] = None
-    plan: Annotated[Path | None, Option("--plan", help="Show this plan; nothing is searched.")] = None
+    plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
     explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
-    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan there, as YAML.")] = None
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
+        None
+    )
 
 
 def run(options: Options) -> None:
@@ -53,7 +55,7 @@ def run(options: Options) -> None:
         raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
     if options.plan:
         if rest := [*options.arguments, *filter(None, (options.cluster, options.out))]:
-            what = f"`--plan` shows that plan as it stands, so `{rest[0]}` has nothing to do"
+            what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, [], options.explain)

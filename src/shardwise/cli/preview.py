@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BARS = 8
 _BAR_WIDTH = 32
 LEFT_OUT = {
-    "divided": "samples more than conversations: the template renders earlier messages differently once others follow",
+    "divided": "extra samples: the template renders earlier messages differently once others follow",
     "truncated": "samples cut off at train.seq_len",
     "dropped": "samples left out: longer than train.seq_len, or with nothing to train on before it",
     "bad": "bad records left out (data.on_bad_sample: skip)",
@@ -36,7 +36,7 @@ BAD = {
     "DATA009": "with ids that the tokenizer does not have",
     "DATA015": "longer than train.seq_len",
     "CHAT002": "with nothing to train on, or refused by the chat template",
-    "CHAT003": "of which the chat template does not show the answer",
+    "CHAT003": "whose answer the chat template does not mark",
 }
 """Kinds of bad records, by code."""
 

@@ -37,7 +37,7 @@ def execution(plan: Plan) -> str:
     parts = [
         f"micro-batch {batch.micro_batch_size} x {batch.seq_len:,}",
         f"accumulation {batch.accumulation}",
-        f"{whole} sequences ({show_count(whole * batch.seq_len)} tokens) a step",
+        f"{whole} sequences ({show_count(whole * batch.seq_len)} tokens) per step",
         f"compute {plan.precision.compute}, {plan.kept}",
         f"recompute {plan.remat.mode}",
     ]
@@ -91,8 +91,8 @@ def _fit(estimate: Estimate) -> tuple[str, float]:
 def setting_lines(plans: list[Plan], chosen: Plan, busy_s: list[float]) -> list[str]:
     """The dial: a line for each setting, the chosen one marked; ``busy_s`` are their seconds on the wire, if known."""
     links = [link for link in SENT if any(link in sent_by_link(plan) for plan in plans)]
-    named = [SENT[link] for link in links] if len(links) > 1 else ["sent a step"] * len(links)
-    head = ("", "setting", "a rank", "of", "exact bytes", *named, *(["on the wire"] if busy_s else []), "")
+    named = [SENT[link] for link in links] if len(links) > 1 else ["sent per step"] * len(links)
+    head = ("", "setting", "per rank", "of", "exact bytes", *named, *(["on the wire"] if busy_s else []), "")
     rows: list[tuple[str, ...]] = [head]
     for index, plan in enumerate(plans):
         word, share = _fit(plan.estimate)
@@ -125,7 +125,7 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
         )
         for remedy in found
     ]
-    head = "it would fit with any one of" if enough else "no single change makes it fit; these come closest"
+    head = "any one of these changes makes it fit" if enough else "no single change makes it fit; these come closest"
     return [head, *("  " + line for line in columns(rows, "<<<<<"))]
 
 
@@ -157,11 +157,11 @@ def summary(plan: Plan) -> list[str]:
     lines = [f"plan    {label(plan)} · {execution(plan)}"]
     if memory := plan.estimate.memory:
         shares = [f"{name} {show_bytes(memory[name])}" for name in MEMORY_CATEGORIES if memory.get(name)]
-        lines.append(f"memory  a rank {verdict(plan.estimate)}")
+        lines.append(f"memory  {verdict(plan.estimate)} per rank")
         lines.append(f"        {' · '.join(shares)}")
     if plan.estimate.traffic:
         sent = (f"{_words(t.kind)} of {t.category} {show_payload(t.bytes)} ({t.axis})" for t in plan.estimate.traffic)
-        lines.append(f"traffic a step and rank: {' · '.join(sent)}")
+        lines.append(f"traffic per step and rank: {' · '.join(sent)}")
     if plan.why:
         key = "shard.strategy" if "shard.strategy" in plan.why else next(iter(plan.why))
         lines.append(f"why     {WORDS.get(key, key)}: {plan.why[key]}        (shardwise plan explains the rest)")

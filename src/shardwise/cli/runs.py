@@ -28,7 +28,7 @@ _TAIL_BYTES = 65536
 class Options(Common):
     """List the runs of a directory, the newest first: state, step, loss, age and size."""
 
-    path: Annotated[Path, Argument(metavar="[DIRECTORY]", help="Where runs are written.")] = Path("runs")
+    path: Annotated[Path, Argument(metavar="[DIRECTORY]", help="The directory that holds the runs.")] = Path("runs")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> No
 def defect(error: Exception, kept: Path, fix: str) -> ShardwiseError:
     """BUG001 for what is no error of the user's; the traceback lies in ``kept``."""
     name, said = type(error).__name__, first_line(error)
-    what = f"a defect of shardwise: {name}" + (f": {said}" if said != name else "")
+    what = f"a bug in shardwise: {name}" + (f": {said}" if said != name else "")
     return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", fix))
 
 

@@ -45,19 +45,19 @@ class Options:
     arguments: Annotated[
         list[str], Argument(metavar="[RECIPE.yaml | RUN_DIRECTORY] [key=value ...]", show_default=False)
     ] = field(default_factory=list)
-    plan: Annotated[Path | None, Option("--plan", help="Run this plan as it stands; nothing is searched.")] = None
+    plan: Annotated[Path | None, Option("--plan", help="Run this plan unchanged, without a search.")] = None
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False
     dry_run: Annotated[bool, Option("--dry-run", help="Plan and check everything, start nothing.")] = False
     print_config: Annotated[bool, Option("--print-config", help="Print the whole recipe and stop.")] = False
     run: Annotated[str | None, Option("--run", help="The run's name: its directory under --out.")] = None
-    out: Annotated[str | None, Option("-o", "--out", "--output", help="Where runs are written (runs).")] = None
-    allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start anew if no checkpoint verifies.")] = (
+    out: Annotated[str | None, Option("-o", "--out", "--output", help="Directory for runs (default: runs).")] = None
+    allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start over if no checkpoint is intact.")] = (
         False
     )
     json: Annotated[bool, Option("--json", help="Results and errors as JSON.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
     port: Annotated[
-        int, Option("--port", min=1, max=65535, help="Port of the first of several nodes; one machine opens none.")
+        int, Option("--port", min=1, max=65535, help="Port on the first of several nodes (one machine opens none).")
     ] = nodes.DEFAULT_PORT
 
 
@@ -181,9 +181,9 @@ def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> lis
 
 def _print_nodes(words: list[str], cluster: Cluster, port: int) -> int:
     lines = nodes.lines(cluster.nodes, cluster.devices_per_node, words, port)
-    say(f"\n{cluster.nodes} nodes: run one line on each, where this directory and the recipe's data are visible;")
-    say("FIRST_NODE is the address of the first in the network between them, INTERFACE the name of its interface there")
-    say(f"(`ip route get $FIRST_NODE`). Keep strangers from port {port} of the first: docs/security.md\n")
+    say(f"\n{cluster.nodes} nodes: run one of these lines on each; all must see this directory and the recipe's data.")
+    say("FIRST_NODE is the first node's address in the network between them, INTERFACE the name of its interface there")
+    say(f"(`ip route get $FIRST_NODE`). Keep strangers away from port {port} of the first node: docs/security.md\n")
     say(*(f"  {line}" for line in lines))
     return 0
 

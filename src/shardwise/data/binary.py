@@ -40,10 +40,10 @@ def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]
         return np.dtype("<u2"), None
     raw = index.read_bytes()
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-        raise _fault(index, f"it does not begin as an index of Megatron's does, but with {raw[:9]!r}")
+        raise _fault(index, f"it does not start like a Megatron index, but with {raw[:9]!r}")
     _, version, code, sequences, documents = _HEADER.unpack_from(raw)
     if version != 1 or code not in _TYPES:
-        raise _fault(index, f"version {version} with data type {code}; read are version 1 and whole numbers")
+        raise _fault(index, f"version {version} with data type {code}; only version 1 with integers is supported")
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if len(raw) != expected or not documents:
         raise _fault(index, f"size {len(raw):,} should be {expected:,} for {sequences:,} sequences")

@@ -102,7 +102,7 @@ class Encoder:
         """``value`` of the data with special tokens in its texts disarmed."""
         if isinstance(value, str):
             if reserved := _RESERVED.search(value):
-                what = f"the private character U+{ord(reserved.group()):X} stands in it"
+                what = f"it contains the private-use character U+{ord(reserved.group()):X}"
                 raise Fault("DATA006", what, "leave it out")
             guarded, count = self._special.subn(lambda found: chr(_GUARD + self._numbers[found.group()]), value)
             self.disarmed += count
@@ -240,7 +240,7 @@ class Chat:
             closed = head.rstrip()
             if prompt and prompt[-1] == closed[-1:] and _CLOSING.match(prompt[-1]):
                 return prompt + whole[len(closed) :], len(prompt)
-        what = f"the chat template does not show where message {k + 1}, of the assistant, begins"
+        what = f"the chat template does not show where message {k + 1} (from the assistant) begins"
         fix = "put {% generation %} and {% endgeneration %} around the assistant's part, in data.chat_template"
         raise Fault("CHAT003", what, fix)
 
@@ -304,7 +304,7 @@ def ask(tokenizer: Path, question: str) -> Asked:
     try:
         text = find_template(None, tokenizer)
     except DataError as error:
-        fix = "tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
+        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
         raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
     chat = Chat(Template(text, special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)
     try:

@@ -135,7 +135,7 @@ def _pyarrow(path: Path) -> Any:
 
 def _json(source: Source) -> Iterator[Any]:
     if source.path.stat().st_size > WHOLE_BYTES:
-        what = f"{source.name} is one JSON text of more than {WHOLE_BYTES // 2**20} MiB"
+        what = f"{source.name} is a single JSON value of more than {WHOLE_BYTES // 2**20} MiB"
         name = source.path.with_suffix(".jsonl").name
         raise DataError(Problem("DATA007", what, str(source.path), f"jq -c '.[]' {source.path} > {name}"))
     try:

@@ -94,7 +94,5 @@ def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, t
     if total_steps < _ENOUGH_STEPS:
         choices.append(f"train.num_epochs={-(-_ENOUGH_STEPS // steps)} ({_ENOUGH_STEPS} steps or more)")
     choices.append("more data")
-    found = (
-        f"an epoch is only {steps} step{'s' * (steps != 1)}: reading all data once updates the weights no more often"
-    )
+    found = f"an epoch is only {steps} step{'s' * (steps != 1)}: a pass over the data updates the weights no more often"
     return f"warning[DATA017]: {found}\nfix:   {', or '.join(choices)}"

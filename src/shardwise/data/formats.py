@@ -202,7 +202,7 @@ def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str,
         and not any(messages[k].get(key) for key in ("tool_calls", *REASONING))
     ]
     if empty:
-        what = f"message {empty[0] + 1}, of the assistant, is empty"
+        what = f"message {empty[0] + 1} (from the assistant) is empty"
         raise Fault("CHAT002", what, f"write its content, {_OUT}")
     chosen = {k for k in answers if messages[k].get("train", True) and messages[k].get("weight", 1)}
     if train_on == "last":
@@ -282,7 +282,7 @@ def _tokens(record: Record, train_on: str) -> Tokens:
     other = next((i for i, (label, id_) in enumerate(zip(labels, ids, strict=True)) if label not in (-100, id_)), None)
     if other is not None:
         what = f"`labels[{other}]` is {labels[other]!s:.40}, neither -100 nor the id {ids[other]!s:.40} at its place"
-        raise Fault("DATA005", what, "labels stand at the place of their own id; they are shifted here")
+        raise Fault("DATA005", what, "a label belongs to the id at the same position; Shardwise shifts them")
     return Tokens(ids, ids if train_on == "all" else labels)
 
 

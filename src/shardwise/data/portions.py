@@ -64,7 +64,7 @@ class Portions:
                 whole.write_whole(self._file, json.dumps({"settings": settings, "portions": laid, "visits": []}))
         self._told = json.loads(self._file.read_text(encoding="utf-8"))
         if self._told["settings"] != settings:
-            what, fix = "the run was started on other data, or streams them otherwise", "run.name=<another name>"
+            what, fix = "the run was started with other data or other streaming settings", "run.name=<another name>"
             raise DataError(Problem("DATA013", what, str(self._file), fix))
         self.count, self._visits = len(self._told["portions"]), self._told["visits"]
         self._starts = [0, *np.cumsum([samples for samples, _ in self._visits]).tolist()]
@@ -149,8 +149,8 @@ def _make(data: Data, sample_tokens: int | None, named: tuple[int, str | None], 
     scratch = directory / "scratch"
     made = prepare(data.model_copy(update={"cache": str(scratch)}), out=directory / "data", sample_tokens=sample_tokens)
     if named[1] not in (None, made.manifest.fingerprint):
-        what = f"portion {named[0]} is not what it was: files changed since the run began"
-        raise DataError(Problem("DATA013", what, str(directory.parent), "bring them back, or start another run"))
+        what = f"portion {named[0]} has changed: its files were modified since the run began"
+        raise DataError(Problem("DATA013", what, str(directory.parent), "restore them, or start another run"))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -66,7 +66,7 @@ def prepare(
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, sample_tokens)
     if data.streaming:
-        what, fix = "`data.streaming` prepares the text while it trains", "data.streaming=false, to prepare all of it"
+        what, fix = "`data.streaming` prepares the data during training", "data.streaming=false, to prepare all of it"
         raise ConfigError(Problem("CFG008", what, "data.streaming", fix))
     with _writing(cache):
         data = remote.bring(data, cache, trust_s, said)
@@ -243,7 +243,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     if (named := open_tokenizer(data)) is not None:
         return named
     if ids := next((s for s in (*sources.train, *sources.validation) if s.kind == "ids"), None):
-        what = f"{ids.name} holds token ids, and the recipe does not say of which tokenizer"
+        what = f"{ids.name} holds token ids, but the recipe does not name their tokenizer"
         raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=<the one that made them>"))
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
 
@@ -314,7 +314,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             said("tokens", done, total)
         if changed := _first_change(of.files.values()):
             what = f"{changed} changed while it was being prepared"
-            raise DataError(Problem("DATA013", what, str(target), "shardwise data prepare, when it rests"))
+            raise DataError(Problem("DATA013", what, str(target), "prepare again when it no longer changes"))
         splits = {name: writer.close(of.rules) for name, writer in writers.items()}
         counts = writers["train"].counts + writers["validation"].counts
         counts["in_both"] = len(writers["train"].hashes & writers["validation"].hashes)
@@ -347,7 +347,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
         what = f"{target} was prepared from other files or settings"
         if changed := _first_change(manifest.files):
             what = f"{changed} changed since it was prepared"
-        fix = "another --out; or the same words with --force, which replaces it"
+        fix = "another --out; or the same command with --force, which replaces it"
         raise DataError(Problem("DATA013", what, str(target), fix))
     return True
 
@@ -373,7 +373,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
         _check_tokenizer(directory, prepared.manifest, tokenizer)
     elif data.tokenizer.vocab_size not in (None, prepared.manifest.vocab_size):
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
-        fix = "leave it out: the data brings its tokenizer"
+        fix = "leave it out: the prepared data include a tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
     if changed := _first_change(prepared.manifest.files):
         fix = f"shardwise data prepare <the recipe that it was made from> --force --out {directory}"

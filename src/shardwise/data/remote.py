@@ -123,7 +123,7 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
             facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
             listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
             if facts.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
-                what, fix = f"`{shown(url)}` is a web page, not a file", "the address under which the file itself is"
+                what, fix = f"`{shown(url)}` is a web page, not a file", "use the address of the file itself"
                 raise MissingInputError(Problem("DATA001", what, _WHERE, fix))
     if not listed:
         what = f"`{shown(url)}` holds no file"
@@ -159,7 +159,9 @@ def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
         due = told.get("size", "None")
         if due not in ("None", str(fetched[name])):
             what = f"{last} ended at byte {fetched[name]:,} of {int(due):,}"
-            raise DataError(Problem("DATA008", what, shown(url), "start again; what was fetched whole is kept"))
+            raise DataError(
+                Problem("DATA008", what, shown(url), "start again; files that were completely downloaded are kept")
+            )
 
     def link(directory: Path) -> None:
         for name, target in places.items():
@@ -261,10 +263,10 @@ def _explained(url: str) -> Iterator[None]:
         gone = gone and (not web or cause is error or str(cause).startswith("404"))
         said = shown(" ".join(str(cause if web or not gone else error).split()))[:300]
         if gone:
-            fix = "look at its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
+            fix = "check its name" + (", and `hf auth login` if it is private or gated" if scheme == "hf" else "")
             what = f"`{address}` cannot be found: {said or 'nothing is there'}"
             raise MissingInputError(Problem("DATA001", what, _WHERE, fix)) from error
         what = f"`{address}` cannot be read: {type(cause).__name__} {said}".strip()
-        fix = "look at the network and at your access: credentials are those that the store's own programs use"
+        fix = "check the network and your permissions; credentials are read as the store's own programs do"
         fix += "; for a public bucket FSSPEC_S3_ANON=true" if package == "s3fs" else ""
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error

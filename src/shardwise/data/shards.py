@@ -88,7 +88,7 @@ def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
                     opened = False
     except OSError as error:
         what = f"{error.filename or part.name} cannot be read: {error.strerror}"
-        raise MissingInputError(Problem("DATA001", what, "data.path", "bring it back, or name other data")) from error
+        raise MissingInputError(Problem("DATA001", what, "data.path", "restore it, or name other data")) from error
     faults.settle()
     gathered[job.splits[0]].counts.update(faults.counts)
     return {name: g.run() for name, g in gathered.items()}
@@ -146,7 +146,7 @@ def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> 
         except BadRecords as error:
             found += error.found
         except BrokenProcessPool as error:
-            what = f"one of {num_proc} tokenising processes died; the system may have ended it for want of memory"
+            what = f"one of {num_proc} tokenising processes died; the system may have killed it for lack of memory"
             fix = f"data.num_proc={max(num_proc // 2, 1)}"
             raise DataError(Problem("DATA014", what, "data.num_proc", fix)) from error
         bad_units += bool(found)

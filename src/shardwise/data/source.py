@@ -118,7 +118,9 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
     if min(weights) < 0 or max(weights) == 0:
         what = f"weights must be >= 0 and not all 0, got {shown}"
-        raise DataError(Problem("DATA012", what, "data.mixture_weights", "1 for each is every document once an epoch"))
+        raise DataError(
+            Problem("DATA012", what, "data.mixture_weights", "a weight of 1 reads every document once per epoch")
+        )
     by_path: dict[Path, float] = {}
     for name, weight in zip(paths, weights, strict=True):
         for found in _find_one(name):
@@ -195,7 +197,7 @@ def _source(path: Path, name: str) -> Source:
     lines = path.suffix in (".gz", ".zst") and Path(path.stem).suffix in _JSONL
     if path.suffix in _COMPRESSED and not lines:
         fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
-        what = f"{path.name} is compressed; of compressed files, .jsonl.gz and .jsonl.zst are read"
+        what = f"{path.name} is compressed; of these only .jsonl.gz and .jsonl.zst can be read"
         raise DataError(Problem("DATA008", what, str(path), fix))
     try:
         size = path.stat().st_size
@@ -210,9 +212,7 @@ def _nothing(name: str, what: str) -> MissingInputError:
     """DATA001 with what is there instead: the same with one more suffix, a near miss, or the first names."""
     path = Path(name).expanduser()
     if os.path.lexists(path):  # a link to nothing or in a circle, or no file
-        to = (
-            f"a link to {os.readlink(path)}, which leads nowhere" if path.is_symlink() else "neither file nor directory"
-        )
+        to = f"a broken link to {os.readlink(path)}" if path.is_symlink() else "neither file nor directory"
         fix = f"name a file, a directory or a glob; ls -l {path}"
         return MissingInputError(Problem("DATA001", f"`{name}` is {to}", _WHERE, fix))
     directory = path.parent

@@ -282,7 +282,7 @@ def load(directory: Path, verify: bool | None = None) -> Prepared:
     path = directory / MANIFEST
     if not path.is_file():
         what = f"{directory} is not prepared data: it has no {MANIFEST}"
-        raise MissingInputError(Problem("DATA001", what, str(directory), "shardwise data prepare makes it"))
+        raise MissingInputError(Problem("DATA001", what, str(directory), "create it with shardwise data prepare"))
     prepared = Prepared(directory, _read_manifest(path))
     splits = list(prepared.manifest.splits.values())
     widths = {file.name: np.dtype(split.dtype).itemsize for split in splits for file in split.shards}

@@ -187,7 +187,7 @@ def find_template(named: str | None, tokenizer: Path) -> str:
             raise DataError(Problem("CHAT001", f"the chat template {path.name} is not UTF-8", _WHERE, fix)) from error
     fix = f"data.chat_template={' or '.join(SHIPPED)}, a file, or the text of a template"
     if named is not None:
-        raise DataError(Problem("CHAT001", f"`{named}` is no chat template and no file", _WHERE, fix))
+        raise DataError(Problem("CHAT001", f"`{named}` is neither a chat template nor a file", _WHERE, fix))
     stored = read_facts(tokenizer / FILES[1]).get("chat_template")
     if isinstance(stored, list):
         named_ones = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]

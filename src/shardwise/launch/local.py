@@ -183,10 +183,10 @@ def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None)
     if number == signal.SIGKILL and (kills is None or now is None):
         fix = f"if the kernel ran out of memory (dmesg says so), {less}; {fix}"
     elif number == signal.SIGKILL and now == kills:
-        what += " from outside: the kernel has killed nothing for memory"
+        what += " by another process or user: the kernel killed nothing for lack of memory"
     elif number == signal.SIGKILL:
         allowed = show_bytes(total_memory_bytes())
-        what += f" (exit code 137): memory ran out, and the kernel ended it; {allowed} are there for all that runs here"
+        what += f" (exit code 137): memory ran out, and the kernel killed it; {allowed} is all there is here"
         fix = f"{less}; {fix}"
     return Problem("RUN004", what, f"{run_directory}", fix)
 

@@ -203,7 +203,7 @@ def _outlive(path: Path, mine: Owner, say: Callable[[str], None], pace: Pace) ->
                 owner, alive = _parse(now), True
                 break
             if look == 0:
-                say(f"{path.parent} is owned by {owner or 'somebody'}: waiting {pace.stale_s:.0f} s for a sign of life")
+                say(f"{path.parent} is owned by {owner or 'somebody'}: waiting {pace.stale_s:.0f} s for its heartbeat")
     except FileNotFoundError:
         return
     if alive:

@@ -91,8 +91,8 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
             raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
         changed = changes(directory, recipe)
         if moved := [f"{key} {changed[key]}" for key in _ORDER if key in changed]:
-            what = f"{directory} counts samples of its own length and order, so it cannot go on with {', '.join(moved)}"
-            raise DataError(Problem("CKPT022", what, str(directory), "leave that as it was, or start another run"))
+            what = f"{directory} cannot be resumed with {', '.join(moved)}: its samples would change"
+            raise DataError(Problem("CKPT022", what, str(directory), "keep the old value, or start another run"))
         check_length(step, recipe.train.max_steps)
         return step
     if step is None:
@@ -233,7 +233,7 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
     free = shutil.disk_usage(place).free
     if needed > free:
         what = (
-            f"a checkpoint is ~{show_payload(checkpoint)}, keep {keep} + 1 in flight needs {show_payload(needed)}, "
+            f"a checkpoint is ~{show_payload(checkpoint)}, {keep} and one being written need {show_payload(needed)}, "
             f"{show_payload(free)} free on {place}"
         )
         fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit: 1`" if keep > 1 else "")

@@ -181,12 +181,10 @@ def problems(spec: ModelSpec) -> list[Problem]:
         what = f"{kv_heads} key-value heads do not divide {heads} attention heads"
         refuse(what, f"num_key_value_heads: one of {legal}")
     if spec.head_dim < 2 or spec.head_dim % 2:
-        what = f"head_dim {spec.head_dim} is not even, and rotary embedding turns pairs"
+        what = f"head_dim {spec.head_dim} is not even, but rotary embedding rotates pairs"
         refuse(what, f"head_dim: {max(2, spec.head_dim + 1)}")
     elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
-        what = (
-            f"partial_rotary_factor {spec.partial_rotary_factor} turns {spec.rotary_dim} elements, not an even number"
-        )
+        what = f"partial_rotary_factor {spec.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         refuse(f"sliding_window is {spec.sliding_window}", "sliding_window: 1 or more, or null")
@@ -209,7 +207,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     config = _text_part(config)
     model_type, where = family_of(config, name), f"config of {name}"
     if model_type is None:
-        what = f"model_type {config.get('model_type')!r} is not of one of the families"
+        what = f"model_type {config.get('model_type')!r} is not one of the supported families"
         raise unsupported(what, name, f"a model of one of these: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
@@ -280,7 +278,7 @@ def family_of(config: dict[str, Any], name: str) -> str | None:
     by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
     model_type = config.get("model_type")
     if config.get("auto_map") and not (model_type in FAMILIES and FAMILIES[model_type].brings_code):
-        what = f"{name} wants to run its own Python ({', '.join(config['auto_map'])}); it is never executed"
+        what = f"{name} needs to run its own Python code ({', '.join(config['auto_map'])}); it is never executed"
         fix = f"supported architectures: {', '.join(by_architecture)}"
         raise PolicyError(Problem("SEC008", what, f"config of {name}", fix))
     if model_type in FAMILIES:

@@ -84,7 +84,7 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        refuse(name, f"model_type {kind!r} is no causal language model of transformers")
+        refuse(name, f"model_type {kind!r} is not a causal language model of transformers")
     try:
         settled = CONFIG_MAPPING[kind].from_dict(config).to_dict()
         check_foreign(config | settled, name)
@@ -143,7 +143,7 @@ class _Window:
         self._computed()
 
     def _computed(self, *_: Any) -> NoReturn:
-        self.refuse("its attention computes with a dense mask of its own")
+        self.refuse("its attention computes with its own dense mask")
 
     __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = _computed
 
@@ -177,11 +177,11 @@ class _Seen:
         window = given.get("sliding_window")
         told = dense is None or (isinstance(dense, _Window) and dense.local_size == window)
         if "shardwise" not in given or given.get("dropout") or not told:
-            self.refuse("its attention cannot be told what may be seen")
+            self.refuse("its attention does not take the document mask")
         if q.shape[-1] != v.shape[-1] or q.shape[1] % k.shape[1]:
-            self.refuse("its values have other heads than its queries")
+            self.refuse("its values have heads of another size or number than its queries")
         if len(self.windows) >= len(self.layers) or module not in set(self.layers[len(self.windows)].modules()):
-            self.refuse("it attends outside of its blocks, or twice in one")
+            self.refuse("it has attention outside its blocks, or twice in one block")
         self.windows.append(window)
         self.heads = (q.shape[1], k.shape[1], q.shape[-1])
         return _attend(module, q, k, v, None, **given)
@@ -219,10 +219,10 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     lists = [(path, list(module)) for path, module in whole.named_modules() if isinstance(module, nn.ModuleList)]
     lists = [(path, blocks) for path, blocks in lists if len(blocks) == text.num_hidden_layers]
     if len(lists) != 1:
-        seen.refuse("it has no one list of blocks")
+        seen.refuse("it does not have exactly one list of blocks")
     (path, seen.layers), embed, head = lists[0], whole.get_input_embeddings(), whole.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or not isinstance(embed, nn.Embedding):
-        seen.refuse("its embedding or output layer is of another kind, or has a bias")
+        seen.refuse("its embedding or output layer is of another class, or has a bias")
     kinds = [{key: value.shape for key, value in block.named_parameters()} for block in seen.layers]
     lists_inside = any(isinstance(module, nn.ModuleList) for module in seen.layers[0].modules())
     if any(kind != kinds[0] for kind in kinds) or lists_inside or any(len(shape) > 2 for shape in kinds[0].values()):
@@ -233,13 +233,13 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     first = seen.order.index("layers")
     before, after = (list(dict.fromkeys(part)) for part in (seen.order[:first], seen.order[first + 1 :]))
     if sorted([*before, *after]) != sorted(rest) or len(seen.windows) != len(seen.layers):
-        seen.refuse("not each of its parts runs once, or not each block attends")
+        seen.refuse("one of its modules does not run exactly once, or a block has no attention")
     named = [(where.rpartition(".")[2], where) for where in before]
     places = [("embed", paths[embed]), *named, ("layers", path)]
     places += [*((where.rpartition(".")[2], where) for where in after), ("head", paths[head])]
     windows = {window for window in seen.windows if window is not None}
     if len(dict(places)) < len(places) or len(windows) > 1:
-        seen.refuse("two of its parts have one name, or its windows two sizes")
+        seen.refuse("two of its modules have the same name, or its windows have two sizes")
     tied = head.weight is embed.weight
     foreign = _described(whole, config, places, tied, seen)
     heads, kv_heads, head_dim = seen.heads
@@ -287,7 +287,7 @@ def _rest(whole: Any, blocks: str, edges: tuple[nn.Module, ...], seen: _Seen) ->
             module.register_forward_pre_hook(note(where))
     inner = blocks.rpartition(".")[0]
     if any(where == inner or not where.startswith(f"{inner}.") for where in found):
-        seen.refuse(f"it keeps tensors outside of its parts ({', '.join(found)})")
+        seen.refuse(f"it has parameters or buffers outside its modules ({', '.join(found)})")
     return found
 
 

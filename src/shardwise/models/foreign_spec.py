@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError, Problem
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.rope import unsupported
 
-NOTICE = "in transformers' own modules (no types by module; docs/models.md)"
+NOTICE = "in transformers' own modules (without precision.modules; docs/models.md)"
 """What a user is told of such a model."""
 
 
@@ -49,7 +49,7 @@ class Foreign:
 
 def refuse(name: str, what: str) -> NoReturn:
     """Raise MOD001 for a model that cannot be taken over."""
-    fix = "a model of another family, or the module in a loop of your own (docs/own-loop.md)"
+    fix = "a model of another family, or the module in your own training loop (docs/own-loop.md)"
     raise unsupported(f"not supported: {what}", name, fix)
 
 
@@ -59,10 +59,13 @@ def check_foreign(config: dict[str, Any], name: str) -> None:
     if config.get("quantization_config"):
         refuse(name, "its layers are quantised as they run (quantization_config)")
     if kind in ("bloom", "mpt") or config.get("alibi"):
-        refuse(name, f"{kind} has ALiBi: positions are a term added to the scores, and here they are rotated or learnt")
+        refuse(
+            name,
+            f"{kind} uses ALiBi, which adds positions to the attention scores: only rotary or learned ones work here",
+        )
     others = [layer for layer in types if layer not in (FULL, SLIDING)] if isinstance(types, list) else []
     if others:
-        refuse(name, f"{kind} has layers of type {others[0]!r}; served are {FULL} and {SLIDING}")
+        refuse(name, f"{kind} has layers of type {others[0]!r}; supported are {FULL} and {SLIDING}")
     pad, size = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(size, int) and pad >= size:
         what, fix = f"pad_token_id {pad} is not one of the {size} ids of vocab_size", "pad_token_id: null"

@@ -86,9 +86,9 @@ def weights_directory(source: str, revision: str | None = None) -> Path:
     if path.exists():
         return path
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
-        what, fix = f"no directory {source}", "model.path: a directory or Hub id; or model.init: random"
+        what, fix = f"{source} is not a directory", "model.path: a directory or Hub id; or model.init: random"
         if known.find(source) is not None:
-            what = f"{source} is built in, but only its dimensions: it names no weights"
+            what = f"{source} is only known by its dimensions: there are no weights"
         raise MissingInputError(Problem("CKPT001", what, "model.path", fix))
     return fetch(source, revision, ["*.safetensors", "*.json"], "model.path")
 
@@ -134,7 +134,7 @@ def _checked(directory: Path, name: str) -> Path:
     if not there:
         raise MissingInputError(Problem("CKPT001", f"no file {path}", str(directory), "check the path"))
     if not real.is_file():
-        raise PolicyError(Problem("SEC006", f"{name!r} is no plain file", str(directory), "fetch the model again"))
+        raise PolicyError(Problem("SEC006", f"{name!r} is not a regular file", str(directory), "fetch the model again"))
     return path
 
 
@@ -254,7 +254,7 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
         return entry.read_finite(name_in_files(name, spec), whole)
 
     if tied and (head.shape != embed.shape or not torch.equal(read("head.weight", head), read("embed.weight", embed))):
-        what = "head and embedding differ in the files, and the config says that they are one"
+        what = "head and embedding differ in the files, but the config says that they are tied"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
 

@@ -27,7 +27,7 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
             return from_hf(config, name)
     except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
         # a list where a word belongs, a word where settings do
-        what = f"the config has something of another kind than is expected there: {str(error)[:200]}"
+        what = f"a value in the config has the wrong type: {str(error)[:200]}"
         fix = "take the values from the model's own config.json"
         raise ConfigError(Problem("CFG004", what, f"config of {name}", fix)) from error
     from shardwise.models import foreign
@@ -54,7 +54,7 @@ def _nearest(source: str) -> str:
     hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
     if Path(source).name == "hf":
         run = Path(source).parent
-        return f"the run {run} leaves it when it is done; `shardwise train` alone makes the quickstart's"
+        return f"the run {run} writes it when it ends; `shardwise train` alone makes the quickstart's"
     if not close:
         return f"{hint}, such as {', '.join(list(known.configs())[5:50:10])}"
     return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"

@@ -57,7 +57,7 @@ def check_numbers(config: dict[str, Any], name: str) -> None:
     while left:
         values, path, depth = left.pop()
         if depth > DEEPEST:
-            what, fix = f"mappings inside one another, more than {DEEPEST} deep", "take the model's own config.json"
+            what, fix = f"nested more than {DEEPEST} levels deep", "take the model's own config.json"
             raise DataError(Problem("MOD004", what, where, fix))
         left += [(value, f"{path}{key}.", depth + 1) for key, value in values.items() if isinstance(value, dict)]
         for key, value in values.items():
@@ -75,11 +75,11 @@ def _fault(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"a whole number of {value.bit_length():,} bits; 64 are the most"
+        return f"a whole number of {value.bit_length():,} bits; the limit is 64"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "infinite"
     if value > AT_MOST.get(key, value):
-        return f"{value:,}; {AT_MOST[key]:,} are the most"
+        return f"{value:,}; the limit is {AT_MOST[key]:,}"
     if key in ABOVE_ZERO and value <= 0:
         return f"{value}; it must be above 0"
     return f"{value}; it must not be negative" if key in NOT_NEGATIVE and value < 0 else ""

@@ -216,7 +216,7 @@ def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Seque
     layers = {module.rpartition(".")[2]: words["lora_a"] for module, words in linears.items()}
     theirs = config.get("target_modules")
     if not isinstance(theirs, list) or config.get("layers_to_transform") is not None or set(theirs) - set(layers):
-        return "an adapter of every layer of a name, in every block, or the model that PEFT merges this one into"
+        return "an adapter on every layer of a name, in every block; or merge this one with PEFT and use that model"
     roles = [role(name.replace(".lora_a", "")) for target in theirs for name in layers[target]]
     return f"lora.targets: [{', '.join(dict.fromkeys(roles))}]"
 
@@ -251,9 +251,9 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
     fixes = dict.fromkeys(odd, plain)
     first = config.get("init_lora_weights")
     if (first.lower() if isinstance(first, str) else first) not in _FIRST:
-        convert = "the same saved anew: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        convert = "the adapter saved again by PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         fixes[f"init_lora_weights {first}"] = convert if str(first).startswith(_CONVERTED) else plain
-    return [Problem("CKPT003", f"the adapter uses {key}, which is not served", where, fixes[key]) for key in fixes]
+    return [Problem("CKPT003", f"the adapter uses {key}, which is not supported", where, fixes[key]) for key in fixes]
 
 
 def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> list[Problem]:

@@ -17,7 +17,7 @@ def resolve(recipe: Recipe) -> ModelSpec:
     model = recipe.model
     if model.config is not None:
         if not {"model_type", "architectures"} & model.config.keys():
-            what = "`model.config` does not say what model it is of"
+            what = "`model.config` does not name a model type"
             fix = "`model.config.model_type: llama`, for example"
             raise ConfigError(Problem("CFG004", what, "model.config", fix))
         try:
@@ -40,7 +40,7 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
     """A spec whose initial weights can be drawn. Special tokens are the tokenizer's, whatever its config says."""
     odd = [name for name, *_, drawn in spec.foreign.parameters if drawn is None] if spec.foreign is not None else []
     if odd:
-        what = f"{spec.family} begins {odd[0].replace('.{}', '')} with other than normal values"
+        what = f"{spec.family} initialises {odd[0].replace('.{}', '')} with values that are not normally distributed"
         raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))
     return replace(spec, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 

@@ -80,7 +80,7 @@ class Entry:
             nans, bad = int(values.isnan().sum()), int((~values.isfinite()).sum())
             counts = [f"{count:,} {word}" for count, word in ((nans, "NaN"), (bad - nans, "infinite")) if count]
             what = f"`{name}` holds {' and '.join(counts)} of {values.numel():,} values read"
-            fix = "download the file again, or take an earlier checkpoint of that model: this one is broken"
+            fix = "download the file again, or take an earlier checkpoint of that model: this file is damaged"
             raise DataError(Problem("MOD006", what, str(self.path), fix))
         return values
 
@@ -93,7 +93,7 @@ def entries(path: Path) -> dict[str, Entry]:
         head = file.read(9)
         length = int.from_bytes(head[:8], "little")
         if head[8:] != b"{":
-            what, fix = f"{path.name} is no safetensors file ({size:,} bytes)", "fetch the file again, or convert it"
+            what, fix = f"{path.name} is not a safetensors file ({size:,} bytes)", "fetch the file again, or convert it"
             raise DataError(recognise(path) or Problem("CKPT006", what, str(path), fix))
         if length > MAX_HEADER_BYTES:
             what = f"{path.name}: header of {length:,} bytes, over the limit of {MAX_HEADER_BYTES:,}"

@@ -70,17 +70,17 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
         yield smaller, cluster, "the same batch in smaller pieces: slower"
     if optim.name != "adamw8bit":
         packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
-        yield packed, cluster, "AdamW's moments in 8 bits: its steps are nearly the same"
+        yield packed, cluster, "AdamW's moments in 8 bits: nearly the same updates"
     if optim.name == "adamw" and optim.moments != "bf16":
-        yield {"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: its steps are nearly the same"
+        yield {"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates"
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield {"lora.rank": 16}, cluster, "only adapters are trained"
-        small = "only adapters are trained, beside weights in 4 bits: less exact, and slower"
+        small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
         yield {"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small
     if adapted and recipe.lora.frozen != "nf4":
         yield {"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower"
     if recipe.train.seq_len >= 256:
-        yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens a step"
+        yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step"
 
 
 def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:

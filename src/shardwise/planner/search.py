@@ -78,7 +78,7 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
             )
     assert smallest is not None
     share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
-    reason = f"derived: nothing stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
+    reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
     return _explained(smallest, reason, recipe)
 
 
@@ -103,10 +103,10 @@ def _least_memory(found: list[Candidate], first: Plan, recipe: Recipe, cluster: 
     able = [c for c in found if c.least_bytes <= MARGIN * cluster.device.memory_bytes]
     ties = [first, *(c.priced(cluster) for c in able[1:] if c.wire_s <= limit_s)]
     best = min(ties, key=lambda plan: plan.estimate.peak_bytes)
-    reason = f"derived: least time on the wire of what stays below {MARGIN:.0%} of the memory"
+    reason = f"derived: least time on the wire among plans below {MARGIN:.0%} of the memory"
     reason += f": {show_seconds(found[0].wire_s)}"
     if best is not first:
-        reason += f", as {name(first)}, which needs more memory"
+        reason += f", the same as {name(first)}, which needs more memory"
     if slower := next((c for c in able if c.wire_s > limit_s), None):
         reason += f"; {name(slower.plan)}: {show_seconds(slower.wire_s)}"
     return _explained(best, reason, recipe)
@@ -264,7 +264,7 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
 def pace(products: Products) -> str:
     """How fast bf16 is on this CPU, in words."""
     gain = products.bf16_gain
-    asked = f"; {BF16_GAIN} are asked" if products.compute == "fp32" else ""
+    asked = f"; bf16 is used from {BF16_GAIN} on" if products.compute == "fp32" else ""
     return f"bf16 products are {gain:.2f} times as fast as fp32's on this CPU{asked}"
 
 
@@ -289,11 +289,11 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     kept = (
         "derived: activations fit"
         if plan.remat.mode == "none"
-        else "derived: less recomputation needs more memory than there is"
+        else "derived: less recomputation would need more memory than is available"
     )
     why["remat.mode"] = kept if recipe.recompute.mode == "auto" else "pinned"
     if recipe.parallel.reshard_after_forward is not None and plan.shard.strategy != "zero3":
-        why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights whole, zero3 does not"
+        why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights unsharded"
     if recipe.recompute.every != 1 and plan.remat.mode == "none":
         why["remat.every"] = "not used: nothing is recomputed"
     why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"

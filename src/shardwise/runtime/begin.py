@@ -97,7 +97,7 @@ def open_log(job: Job, state: TrainState) -> Log:
 def speed(job: Job) -> Speed:
     """Operations a token, and the peak of all devices from the table of known GPUs. Of a CPU no peak is known, and
     none can be measured fairly: what products reach depends on their shapes and type, and on what else runs."""
-    with only_reports("looking up the peak of the devices"):
+    with only_reports("looking up the peak speed of the devices"):
         peak = 0.0 if job.device.type == "cpu" else gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
         return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
     return Speed(0.0, 0.0)

@@ -204,8 +204,8 @@ class Checkpoints:
             raise error.first from error
         if not found:
             return None
-        what = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}, and none can be used"
-        fix = "restore one of them, or lose them and start over: --allow-fresh-start"
+        what = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}, but none can be used"
+        fix = "restore one of them, or start over without them: --allow-fresh-start"
         if not allow_fresh_start:
             raise DataError(Problem("CKPT016", what, str(path or self.directory), fix), *self.rejected)
         if first:

@@ -236,7 +236,7 @@ def _make_way(directory: Path, step: int, generation: int, disk: Disk) -> None:
 
 
 def _exists(target: Path) -> OutputError:
-    return OutputError(Problem("OUT001", f"{target.name} is there already; it is not overwritten", str(target)))
+    return OutputError(Problem("OUT001", f"{target.name} exists already; it is not overwritten", str(target)))
 
 
 def _dead(path: Path, older: bool) -> bool:

@@ -41,7 +41,7 @@ class Validation:
         return {"nats_per_token": self.nats_per_token, "bits_per_byte": self.bits_per_byte}
 
     def __str__(self) -> str:
-        return f"{self.nats_per_token:.3f} nats a token, {self.bits_per_byte:.3f} bits a byte"
+        return f"{self.nats_per_token:.3f} nats per token, {self.bits_per_byte:.3f} bits per byte"
 
 
 @dataclass(frozen=True)

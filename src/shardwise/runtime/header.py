@@ -24,7 +24,7 @@ def header(job: Job) -> str:
     tokens = batch.global_batch_size(layout.dp) * batch.seq_len
     split = job.prepared.manifest.splits["train"]
     run = f"run {recipe.run.name} · seed {recipe.run.seed}"
-    ranks = f"{layout.world} x {devices} ({backend}, {threads} a rank)"
+    ranks = f"{layout.world} x {devices} ({backend}, {threads} per rank)"
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
     if job.spec.foreign is not None:
         model += f", {NOTICE}"
@@ -36,7 +36,7 @@ def header(job: Job) -> str:
     reasons = {key: f" ({plan.why[name]})" if (name := f"precision.{key}") in plan.why else "" for key in MEASURED}
     kept = f"{plan.kept}, compute {precision.compute}{reasons['compute']}"
     sums = f"gradients summed in {precision.reduce}"
-    samples = "answers, each two a pair" if split.pairs else "samples"
+    samples = "answers, two per pair" if split.pairs else "samples"
     noun = ("answers", samples) if split.packs else ("text", "documents")
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
     text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"

@@ -149,8 +149,8 @@ def settle(job: Job) -> Job:
     data = job.prepared.manifest.fingerprint
     if run and run["data"] != data:
         prints = f"(fingerprint {run['data'][:8]}, now {data[:8]})"
-        what = f"run {job.recipe.run.name} was started on other data {prints}"
-        fix = "bring the data back, or start another run: run.name=<another name>"
+        what = f"run {job.recipe.run.name} was started with other data {prints}"
+        fix = "restore the data, or start another run: run.name=<another name>"
         raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
     job = replace(job, run_id=run_id)
@@ -164,7 +164,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     """``run.json`` of an earlier start in ``directory``, which is made if need be; where it is damaged or lost, what a
     checkpoint says of the same. None: nothing was begun here."""
     directory.mkdir(parents=True, exist_ok=True)
-    path, state = directory / "run.json", "is not there"
+    path, state = directory / "run.json", "is missing"
     if there := path.exists():
         try:
             run: dict[str, Any] = json.loads(read_regular(path))
@@ -174,7 +174,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
         path.rename(path.with_name("run.json.damaged"))
     found = identity_of(directory / "checkpoints")
     if there or found:
-        source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run begins anew"
+        source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run starts over"
         print(f"warning[RUN006]: {path} {state}; {source}", flush=True)
     return found and found[1]
 

@@ -122,7 +122,9 @@ def parse(data: bytes, where: str) -> Manifest:
     """The manifest in ``data``; :class:`Rejected` if a bit has changed or it names a file outside its directory."""
     digest, body = data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 64 + len(_MIDDLE) : -len(_TAIL)]
     if data != _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL:
-        what = f"the manifest is damaged: it is not what its sha256 ({digest[:12].decode(errors='replace')}...) says"
+        what = (
+            f"the manifest is damaged: its contents do not match its sha256 ({digest[:12].decode(errors='replace')}...)"
+        )
         raise Rejected(Problem("CKPT007", what, where))
     try:
         raw: dict[str, Any] = json.loads(body)
@@ -133,7 +135,7 @@ def parse(data: bytes, where: str) -> Manifest:
         raw["tensors"] = {name: _tensor(record) for name, record in raw["tensors"].items()}
         manifest = Manifest(**raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(Problem("CKPT009", f"the manifest is not one of ours: {error!r}", where)) from error
+        raise Rejected(Problem("CKPT009", f"this is not a Shardwise manifest: {error!r}", where)) from error
     for name in {*manifest.files, *(s.file for record in manifest.tensors.values() for s in record.slices)}:
         if not _SAFE_NAME.fullmatch(name):
             raise Rejected(Problem("SEC006", f'file name "{name}" leaves the checkpoint directory', where))

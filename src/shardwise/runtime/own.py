@@ -143,7 +143,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     named = dict(module.named_modules())
     if name not in named:
         near = get_close_matches(name, named, 1)
-        fix = f"did you mean `{near[0]}`?" if near else "a name out of model.named_modules()"
+        fix = f"did you mean `{near[0]}`?" if near else "a name from model.named_modules()"
         raise ConfigError(Problem("CFG005", f"the model has no module `{name}`", "whole", fix))
     return named[name]
 
@@ -269,7 +269,7 @@ class Checkpoints:
         try:
             json.dumps(plain, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(Problem("CKPT020", f"facts are kept as JSON: {error}", "save", "numbers, texts")) from error
+            raise DataError(Problem("CKPT020", f"facts must be JSON: {error}", "save", "numbers, strings")) from error
         for event in self._kept.wait() if self._objects.per_rank else self._kept.poll():
             self._events.append(event)
             if event.kind not in ("committed", "removed"):

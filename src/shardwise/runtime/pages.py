@@ -138,9 +138,9 @@ def stuck(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem
     """HANG001 for ranks that wait in a collective that all of them have entered."""
     one = max(statuses, key=lambda status: (status.count, status.sequence))
     many = f"all {len(statuses)} ranks wait" if len(statuses) > 1 else "the only rank waits"
-    what = f"{many} in {one.waiting} of step {one.step} for {waited_s:.0f} s, and none is behind the others"
+    what = f"{many} in {one.waiting} of step {one.step} for {waited_s:.0f} s, and no rank is behind the others"
     where = f"phase {one.phase}, host {one.host}; stacks in {run}/hang-step-{one.step}/"
-    fix = "look for a device or a link that failed (nvidia-smi, dmesg; NCCL_DEBUG=INFO shows what NCCL does)"
+    fix = "look for a failed device or link (nvidia-smi, dmesg; NCCL_DEBUG=INFO shows what NCCL does)"
     return Problem("HANG001", what, where, f"{fix}; then: shardwise train --resume {run}")
 
 
@@ -156,5 +156,5 @@ def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem 
     rest = f"the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there"
     what = f"rank {late.rank} (host {late.host}, pid {late.pid}) {due}; {rest}"
     where = f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/"
-    fix = f"look at that process and its disk or network; then: shardwise train --resume {run}"
+    fix = f"check that process and its disk or network; then: shardwise train --resume {run}"
     return Problem("HANG001", what, where, fix)

@@ -104,10 +104,10 @@ def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
         sizes = {name: windows.store.split.documents // 2 for name, windows, _ in _splits(job)}
         return {name: torch.full((size,), torch.nan, dtype=torch.float64) for name, size in sizes.items()}
     others = sorted(other.name for other in job.directory.glob("reference-*.safetensors"))
-    what = f"the run has checkpoints, and its {path.name}, which says what the model was, is not there"
+    what = f"the run has checkpoints, but {path.name}, the reference's scores, is missing"
     if others:
-        what = f"the run began with other weights or data: they make {path.name}, and it has {', '.join(others)}"
-    fix = "bring back what the run began with, or start another run: run.name=<another name>"
+        what = f"the run began with other weights or data: these need {path.name}, the run has {', '.join(others)}"
+    fix = "restore what the run began with, or start another run: run.name=<another name>"
     return Problem("DPO001", what, str(path), fix)
 
 

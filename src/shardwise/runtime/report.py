@@ -72,7 +72,7 @@ class Report:
         done = f"{self.steps} steps, {self.tokens:,} tokens in {self.took}."
         lines = [f"# {self.directory.name}", "", done]
         if self.unsaved is not None:
-            lines.append(f"**Not saved: {self.warning}.** The exported model is whole.")
+            lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
         if self.skipped:
             lines.append(
                 f"{self.skipped} steps were skipped: loss or gradients were not finite (metrics.jsonl says why)."
@@ -103,7 +103,7 @@ def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str
     rest = sum(value for name, value in predicted.items() if name not in (*STATE, "reserve")) if predicted else None
     rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
     whole = sum(value for name, value in predicted.items() if name != "reserve") if predicted else None
-    rows.append(_row("memory a rank", whole, memory.peak_bytes))
+    rows.append(_row("memory per rank", whole, memory.peak_bytes))
     return rows
 
 

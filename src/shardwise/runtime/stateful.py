@@ -52,10 +52,10 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, Tensor) and value.dtype in NAMES and value.nbytes <= LARGEST_BYTES:
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"$tensor": [NAMES[value.dtype], list(value.shape), base64.b64encode(data).decode()]}
-    what, fix = f"it is of type {type(value).__name__}", "numbers, texts, lists, dicts and tensors in state_dict()"
+    what, fix = f"it is of type {type(value).__name__}", "numbers, strings, lists, dicts and tensors in state_dict()"
     if isinstance(value, Tensor):
         what = f"it is a tensor of {value.nbytes:,} bytes of {value.dtype}"
-        fix = f"at most {LARGEST_BYTES:,} bytes; what is larger is saved as a parameter or buffer of the module"
+        fix = f"at most {LARGEST_BYTES:,} bytes; save larger ones as parameters or buffers of the module"
     raise DataError(Problem("CKPT020", f"`{where}` cannot be kept in a checkpoint: {what}", where, fix))
 
 
@@ -92,8 +92,8 @@ class Objects:
     def __init__(self, objects: Mapping[str, Any], per_rank: Collection[str], optimizer: Optimizer) -> None:
         for name in per_rank:
             if name not in objects:
-                fix = f"names out of {', '.join(objects) or 'those that are given, as sampler=sampler'}"
-                raise ConfigError(Problem("CFG005", f"`{name}` is not among what is kept", "per_rank", fix))
+                fix = f"names from {', '.join(objects) or 'those that are given, as sampler=sampler'}"
+                raise ConfigError(Problem("CFG005", f"`{name}` is not one of the saved objects", "per_rank", fix))
         for name, each in objects.items():
             if not isinstance(each, Stateful):
                 what = f"`{name}` is a {type(each).__name__}, which has no state_dict() and load_state_dict()"
@@ -136,10 +136,10 @@ class Objects:
         elif name not in self.objects:
             what, fix = f"the checkpoint was saved with the state of `{name}`", f"Checkpoints(..., {name}=<the object>)"
         elif (name in ranks) != (name in self.per_rank):
-            what = f"`{name}` was saved as {'each rank has it' if name in ranks else 'the first rank has it'}"
+            what = f"`{name}` was saved from {'every rank' if name in ranks else 'the first rank only'}"
             fix = f"per_rank {'with' if name in ranks else 'without'} {name!r}"
         elif name in ranks and len(ranks[name]) != size:
-            what = f"`{name}` was saved for each of {len(ranks[name])} ranks, and there are {size}"
+            what = f"`{name}` was saved for each of {len(ranks[name])} ranks, but there are {size}"
             fix = f"start {len(ranks[name])} processes"
         else:
             return None

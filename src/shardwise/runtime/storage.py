@@ -352,7 +352,7 @@ def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> Te
 def _data(item: WriteItem) -> Any:
     """DCP's TensorWriteData: the whole tensor's size and properties, and the chunk of it."""
     if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is not a tensor; what is not one belongs into the facts")
+        raise TypeError(f"{item.index.fqn} is not a tensor; keep it among the facts")
     return item.tensor_data
 
 

@@ -128,11 +128,11 @@ def _apart(events: list[str]) -> Problem:
     rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
     pair = next(pair for pair in zip_longest(everyone[0], everyone[rank]) if pair[0] != pair[1])
     told = [event or "the end of the step" for event in pair]
-    what = f"ranks did different work: {told[0]} on rank 0, {told[1]} on rank {rank}; it takes all of them at once"
+    what = f"ranks did different work: {told[0]} on rank 0, {told[1]} on rank {rank}; all must do it at once"
     blocks = [event.partition(" of ")[2] for event in pair if event]
     if any(event.startswith("a gradient") for event in pair if event):
         fix = "a newer torch (2.13 sends zeros for gradients that a rank does not have), or strategy ddp"
         return Problem("OWN001", what, ", ".join(blocks), fix)
     lists = sorted({block.rpartition(".")[0] or block for block in blocks if block})
-    fix = f"shardwise.parallelize(model, plan, mesh, whole={lists}): what is in there is gathered with the rest"
+    fix = f"shardwise.parallelize(model, plan, mesh, whole={lists}): these are then gathered with the rest"
     return Problem("OWN001", what, ", ".join(filter(None, blocks)), fix)

@@ -52,7 +52,7 @@ def batch_reasons(train: Train) -> dict[str, str]:
             default = f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
             reasons[name] = f"derived from {' and '.join(given)}" if given else default
         elif name == "batch.micro_batch_size" and len(given) < 2:
-            reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens a micro-batch"
+            reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens per micro-batch"
         elif given == ["micro_batch_size"]:
             reasons[name] = "default: none"
         else:

@@ -168,7 +168,7 @@ def parse_cluster(text: str) -> Cluster:
         bits = 8.0 if network["unit"] == "GB" else 1.0
         rate = int(network["nics"] or 1) * float(network["rate"]) * 1e9 * bits / 8
         if not rate:
-            what = f"`{text}` has no network between its nodes"
+            what = f"`{text}` has a network without bandwidth"
             raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
     if _plain(match["name"]) in ("cpu", "cpus"):
         return _cpu_cluster(nodes, count, rate)
@@ -183,9 +183,9 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
         given = "" if network_bytes_per_s else " (say +<N>Gb/node)"
         assumed.append(f"{rate * 8 / 1e9:g} Gb/s between nodes, shared by the GPUs of a node{given}")
     if count > 1:
-        link = f"NVLink or xGMI, {peer / 1e9:g} GB/s a GPU" if peer else "PCIe, peer to peer"
-        assumed.append(f"GPUs of a node talk over {link}")
-    assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory a node")
+        link = f"NVLink or xGMI, {peer / 1e9:g} GB/s per GPU" if peer else "PCIe, peer to peer"
+        assumed.append(f"GPUs in a node communicate over {link}")
+    assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory per node")
     if device.verified != "yes":
         how = "partly" if device.verified == "partial" else "not"
         assumed.append(f"figures of the {device.name} are {how} verified")
@@ -202,7 +202,9 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
 
 def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> Cluster:
     memory = available_memory_bytes()
-    assumed = [f"each node has the memory that is free here, {show_bytes(memory)}, shared by {count} processes"]
+    assumed = [
+        f"each node has as much memory as is free on this machine, {show_bytes(memory)}, shared by {count} processes"
+    ]
     if nodes > 1 and not network_bytes_per_s:
         assumed.append(f"{DEFAULT_NETWORK_BYTES_PER_S * 8 / 1e9:g} Gb/s between nodes (say +<N>Gb/node)")
     return Cluster(
@@ -234,7 +236,7 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
         raise _too_many(f"{_processes(nproc or 1)} on GPUs asked for, and no GPU found", f"{here}; {elsewhere}")
     memory = available_memory_bytes()
     if (nproc or 1) > (most := max(1, memory // CPU_PROCESS_BYTES)):
-        taken = f"each takes {show_bytes(CPU_PROCESS_BYTES)} before it holds any of the model"
+        taken = f"each needs {show_bytes(CPU_PROCESS_BYTES)} even before it loads the model"
         raise _too_many(
             f"{_processes(nproc or 1)} asked for; {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`"
         )
@@ -252,9 +254,7 @@ def crowding(cluster: Cluster) -> str | None:
     if cluster.kind != "cpu" or count <= cores():
         return None
     what = f"{count} processes share {cores()} {'core' if cores() == 1 else 'cores'}, so they take turns"
-    cost = (
-        f"steps are slower than with {cores()}, and each process takes {show_bytes(CPU_PROCESS_BYTES)} beside the model"
-    )
+    cost = f"steps are slower than with {cores()}, and each needs {show_bytes(CPU_PROCESS_BYTES)} besides the model"
     return f"warning[DEV002]: {what}: good for trying a layout; {cost}"
 
 

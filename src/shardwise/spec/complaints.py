@@ -98,7 +98,7 @@ def _complain(
     if types & {"extra_forbidden", "unexpected_keyword_argument"}:
         near = get_close_matches(alias_leaf(str(path[-1])), schema.get("properties", {}), 1)
         there = ", ".join(schema.get("properties", {}))
-        fix = f"did you mean `{near[0]}`?" if near else f"remove it; there are {there}"
+        fix = f"did you mean `{near[0]}`?" if near else f"remove it; the keys here are {there}"
         return Problem("CFG001", f"unknown key `{name}`", where, fix)
     words = describe(schema, root)
     if types & {"missing", "missing_argument"}:
@@ -152,10 +152,10 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     fix = f"`train.global_batch_size: {-(-whole // unit) * unit}`, or drop one of the three"
     refuse(whole % unit != 0, "train.global_batch_size", what, fix)
     data = recipe.data
-    what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both say what moments are kept in"
+    what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both set the dtype of the moments"
     fix = "`optim.name: adamw`, or drop `optim.moments`"
     refuse(optim.name != "adamw" and optim.moments is not None, "optim.moments", what, fix)
-    what = "`model.path` and `model.config` both say what the model is"
+    what = "`model.path` and `model.config` both define the model"
     refuse(model.path is not None and model.config is not None, "model.config", what, "drop one of the two")
     what = "`model.init: pretrained` needs weights, and `model.config` has none"
     invented = model.init == "pretrained" and model.config is not None
@@ -164,18 +164,18 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
         given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
         theirs = sorted(key for key, value in given.items() if value != usual[key])
         if theirs:
-            what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, and this is {recipe.method.name}"
+            what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, but the method is {recipe.method.name}"
             problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
-    what = "`data.mask_documents: false` would let one conversation read another"
+    what = "`data.mask_documents: false` would let one conversation attend to another"
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
     problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
     run, key = recipe.run, "run.profile_steps"
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
     said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
-    what, off = f"{said} without `lora.rank`, which turns adapters on", recipe.lora.rank is None
+    what, off = f"{said} has no effect without `lora.rank`, which turns adapters on", recipe.lora.rank is None
     refuse(off and recipe.lora.path is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
-    fix = "leave it out for all-linear, or some of q k v o gate up down"
+    fix = "leave it out for all-linear, or list some of q k v o gate up down"
     refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
     return problems
 
@@ -189,7 +189,7 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
         ("evaluate.eval_steps", evaluate.eval_steps, "evaluate.evals_per_epoch", evaluate.evals_per_epoch),
     ):
         if every is not None and per_epoch is not None:
-            what = f"`{steps}` and `{key}` both say how often"
+            what = f"`{steps}` and `{key}` both set the interval"
             problems.append(Problem("CFG008", what, place(key), "drop one of the two"))
     judges = {
         "checkpoint.keep_best": save.keep_best,
@@ -200,7 +200,7 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
             what = f"`{key}` needs validation at intervals"
             problems.append(Problem("CFG008", what, place(key), "`evaluate.eval_steps: 100`"))
         if not data.validation_share and data.validation_path is None:
-            what = f"`{key}` goes by the validation loss, and nothing is held out to validate on"
+            what = f"`{key}` needs a validation loss, but no validation data are held out"
             problems.append(Problem("CFG008", what, place(key), "`data.validation_share: 0.05`"))
     return problems
 
@@ -213,13 +213,13 @@ def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
         "method.label_smoothing": method.label_smoothing != usual.label_smoothing,
         "data.format": data.format == PREFERENCE,
     }
-    what, fix = f"is for `method: dpo`, and this is {method.name}", "`method.name: dpo`, or leave it out"
+    what, fix = f"is for `method: dpo`, but the method is {method.name}", "`method.name: dpo`, or leave it out"
     if recipe.pairs:
         foreign = {
             "data.format": data.format not in ("auto", PREFERENCE),
             "data.train_on": data.train_on != "assistant",
         }
-        what, fix = "is not for `method: dpo`, which learns a record's `chosen` and `rejected`", "leave it out"
+        what, fix = "does not apply to `method: dpo`, which trains on `chosen` and `rejected`", "leave it out"
     return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in foreign.items() if given]
 
 
@@ -232,9 +232,9 @@ def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
         "data.mixture_weights": recipe.data.mixture_weights,
     }
     refused = [key for key, value in given.items() if value is not None] + ["method.name"] * recipe.pairs
-    what, fix = "does not go with `data.streaming`, which prepares the text while it trains", "leave one of the two out"
+    what, fix = "cannot be combined with `data.streaming`", "leave one of the two out"
     problems = [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key in refused]
     if recipe.train.max_steps is None:
-        what = "`train.max_steps` is missing: with `data.streaming` nobody knows how long the text is"
+        what = "`train.max_steps` is missing: with `data.streaming` the length of the text is not known in advance"
         problems.append(Problem("CFG004", what, place("data.streaming"), "`train.max_steps: 10k`"))
     return problems if recipe.data.streaming else []

@@ -73,7 +73,7 @@ def read(path: Path) -> Document:
     except (OSError, ValueError) as error:
         near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if os.path.isdir(path.parent) else ""
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        fix = f"there are: {near}" if near else "check the path"
+        fix = f"files there: {near}" if near else "check the path"
         raise MissingInputError(Problem("CFG011", f"cannot read {path}: {reason}", fix=fix)) from None
     if len(content) > MAX_BYTES:
         _too_large(str(path), f"is larger than {MAX_BYTES:,} bytes (limit)")

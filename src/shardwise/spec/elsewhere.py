@@ -88,20 +88,20 @@ def page() -> str:
 
 
 _TITLES = {
-    "instead": "Said by another key",
-    "automatic": "Not needed: left out with a notice",
-    "missing": "Not there",
+    "instead": "Written as another key",
+    "automatic": "Not needed: ignored with a notice",
+    "missing": "Not supported",
 }
 _HEAD = """# Coming from axolotl, TRL, transformers, LLaMA-Factory or torchtune
 
-A recipe takes many of their keys as they are, flat or in the right section, and says how it read them. For every other
-key of their example configurations there is one answer, which is also printed where such a key is met. Keys that are
-empty or off (`load_in_8bit: false`, `wandb_project:`) are left out with a notice.
+A recipe accepts many of their keys unchanged, flat or in the right section, and says how it read them. For every other
+key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
+are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored with a notice.
 
-`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables behind this page, which is made of them:
+`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables from which this page is generated:
 `python -m shardwise.spec.elsewhere > docs/migrating.md`.
 
-## Taken as they are
+## Accepted unchanged
 
 | their key | is read as |
 |---|---|"""

@@ -32,5 +32,5 @@ def recognise(path: Path) -> Problem | None:
 def pickle_refused(path: Path) -> PolicyError:
     """SEC004."""
     load = f"torch.load('{path.name}', weights_only=True)"
-    fix = f"where you trust it: safetensors.torch.save_file({load}, 'model.safetensors')"
+    fix = f"if you trust it: safetensors.torch.save_file({load}, 'model.safetensors')"
     return PolicyError(Problem("SEC004", f"{path.name} is a pickle and can run code", str(path), fix))

@@ -24,10 +24,10 @@ def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str
         return Path(snapshot_download(source, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except LocalEntryNotFoundError as error:
         fix = "check the network, or download it elsewhere and give its directory"
-        what = f"no directory {source}, and the Hub could not be reached for {at}"
+        what = f"{source} is not a local directory, and the Hub could not be reached for {at}"
         raise UnavailableError(Problem("MOD003", what, where, fix)) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        what = f"no directory {source}, and the Hub gives none: {first_line(error)}"
+        what = f"{source} is not a local directory, and the Hub does not provide it: {first_line(error)}"
         fix = "check the name and the revision; `hf auth login` if it is gated"
         raise MissingInputError(Problem("MOD002", what, where, fix)) from error
 

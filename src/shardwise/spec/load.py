@@ -120,8 +120,8 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     key = reading.keys.canonical(dotted)
     answer = None if key else elsewhere.find(dotted)
     if answer is not None and answer.asks_for_nothing(value):
-        why = answer.say if answer.kind == "automatic" else "as it asks for nothing"
-        reading.notices.append(f"{where}: `{dotted}` is left out: {why}")
+        why = answer.say if answer.kind == "automatic" else "it is empty or turned off"
+        reading.notices.append(f"{where}: `{dotted}` is ignored: {why}")
         return
     if key is None:
         reading.problems.append(complaints.unknown_key(dotted, where, reading.keys, answer.fix if answer else None))
@@ -188,7 +188,7 @@ def _shorten(reading: _Reading) -> None:
         value, place = reading.settings.get(key, (None, ""))
         if isinstance(value, int) and value > steps >= 1 and not place.endswith(COMMAND_LINE):
             reading.settings[key] = (steps, place)
-            reading.notices.append(f"{place}: `{key}` {value} is shortened to {steps}, as train.max_steps is")
+            reading.notices.append(f"{place}: `{key}` {value} is reduced to {steps}, the value of train.max_steps")
 
 
 def _validate(reading: _Reading) -> Recipe:

@@ -23,11 +23,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
     if plan.layout.world != plan.layout.dp:
-        what = "tensor, pipeline, context and expert parallelism are not there yet: `layout` must have 1 for them"
-        problems.append(Problem("PLAN016", what, "layout", "dp_replicate and dp_shard alone"))
+        what = "tensor, pipeline, context and expert parallelism are not supported yet: `layout` must set them to 1"
+        problems.append(Problem("PLAN016", what, "layout", "use dp_replicate and dp_shard only"))
     longest, learnt = spec.max_position_embeddings, learnt_positions(spec)
     if learnt and plan.batch.seq_len > longest:
-        what = f"{spec.name} has learnt positions for {longest} tokens ({learnt})"
+        what = f"{spec.name} has learned positions for {longest} tokens ({learnt})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
     return problems
 

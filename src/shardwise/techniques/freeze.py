@@ -48,10 +48,17 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
             problems.append(Problem("PLAN017", what, "model.frozen", _nearest(pattern, spec, names)))
     if all(frozen(name, plan) for name in names):
         what = "every parameter is frozen: there is nothing to train"
-        problems.append(Problem("PLAN017", what, "model.frozen", "leave out a pattern; `norm.weight` alone would do"))
+        problems.append(
+            Problem(
+                "PLAN017",
+                what,
+                "model.frozen",
+                "remove a pattern; one trained weight, such as `norm.weight`, is enough",
+            )
+        )
     elif plan.precision.modules and plan.shard.strategy == "zero3" and frozen("embed.weight", plan):
         # Sharded modules with a type of their own are gathered apart; whether they are again depends on each input.
-        what = "zero3 does not take a frozen embedding together with types by module"
+        what = "zero3 does not support a frozen embedding together with precision.modules"
         fix = "strategy zero2, zero1 or ddp; or leave out precision.modules"
         problems.append(Problem("PLAN017", what, "precision.modules", fix))
     return problems

@@ -89,16 +89,16 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
             fix = ", ".join(stacks[name]) if name in stacks else fix
             problems.append(Problem("PLAN018", f"no linear layer has the role `{name}`", "lora.targets", fix))
     if plan.precision.modules:
-        what = "adapters and types by module do not go together"
+        what = "adapters cannot be combined with precision.modules"
         problems.append(Problem("PLAN018", what, "precision.modules", "leave out precision.modules"))
     for stack in stacks.values():
         left = [name for name in stack if name not in plan.lora.targets]
         if 0 < len(left) < len(stack):
-            what = f"{spec.family} stacks {', '.join(stack)} in one layer: an adapter is of all or of none"
+            what = f"{spec.family} stacks {', '.join(stack)} in one layer: target all of them or none"
             problems.append(Problem("PLAN018", what, "lora.targets", f"add {', '.join(left)}"))
     least = min(spec.hidden_size, spec.intermediate_size, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:
-        what = f"rank {plan.lora.rank} is more than the narrowest layer's {least}: an adapter would not be thin"
+        what = f"rank {plan.lora.rank} exceeds the narrowest layer's {least}: an adapter would be larger than the layer"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))
     return problems
 

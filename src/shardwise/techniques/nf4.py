@@ -42,15 +42,15 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     problems = []
     names = parameter_shapes(spec)
     if odd := [name for name, shape in names.items() if quantised(name) and shape[1] % NF4_BLOCK]:
-        what = f"nf4 keeps rows in blocks of {NF4_BLOCK}, and {odd[0]} has {names[odd[0]][1]} columns"
+        what = f"nf4 stores rows in blocks of {NF4_BLOCK}, but {odd[0]} has {names[odd[0]][1]} columns"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
     here = importlib.metadata.version("torch")
     if plan.shard.strategy != "ddp" and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
         since = ".".join(map(str, SHARDS_BYTES))
-        what = f"nf4 is sharded from torch {since} on, whose FSDP2 takes bytes; here is {here}"
+        what = f"sharding nf4 weights needs torch {since} or later, and this is torch {here}"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
     if plan.compile:
-        what = "compiled blocks have not been made to work with nf4"
+        what = "nf4 does not work with compiled blocks yet"
         problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))
     return problems
 

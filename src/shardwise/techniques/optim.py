@@ -50,8 +50,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     packed = plan.optim.name == "adamw8bit"
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
-        what = f"moments in {kept} are for weights in fp32 or bf16, these are in {plan.precision.weights}"
-        return [Problem("PLAN012", what, key, "leave it out: moments take the type of the weights")]
+        what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
+        return [Problem("PLAN012", what, key, "leave it out: moments then have the dtype of the weights")]
     return []
 
 

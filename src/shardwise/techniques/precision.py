@@ -36,26 +36,26 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = "fp16 weights lose most updates: their steps are below fp16's resolution"
         problems.append(Problem("PLAN012", what, "precision.weights", "fp32 (or bf16)"))
     if precision.weights == "bf16" and precision.compute == "fp32":
-        what = "compute fp32 from weights kept in bf16 costs twice the time for none of the accuracy"
+        what = "computing in fp32 with weights in bf16 takes twice the time and gains no accuracy"
         problems.append(Problem("PLAN012", what, "precision.compute", "bf16, or weights fp32"))
     if precision.reduce == "bf16" and precision.compute == "fp64":
         problems.append(Problem("PLAN012", "gradients of fp64 would be reduced in bf16", "precision.reduce", "fp64"))
     if precision.modules and plan.shard.strategy != "ddp" and plan.remat.mode == "selective":
         # Seen with torch 2.13: selective checkpointing counts operations that FSDP2's inner units do once only.
-        what = "selective recompute does not work around sharded modules that have a type of their own"
+        what = "selective recompute does not work with sharded modules that have their own compute dtype"
         problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or leave out precision.modules"))
     if precision.modules and _beyond_llama(spec):
-        what = f"{spec.name} has norms or multipliers that Llama has not: types by module are not worked out for them"
+        what = f"{spec.name} has norms or multipliers that Llama does not have: precision.modules does not support them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
     head = compute_type(precision, "head")
     if head != precision.compute:
-        what = f"the output layer is asked to compute in {head}, but it is one with the loss, which computes in "
+        what = f"the output layer is set to compute in {head}, but it is fused with the loss, which computes in "
         fix = "leave `head` out of precision.modules"
         problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
     norms = [name.rpartition(".")[0] for name in parameter_shapes(spec) if precision.modules and role(name) == "norm"]
     asked = {compute_type(precision, norm) for norm in norms} - {precision.compute, "fp32"}
     if asked:
-        what = f"norms are asked to compute in {', '.join(sorted(asked))}"
+        what = f"norms are set to compute in {', '.join(sorted(asked))}"
         problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
     return problems
 

@@ -41,7 +41,7 @@ def treated(plan: Plan, block: int) -> bool:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.remat.mode != "none" and plan.remat.every > spec.num_hidden_layers:
-        what = f"every {plan.remat.every} blocks, but the model has {spec.num_hidden_layers}"
+        what = f"recompute.every is {plan.remat.every}, but the model has {spec.num_hidden_layers} blocks"
         return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]
     return []
 
