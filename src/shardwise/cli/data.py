@@ -69,7 +69,7 @@ def stages(hidden: bool) -> Iterator[_Stages]:
 
 
 class _Stages:
-    """One bar for each stage, as stages are told of."""
+    """One bar for each stage that is reported."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar

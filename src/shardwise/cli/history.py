@@ -47,7 +47,7 @@ class History:
 
     @property
     def measure(self) -> str:
-        """What validation measures: nats a token; of pairs of answers the loss."""
+        """What validation measures: nats per token; of pairs of answers the loss."""
         return "loss" if self.recipe.get("method.name") == "dpo" else "nats_per_token"
 
     @property

@@ -220,7 +220,7 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hi
     check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
     check_size(windows, batch, recipe.data)
-    if hidden or recipe.data.streaming:  # of streamed text nobody knows how much an epoch is
+    if hidden or recipe.data.streaming:  # the length of an epoch of streamed text is not known
         return
     total = max_steps(recipe, windows, batch)
     say(epoch(windows, batch, total), *report(prepared.manifest.counts))

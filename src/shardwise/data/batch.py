@@ -18,14 +18,14 @@ class MicroBatch:
     """``b`` packed windows of ``s`` tokens.
 
     ids        [b, s] int64
-    labels     [b, s] int64; ``labels[i, t]`` is the token that follows ``ids[i, t]``, or -100 where nothing is learnt
+    labels     [b, s] int64; ``labels[i, t]`` is the token that follows ``ids[i, t]``, or -100 if not supervised
     positions  [b, s] int64; they start again at every document when documents are masked
     documents  [n + 1] int32 cumulative boundaries of the segments over the ``b * s`` tokens laid row after row, 0 and
                ``b * s`` and every row's end included; None when each row is one segment
     longest    tokens in the longest segment
     answers    [b, s] int64, of pairs of answers: 2p for the tokens of pair p's chosen answer, 2p + 1 for its rejected
                one's, and any for padding; else None
-    references [p] float64: log p(chosen) - log p(rejected) of each pair under the model as it came
+    references [p] float64: log p(chosen) - log p(rejected) of each pair under the initial model
     """
 
     ids: Tensor

@@ -43,7 +43,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A sample as text, special tokens as private characters, and the [start, stop) of characters that are learnt."""
+    """A sample as text, special tokens as private characters, and the [start, stop) of supervised characters."""
 
     text: str
     spans: Spans
@@ -199,7 +199,7 @@ class Chat:
         return samples
 
     def ask(self, messages: list[dict[str, Any]]) -> Asked:
-        """The prompt for the turn that follows ``messages``, as it is learnt. Raises Fault CHAT002 where the template
+        """The prompt for the turn that follows ``messages``, as in training. Raises Fault CHAT002 where the template
         refuses them, CHAT003 where it does not show where an answer begins."""
         turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
         whole, start = self._turn(turns, None, len(messages))
@@ -287,7 +287,7 @@ def _unmarked(text: str) -> tuple[str, Spans]:
 
 
 def lay(segments: Sequence[Segment], encoder: Encoder, eot_id: int, end_of_turn: bool) -> tuple[Rendered, ...]:
-    """Template-free segments, closed by end-of-text, which is learnt where the last segment is. Each is encoded by
+    """Template-free segments, closed by end-of-text, which is supervised if the last segment is. Each is encoded by
     itself, as a prompt will be when the model is used: no token lies across a seam."""
     found = []
     for segment in segments:

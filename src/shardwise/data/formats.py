@@ -6,7 +6,7 @@ alpaca              {"instruction": ..., "input": ..., "output": ...}
 prompt_completion   {"prompt": ..., "completion": ...}     texts without a template, or lists of messages
 segments            {"segments": [{"text": ..., "label": true}]}    template-free; axolotl's input_output
 tokens              {"input_ids": [...], "labels": [...]}  labels are the ids, or -100
-text                {"text": ...}                          all of it is learnt
+text                {"text": ...}                          all of it is supervised
 
 and for preference optimisation, never mixed with those:
 
@@ -33,7 +33,7 @@ _ROLES |= dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "as
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them. ``trained`` tells of each whether it is learnt; None: everything is."""
+    """Messages as chat templates take them. ``trained`` says of each whether it is supervised; None: all are."""
 
     messages: list[dict[str, Any]]
     trained: list[bool] | None

@@ -2,15 +2,15 @@
 
 Window k reads the tokens [k * seq_len, k * seq_len + seq_len] of the stream: ``seq_len`` inputs, and the same moved
 by one as labels. So every step from one token to the next is in exactly one window, and window k is a pure function
-of the prepared data and seq_len. The last window is filled up with end-of-text; nothing is learnt there.
+of the prepared data and seq_len. The last window is filled up with end-of-text; it has no supervised tokens.
 
 With ``mask_documents`` a token sees its own document only: attention stops at the document's start, positions start
 again at 0 (also where a window begins in the middle of a document), and the label of the end-of-text position is
 masked, since what follows it is another text. Without, a window is one sequence, and the first token of a document is
-learnt from the end of the one before.
+supervised from the end of the one before.
 
 Samples for supervised fine-tuning are not cut: preparation lays whole ones into windows (``bins.py``), each a document
-of its own, and only what is marked as learnt is a label.
+of its own, and only tokens marked as supervised are labels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IGNORE = -100
 class Sample:
     """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the
     lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other.
-    ``references``: of a window of pairs, whose answers are its first documents, what the model as it came says of each
+    ``references``: of a window of pairs, whose answers are its first documents, what the initial model says of each
     (``Packs``)."""
 
     ids: NDArray[np.int64]
@@ -76,14 +76,14 @@ class Windows:
         return self.store.text_bytes(start + 1, start + self.seq_len + 1, skip_first=self.mask_documents)
 
     def padding(self) -> Sample:
-        """A window in which nothing is learnt: it makes up the number where every rank must have equally many."""
+        """A window without supervised tokens: padding where every rank must have equally many."""
         return _padding(self.store, self.seq_len, self.mask_documents)
 
 
 @dataclass(frozen=True)
 class Packs:
     """The windows of prepared samples, each of several whole samples and some end-of-text to fill up. ``reference``: of
-    each pair of answers log p(chosen) - log p(rejected) under the model as it came; 0 where None."""
+    each pair of answers log p(chosen) - log p(rejected) under the initial model; 0 where None."""
 
     store: TokenStore
     seq_len: int
@@ -123,7 +123,7 @@ class Packs:
         return float(sum(self.store.sample(index)[2] for index in self.store.window(k)))
 
     def padding(self) -> Sample:
-        """A window in which nothing is learnt."""
+        """A window without supervised tokens."""
         made = _padding(self.store, self.seq_len, masked=True)
         return replace(made, references=np.zeros(0)) if self.store.split.pairs else made
 

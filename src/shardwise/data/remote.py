@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, DataError, MissingInputError, Problem,
 from shardwise.spec.recipe import Data
 
 Progress = Callable[[str, int, int], None]
-"""Hears of a stage, what is done and what there is in all (0: nobody knows), in bytes."""
+"""Called with a stage, the bytes done and the bytes in total (0: unknown)."""
 HUB = "hf://datasets/"
 TRUST_S = 600.0
 """Ranks take what their launcher has just fetched: many of them must not all ask the store."""
@@ -95,7 +95,7 @@ def _is_dataset(name: str) -> bool:
 
 
 def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
-    """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, what is told of it)."""
+    """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, its facts)."""
     import fsspec
 
     web, patience = url.startswith("http"), {}
@@ -204,7 +204,7 @@ def all_shown(value: Any) -> Any:
 
 @contextmanager
 def of_their_urls() -> Iterator[None]:
-    """What is wrong with a file that was fetched is told of where it came from."""
+    """What is wrong with a fetched file is reported under the address it came from."""
     try:
         yield
     except DataError as error:

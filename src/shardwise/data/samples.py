@@ -153,7 +153,7 @@ def _join(pieces: list[Encoded]) -> Encoded:
 
 
 def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
-    """The sample within ``seq_len``, or nothing. Raises Fault CHAT002 when nothing in it is learnt."""
+    """The sample within ``seq_len``, or nothing. Raises Fault CHAT002 when it has no supervised tokens."""
     if not sample.supervised.any():
         raise Fault("CHAT002", "has no tokens to train on", "leave the record out")
     return _within([sample], [rules.seq_len], rules, counts)
@@ -162,9 +162,9 @@ def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
 def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[Encoded]:
     """Both answers within ``seq_len`` together, or nothing; cut, each has half of it, and what the other leaves.
 
-    They are learnt from the first token in which they differ: before it both have the same probabilities, whose
+    They are supervised from the first token in which they differ: before it both have the same probabilities, whose
     difference is nothing. That is also where a token lies across the end of the prompt in one of them. Raises Fault
-    CHAT002 where they do not differ, or nothing is learnt in one.
+    CHAT002 where they do not differ, or one has no supervised tokens.
     """
     chosen, rejected = (side.ids for side in pair)
     least = min(len(chosen), len(rejected))
@@ -204,6 +204,6 @@ def _cut(sample: Encoded, most: int) -> Encoded:
 
 
 def _learn(sample: Encoded, ids: NDArray[np.int64], supervised: NDArray[np.uint8]) -> Encoded:
-    """``sample`` of which less is learnt: of the bytes of its text it keeps an even share."""
+    """``sample`` with fewer supervised tokens: of the bytes of its text it keeps an even share."""
     text_bytes = round(sample.text_bytes * int(supervised.sum()) / max(int(sample.supervised.sum()), 1))
     return Encoded(ids, supervised, text_bytes)

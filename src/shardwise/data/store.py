@@ -8,7 +8,7 @@
 
 and for supervised fine-tuning, where a document is a sample:
 
-            train/mask-00000.bin     uint8 beside each token: 1 where it is learnt
+            train/mask-00000.bin     uint8 beside each token: 1 where it is supervised
             train/packs.bin          [documents, 2] little-endian uint64: window, sample; ordered by both
 
 For preference optimisation samples 2i and 2i + 1 are the chosen and the rejected answer of pair i, in one window.
@@ -51,7 +51,7 @@ class FileSum:
 @dataclass(frozen=True)
 class Split:
     """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents; of samples for
-    supervised fine-tuning, of what is learnt; ``masks``, ``packs``, ``windows`` and ``supervised_tokens`` are theirs
+    fine-tuning, of the supervised text; ``masks``, ``packs``, ``windows`` and ``supervised_tokens`` are theirs
     alone; ``pairs``: each two samples are a pair of answers."""
 
     tokens: int
@@ -157,7 +157,7 @@ class TokenStore:
         return tokens
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.int64]:
-        """1 where the token is learnt, else 0, for tokens [start, stop) of samples."""
+        """1 where the token is supervised, else 0, for tokens [start, stop) of samples."""
         return self._read(self._masks, start, stop)
 
     def _read(self, shards: list[NDArray[Any]], start: int, stop: int) -> NDArray[np.int64]:

@@ -51,7 +51,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """One batch of validation on one rank, with the bytes of text its learnt labels stand for (for bits a byte)."""
+    """One batch of validation on one rank, with the bytes of text of its supervised labels (for bits per byte)."""
 
     micro_batch: MicroBatch
     supervised_tokens: int
@@ -100,7 +100,7 @@ def evaluation(
     windows: Windows | Packs, share: Share, limit: int | None = None, numbers: Sequence[int] | None = None
 ) -> Iterator[EvaluationBatch]:
     """The first ``limit`` windows (all, if None), or those of ``numbers``, in order, in equally many batches on every
-    rank: missing rows are padding in which nothing is learnt. Which windows are read does not depend on ``share``;
+    rank: missing rows are padding without supervised tokens. Which windows are read does not depend on ``share``;
     ``share.accumulation`` is not used."""
     numbers = evaluated(windows, limit) if numbers is None else numbers
     for start in range(0, len(numbers), share.dp * share.micro_batch_size):

@@ -11,7 +11,7 @@ from shardwise.models.families import FULL, SLIDING
 from shardwise.models.rope import unsupported
 
 NOTICE = "in transformers' own modules (without precision.modules; docs/models.md)"
-"""What a user is told of such a model."""
+"""What is printed about such a model."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ UNTRACED: dict[str, Any] = {
     **dict.fromkeys(("layer_types", "nope_layers"), ()),
 }
 """Fields of ModelSpec that no sheet depends on, and what stands for them in its key: the number of blocks and what is
-told of each, names, and what changes numbers alone."""
+stated of each, names, and what only changes values."""
 
 
 def variant(precision: Precision) -> str:

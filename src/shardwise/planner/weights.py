@@ -21,8 +21,8 @@ ROOT = -1
 
 
 class Weights:
-    """What planner/schedule.py tells: when a group's forward and backward begin and end, each weight gradient, and
-    the end of a micro-batch. Where nothing is said here, nothing happens then."""
+    """The calls of planner/schedule.py: when a group's forward and backward begin and end, each weight gradient, and
+    the end of a micro-batch. What a strategy does not override does nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied

@@ -122,7 +122,7 @@ class RankPool:
         self._seats, self._directory = [], None
 
     def _start(self) -> None:
-        # A rank that died has closed its pipe before anybody was told of its end; a living one has nothing to say yet.
+        # A rank that died has closed its pipe before anybody notices its end; a living one has nothing to say yet.
         if self._seats and all(seat.process.is_alive() and not seat.pipe.poll() for seat in self._seats):
             return
         self.close()

@@ -1,4 +1,4 @@
-"""Validation: the mean loss in nats a token and in bits a byte, which does not depend on the tokenizer."""
+"""Validation: the mean loss in nats per token and in bits per byte, which does not depend on the tokenizer."""
 
 from __future__ import annotations
 

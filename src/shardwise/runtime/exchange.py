@@ -2,7 +2,7 @@
 
 torch.distributed's own collectives of objects unpickle whatever arrives, and unpickling can run any command. What
 arrives is what somebody connected to a rank's port has sent: a rank, as a rule. Here it is read as torch reads weights
-of strangers (``weights_only``): numbers, text, containers, tensors, and the classes that ``may_travel`` was told of.
+of strangers (``weights_only``): numbers, text, containers, tensors, and the classes given to ``may_travel``.
 """
 
 from __future__ import annotations

@@ -46,5 +46,5 @@ def backend(entry: dict[str, Any]) -> str:
 
 
 def ended(entry: dict[str, Any]) -> bool:
-    """Whether a recorded collective is over: torch's watchdog has let go of it, or the device has finished it."""
+    """Whether a recorded collective is over: torch's watchdog has retired it, or the device has finished it."""
     return bool(entry["retired"]) or entry["state"] == "completed"

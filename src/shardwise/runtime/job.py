@@ -44,7 +44,7 @@ SAVES_A_RUN = 10
 @dataclass(frozen=True)
 class Job:
     """A run as one rank sees it. ``run_id`` binds checkpoints to the run. ``references``: of pairs, the scores of the
-    model as it came, by split (runtime/reference.py). ``portions``: of streamed data, of which the first is
+    initial model, by split (runtime/reference.py). ``portions``: of streamed data, of which the first is
     ``prepared``."""
 
     recipe: Recipe

@@ -142,7 +142,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 class Log:
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
-    and they are told of every so many steps only; metrics.jsonl has them all. ``unsaved``: why the last save
+    and they get only every so many steps; metrics.jsonl has them all. ``unsaved``: why the last save
     failed."""
 
     def __init__(

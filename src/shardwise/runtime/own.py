@@ -1,4 +1,4 @@
-"""For a training loop of one's own: any ``nn.Module``, one plan, and these functions around a plain loop.
+"""For a user's own training loop: any ``nn.Module``, one plan, and these functions around a plain loop.
 
     plan = shardwise.plan("zero3", compute="bf16")           # the strategy is one word
     with shardwise.world(plan) as mesh:

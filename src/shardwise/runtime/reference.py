@@ -1,8 +1,8 @@
-"""What the model as it came says of each pair of answers (``method: dpo``): scored once before the first step, then a
+"""The initial model's scores of each pair of answers (``method: dpo``): computed once before the first step, then a
 number a pair in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
 
 A run that goes on reads the file. Pairs that it has not scored yet, because the run is to be longer, are scored by the
-weights as they came, which are there until the checkpoint is loaded.
+initial weights, which are in memory until the checkpoint is loaded.
 """
 
 from __future__ import annotations

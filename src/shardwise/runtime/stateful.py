@@ -1,4 +1,4 @@
-"""What a checkpoint of a loop of one's own keeps beside model and optimizer: schedulers, samplers, data loaders.
+"""What a checkpoint of a user's own loop keeps besides model and optimizer: schedulers, samplers, data loaders.
 
 Their ``state_dict()`` becomes JSON and comes back with the same types and bits. JSON has no tensors, tuples, counters,
 keys that are no texts, nor infinity: each of these is an object with one key that begins with ``$``.

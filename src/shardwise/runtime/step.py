@@ -42,7 +42,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is the same for all steps of a run. ``enter`` is told of every phase (runtime/guard.py)."""
+    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/guard.py)."""
 
     plan: Plan
     optim: Optim

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient in a step, on any rank: in a loop of one's own a model may route.
+"""Which parameters had a gradient in a step, on any rank: in a user's own loop a model may route.
 
     used on no rank        ``grad`` stays None, as in torch, and an optimizer leaves the parameter alone
     used on some           zeros on the others

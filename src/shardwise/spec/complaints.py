@@ -181,7 +181,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
 
 
 def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """How often it saves and validates, and what goes by the validation loss."""
+    """How often it saves and validates, and what depends on the validation loss."""
     save, evaluate, data = recipe.checkpoint, recipe.evaluate, recipe.data
     problems = []
     for steps, every, key, per_epoch in (
@@ -224,7 +224,7 @@ def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
 
 
 def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """What does not go with text of which nobody knows how long it is."""
+    """What cannot be combined with text of unknown length."""
     given = {
         "train.num_epochs": recipe.train.num_epochs,
         "checkpoint.saves_per_epoch": recipe.checkpoint.saves_per_epoch,

@@ -78,7 +78,7 @@ SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
 
 class Method(Section):
     """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``: which of two answers is
-    preferred. ``beta`` holds dpo near the model as it came; ``label_smoothing`` is the share of its pairs that are
+    preferred. ``beta`` keeps dpo close to the initial model; ``label_smoothing`` is the share of its pairs that are
     taken to be the wrong way round."""
 
     name: Literal["pretrain", "sft", "dpo"] = "pretrain"

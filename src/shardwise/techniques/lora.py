@@ -4,7 +4,7 @@ product of two thin matrices added: y = W x + alpha / rank * B A x, with A [rank
 Shards and sends nothing of its own: A and B are parameters of the block they are in, gathered and reduced with it, and
 everything else is frozen (freeze.py), so gradients, moments and what is reduced shrink to some per cent. It pays when
 a model is to be adapted and its state does not fit, or when many adapted copies are to be kept. rsLoRA (Kalajdzievski,
-arXiv 2312.03732) divides by the square root of the rank. B begins at zero: step 0 is the model as it came.
+arXiv 2312.03732) divides by the square root of the rank. B begins at zero: step 0 is the initial model.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int
 
 
 def _module(op: Op) -> str:
-    """The layer of a product; one with a bias goes by the bias's name."""
+    """The layer of a product; one with a bias has the bias's name."""
     return op.weight.rpartition(".")[0]
 
 

@@ -11,7 +11,7 @@ LEAST = 4096
 NF4_BLOCK, NF4_GROUP = 64, 256
 """Elements of a row of weights that share a size, and sizes that share one."""
 NF4_PARTS = ("codes", "sizes", "groups")
-"""What stands in the place of a weight that is kept in 4 bits."""
+"""What replaces a weight that is stored in 4 bits."""
 NF4_WIDE = 2**22
 """Elements that are wide at one time while a matrix is made of its 4 bits."""
 
