@@ -7,7 +7,7 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_650,
+    "spec": 1_700,
     "models": 2_700,
     "data": 3_050,
     "methods": 400,
@@ -16,7 +16,7 @@ PACKAGE_LINES = {
     "runtime": 4_450,
     "prove": 900,
     "launch": 650,
-    "interop": 800,
+    "interop": 750,
     "cli": 1_600,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""

@@ -121,6 +121,7 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
         "recompute.mode": (plan.remat.mode, recipe.recompute.mode),
         "precision.compute": (plan.precision.compute, recipe.precision.compute),
         "compile": (plan.compile, recipe.compile),
+        "run.deterministic": (plan.deterministic, recipe.run.deterministic),
         "model": (plan.model or spec.name, spec.name),
     }
     fix = f"the recipe that {file} was made for, or leave out --plan to plan again"

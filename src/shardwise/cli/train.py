@@ -73,7 +73,7 @@ def run(options: Options) -> int:
         print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
         return 0
     if is_worker():
-        set_up_torch()
+        set_up_torch(deterministic=loaded.recipe.run.deterministic)
         recipe = with_adapter(_named(options, words, loaded))
         return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
     for notice in loaded.notices:

@@ -48,9 +48,12 @@ def by_our_launcher() -> bool:
     return LAUNCHER in os.environ
 
 
-def set_up_torch() -> None:
+def set_up_torch(*, deterministic: bool) -> None:
     """To be called in a rank before torch is loaded, which reads its settings once. Unless the user has set the
-    allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits."""
+    allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits.
+    ``deterministic``: cuBLAS gets workspaces of its own for every stream, without which torch would refuse it."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 

@@ -165,6 +165,7 @@ def _candidates(
             precision=precision,
             remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
             compile=recipe.compile is True,
+            deterministic=recipe.run.deterministic,
             optim=Optim(recipe.optim.name, moments=recipe.optim.moments),
             frozen=tuple(recipe.model.frozen),
             lora=lora.settings(recipe.lora, precision),

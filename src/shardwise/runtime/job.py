@@ -144,7 +144,7 @@ def device_kind(recipe: Recipe) -> DeviceKind:
 
 def settle(job: Job) -> Job:
     """Agree on the run's identity: as an earlier start of the run left it in ``run.json``, else decided now by rank 0.
-    Raises DataError DATA013 when the data are not those of the run. From here on products are the plan's."""
+    Raises DataError DATA013 when the data are not those of the run. From here on torch computes as the plan says."""
     run = from_first(lambda: read_run(job.directory))
     data = job.prepared.manifest.fingerprint
     if run and run["data"] != data:
@@ -155,6 +155,9 @@ def settle(job: Job) -> Job:
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
     job = replace(job, run_id=run_id)
     torch.set_float32_matmul_precision(job.plan.precision.matmul)
+    if job.plan.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(job.plan.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
     if job.rank == 0 and not (job.directory / "run.json").exists():
         write_run(job)
     return job

@@ -127,6 +127,7 @@ class Plan:
     precision: Precision = Precision()
     remat: Remat = Remat()
     compile: bool = False
+    deterministic: bool = False
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None

@@ -192,7 +192,7 @@ class Evaluate(Section):
 class Run(Section):
     """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; with ``log_steps`` only of every so
     many steps, which are then those that are printed without a terminal. ``profile_steps`` (``10:12``) are traced by
-    torch's profiler."""
+    torch's profiler. ``deterministic`` asks torch for algorithms that give the same bits every time, on GPUs too."""
 
     name: str = "run"
     out: str = "runs"
@@ -205,6 +205,7 @@ class Run(Section):
     max_skipped_steps: int = Field(default=3, ge=0)
     trackers: Tracker | list[Tracker] = []
     profile_steps: str | None = None
+    deterministic: bool = False
 
     @property
     def tracker_names(self) -> list[Tracker]:
