@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ class Job:
         recipe = self.root / f"{self.name}.yaml"
         recipe.write_text(dump_recipe(Recipe.model_validate(sections)))
         planned = self.root / f"{self.strategy}-{self.world}.plan.yaml"
-        planned.write_text(dump_plan(plan(self.strategy, self.world)))
+        deterministic = sections["run"].get("deterministic", False)
+        planned.write_text(dump_plan(replace(plan(self.strategy, self.world), deterministic=deterministic)))
         return ["train", str(recipe), "--plan", str(planned)]
 
     def start(

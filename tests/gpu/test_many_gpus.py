@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +17,13 @@ from torch import multiprocessing
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.spec.plan import Plan, Remat
+from tests.faults.job import KILL, SAVE, STEPS, Job, write_text
+from tests.faults.ranks import ranks_to_kill
 from tests.parity.cases import BF16, FP64, TIED, UNTIED, plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-Job = tuple[ModelSpec, Plan, int]
+Work = tuple[ModelSpec, Plan, int]
 """What is trained, how, and for how many steps."""
 
 CASES = [
@@ -28,7 +34,7 @@ CASES = [
 ]
 
 
-def rank_of(rank: int, world: int, port: int, work: Path, jobs: list[Job]) -> None:
+def rank_of(rank: int, world: int, port: int, work: Path, jobs: list[Work]) -> None:
     """One rank: does every job and leaves its traces in ``work``."""
     torch.cuda.set_device(rank)
     store = f"tcp://127.0.0.1:{port}"
@@ -39,7 +45,7 @@ def rank_of(rank: int, world: int, port: int, work: Path, jobs: list[Job]) -> No
     dist.destroy_process_group()
 
 
-def trained(work: Path, world: int, jobs: list[Job]) -> list[list[parity.Trace]]:
+def trained(work: Path, world: int, jobs: list[Work]) -> list[list[parity.Trace]]:
     """For each job the traces of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,3 +72,53 @@ def test_parity_in_bf16(tmp_path: Path, strategy: str, world: int) -> None:
     for (spec, of, steps), traces in zip(jobs, trained(tmp_path, world, jobs), strict=True):
         found = parity.compare(parity.plain(parity.job_of(spec, of, steps)), traces)
         assert found.turn.error < 2e-3, f"{found} of {of}"
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Job]]:
+    """A run of two ranks on two GPUs, sharded whole; it can be killed, and compared with another."""
+    root = tmp_path_factory.mktemp("runs")
+    write_text(root / "text")
+    with ranks_to_kill() as ranks:
+        yield lambda name: Job(root, name, ranks)
+
+
+def words(job: Job, **run: Any) -> list[str]:
+    """Saves beside training, and the same bits every time."""
+    return job.write(run={"device": "cuda", "deterministic": True, **run}, checkpoint={"asynchronous": True})
+
+
+def test_saved_beside_training_killed_and_resumed_it_is_the_whole_run(make: Callable[[str], Job]) -> None:
+    """Bitwise: metrics, weights and moments. The second save waits for the first, so one of the two is there."""
+    whole, killed = make("whole"), make("killed")
+    assert whole.train(words(whole)) == [0, 0], whole.log.read_text()[-3000:]
+    assert killed.train(words(killed), {1: f"backward:{STEPS - 1}:1"}) == [1, -signal.SIGKILL]
+    assert killed.ended().kind == "peer_lost"
+    assert killed.train(words(killed)) == [0, 0], killed.log.read_text()[-3000:]
+    assert killed.begun_at() in ([0, SAVE], [0, 2 * SAVE])
+    killed.same_as(whole)
+
+
+def test_a_silent_rank_is_named_under_nccl(make: Callable[[str], Job]) -> None:
+    """The other's main thread waits for the device; a thread beside it ends the run, long before NCCL's timeout."""
+    job = make("silent")
+    begin = time.monotonic()
+    assert job.train(words(job, timeout_s=10.0), {1: f"forward:{KILL}:1:hang"}) == [1, -signal.SIGKILL]
+    assert time.monotonic() - begin < 100.0
+    [problem] = job.ended().problems
+    assert problem["code"] == "HANG001" and problem["what"].startswith("rank 1 (host ")
+    assert problem["where"].startswith(f"rank 1 is still in phase forward of step {KILL}; stacks in ")
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "kind"), [("SIGKILL", -signal.SIGKILL, "peer_lost"), ("raise", 70, "crash")]
+)
+def test_ranks_leave_within_seconds_of_anothers_end_under_nccl(
+    make: Callable[[str], Job], action: str, code: int, kind: str
+) -> None:
+    """Whose timeout is a minute, ten in the first steps. The one that fails takes NCCL down without waiting for it."""
+    job = make(f"ended-{action}")
+    begin = time.monotonic()
+    assert job.train(words(job), {1: f"reduce:{KILL}:1:{action}"}) == [1, code]
+    assert time.monotonic() - begin < 60.0
+    assert job.ended().kind == kind
