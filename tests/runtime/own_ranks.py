@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from examples import transformers_loop, vision_loop
@@ -264,10 +265,12 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
     """Losses, norms and full weights after ``steps`` in float64, two micro-batches a step, saving at the end to
     ``directory`` and going on from what is there."""
     torch.manual_seed(rank)  # every rank begins with rank 0's weights all the same
+    units = settings.pop("units", ())
     with started(world, settings.pop("nodes", 1)):
         plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
         model = Model().double()
-        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
+        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"), units=units)
+        assert {name for name in units if isinstance(model.get_submodule(name), FSDPModule)} == set(units)
         optimizer = own.optimizer(model, learning_rate=1e-2)
         first, checkpoints = 0, None
         if directory:

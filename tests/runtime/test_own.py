@@ -30,6 +30,8 @@ SETTINGS = [
     ("zero2", {"recompute": "selective"}),
     ("zero3", {}),
     ("zero3", {"recompute": "full"}),
+    ("zero1", {"units": ["into", "out"]}),
+    ("zero3", {"units": ["into", "blocks.0.1", "out"], "recompute": "full"}),
 ]
 
 
@@ -125,6 +127,21 @@ def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> No
 
 def test_hybrid(ranks: RankPool) -> None:
     same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("output", "the model has no module `output`"),
+        ("blocks", "`blocks` is a list of modules, which is never called itself"),
+        ("out", "`out` shares a weight with `into`, and the two must be gathered together"),
+    ],
+)
+def test_units_that_cannot_be(name: str, said: str) -> None:
+    model = Model()
+    model.out.bias = model.into.bias
+    with pytest.raises(ConfigError, match=f"CFG005.*{said}"):
+        shardwise.parallelize(model, shardwise.plan(), None, units=[name])
 
 
 def plain_routed() -> tuple[list[set[str]], dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Which pieces of a model are its blocks: what is gathered, recomputed and compiled as one."""
+"""Which pieces of a model are its blocks, what is gathered, recomputed and compiled as one, and which its ends."""
 
 from __future__ import annotations
 
@@ -22,3 +22,22 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     if listed and alike and all(next(member.parameters(), None) is not None for member in members):
         return members
     return [block for member in members for block in blocks(member)]
+
+
+def ends(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Of a decoder, what has parameters before its blocks (embedding) and after them (last norm, output layer), in the
+    order in which they run, each in every pass. None of any other model, nor where the two ends share a weight, or what
+    is before the blocks is more than tables, so that backward reads it."""
+    from torch import nn
+
+    from shardwise.models.layers import Head
+
+    named = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    if not isinstance(named.get("head"), Head):
+        return [], []
+    names = list(named)
+    middle = names.index("layers")
+    stem, tail = [named[name] for name in names[:middle]], [named[name] for name in names[middle + 1 :]]
+    tables = all(isinstance(module, nn.Embedding) for module in stem)
+    shared = {p for one in stem for p in one.parameters()} & {p for one in tail for p in one.parameters()}
+    return (stem, tail) if tables and not shared else ([], [])

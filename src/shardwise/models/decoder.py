@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,10 +9,8 @@ from torch import Tensor, nn
 
 from shardwise.models.attention import Attention, MaskSpec
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
-from shardwise.models.layers import MLP, RMSNorm, Rotary, rounded, soft_cap
+from shardwise.models.layers import MLP, Finish, Head, RMSNorm, Rotary, rounded, soft_cap
 from shardwise.models.rotary import rotary_tables
-
-Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -54,14 +51,13 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
-        self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.head = Head(spec.hidden_size, spec.vocab_size)
         if spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
-        weight [V,d]: a loss computed here holds the parameters of the root while it runs. ``finish`` caps its logits
-        by ``spec.final_soft_cap`` itself."""
+        weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself."""
         hidden = self.embedded(ids)
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
@@ -69,7 +65,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, tables[kind], masks[kind])
         hidden = self.normed(hidden)
         if finish is not None:
-            return finish(hidden, self.head.weight)
+            return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def embedded(self, ids: Tensor) -> Tensor:

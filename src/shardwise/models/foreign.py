@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
 from shardwise.models.config import ModelSpec
-from shardwise.models.decoder import Decoder, Finish
+from shardwise.models.decoder import Decoder
 from shardwise.models.foreign_spec import Foreign, check_foreign, refuse
-from shardwise.models.layers import soft_cap
+from shardwise.models.layers import Finish, Head, soft_cap
 from shardwise.models.roles import is_linear, role
 
 NAME = "shardwise"
@@ -44,6 +44,7 @@ class ForeignDecoder(nn.Module):
         self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
         for name, path in spec.foreign.places:
             self.add_module(name, whole.get_submodule(path))
+        self.head = Head(spec.hidden_size, spec.vocab_size)
         if spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
 
@@ -51,7 +52,7 @@ class ForeignDecoder(nn.Module):
         """As :meth:`Decoder.forward`."""
         hidden = self.normed(ids, positions, mask)
         if finish is not None:
-            return finish(hidden, self.head.weight)
+            return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:

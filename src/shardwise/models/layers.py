@@ -4,6 +4,7 @@ data type and device, so that the bytes a planner reads off fake tensors are the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from shardwise.models.config import ModelSpec
 
 aten = torch.ops.aten
 Rotary = tuple[Tensor, Tensor]
+Finish = Callable[[Tensor, Tensor], Tensor]
 FUSED_NORM = ("cuda",)
 """Devices for which torch has RMSNorm and its gradient as one operator each (since 2.9)."""
 
@@ -194,3 +196,18 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gated(self.gate(x), self.up(x)))
+
+
+class Head(nn.Linear):
+    """The output layer: hidden [..,d] -> logits [..,V]. What computes with its weight without its product runs inside
+    its call, as ``finish``: FSDP2 holds the weight for as long as that lasts."""
+
+    def __init__(self, size: int, vocabulary: int) -> None:
+        super().__init__(size, vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor, finish: Finish | None = None) -> Tensor:
+        """What ``finish`` makes of hidden and the weight [V,d] as it is, if there is one; else the product, in hidden's
+        dtype."""
+        if finish is not None:
+            return finish(hidden, self.weight)
+        return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from shardwise.methods.head import backward_tensors, forward_tensors
 from shardwise.planner.replay import Event
 from shardwise.planner.tape import Tape
-from shardwise.planner.weights import ROOT, Replicated, Sharded, Weights
+from shardwise.planner.weights import Replicated, Sharded, Weights
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import optim
@@ -51,34 +51,40 @@ class _Step:
     def micro_batch(self, index: int) -> None:
         tape, last = self.tape, len(self.blocks) - 1
         tape.mark("start of forward")
-        self.weights.before_forward(ROOT)
+        self.weights.before_forward("stem")
         self.forward(self.sheet.stem, "stem")
+        self.weights.after_forward("stem")
         for i, block in enumerate(self.blocks):
             self.weights.before_forward(i)
             self.forward(block, i)
             self.release_input(block, self.name(i - 1))
             self.weights.after_forward(i)
+        self.weights.before_forward("tail")
         self.forward(self.sheet.tail, "tail")
         self.loss_forward()
         self.release_input(self.sheet.tail, self.name(last))
-        self.weights.after_forward(ROOT)
+        self.weights.after_forward("tail")
         self.release_tables()
         tape.mark("end of forward")
-        self.weights.before_backward(ROOT)
+        self.weights.before_backward("tail")
         self.loss_backward()
         if self.sheet.tail.backward:
             self.backward(self.sheet.tail, "tail", self.name(last))
         running = [i for i in range(last, -1, -1) if i not in self.idle]
         # FSDP2 hears of the end of a backward from the gradient of the input; where there is none, when all is over.
-        late = [i for i in running if self.blocks[i].gradient_out < 0]
+        late: list[Hashable] = [i for i in running if self.blocks[i].gradient_out < 0]
+        if self.sheet.tail.gradient_out < 0:
+            late.append("tail")
+        else:
+            self.weights.after_backward("tail")
         for i in running:
             self.weights.before_backward(i)
             self.backward(self.blocks[i], i, self.name(i - 1))
             if i not in late:
                 self.weights.after_backward(i)
         self.backward(self.sheet.stem, "stem", None)
-        for i in (ROOT, *sorted(self.idle), *late):
-            self.weights.after_backward(i)
+        for unit in ("stem", *sorted(self.idle), *late):
+            self.weights.after_backward(unit)
         self.weights.end()
 
     def name(self, block: int) -> Hashable:

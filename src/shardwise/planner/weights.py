@@ -15,14 +15,12 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.replicas import buckets
-from shardwise.techniques.shard import Group, gradient_bytes, groups
-
-ROOT = -1
+from shardwise.techniques.shard import gradient_bytes, groups
 
 
 class Weights:
-    """The calls of planner/schedule.py: when a group's forward and backward begin and end, each weight gradient, and
-    the end of a micro-batch. What a strategy does not override does nothing."""
+    """The calls of planner/schedule.py: when the forward and backward of a unit (a block's number, ``stem``, ``tail``)
+    begin and end, each weight gradient, the end of a micro-batch. What a strategy does not override does nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
@@ -32,10 +30,10 @@ class Weights:
     def begin(self, *, last: bool) -> None:
         self.last = last
 
-    def before_forward(self, group: int) -> None: ...
-    def after_forward(self, group: int) -> None: ...
-    def before_backward(self, group: int) -> None: ...
-    def after_backward(self, group: int) -> None: ...
+    def before_forward(self, unit: Hashable) -> None: ...
+    def after_forward(self, unit: Hashable) -> None: ...
+    def before_backward(self, unit: Hashable) -> None: ...
+    def after_backward(self, unit: Hashable) -> None: ...
     def end(self) -> None: ...
     def cast(self, unit: Unit, name: Hashable) -> None: ...
     def uncast(self, unit: Unit, name: Hashable) -> None: ...
@@ -80,14 +78,14 @@ class Replicated(Weights):
 
     def head_gradient(self, key: Hashable) -> None:
         if self.tied:
-            self.tape.make(("gradient", "head"), "gradients", self.size[self.embedding.name])
             self.tape.free(key)
+            self.tape.make(("gradient", "head"), "gradients", self.size[self.embedding.name])
         else:
             self._arrived("head.weight", key)
 
     def _arrived(self, name: str, key: Hashable) -> None:
-        self.tape.hold(("grad", name), "gradients", self.size[name])
         self.tape.free(key)
+        self.tape.hold(("grad", name), "gradients", self.size[name])
         if self.last and self.buckets:
             self.missing[self.bucket_of[name]] -= 1
             while self.sent < len(self.buckets) and self.missing[self.sent] == 0:
@@ -107,18 +105,23 @@ class Replicated(Weights):
 
 
 class Sharded(Weights):
-    """Every rank holds a slice, as FSDP2 does it."""
+    """Every rank holds a slice, as FSDP2 does it. Where stem and tail are one group, it is ``tail``: gathered before
+    the stem's forward and reduced after its backward."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         super().__init__(tape, sheet, plan)
-        self.groups: dict[int, Group] = groups(sheet, plan)
+        self.groups = groups(sheet, plan)
         self.strategy = plan.shard.strategy
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
-        self.order = [*range(len(sheet.order)), ROOT]
-        self.gathered: set[int] = set()
-        self.idle = {i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward}
+        self.order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
+        self.gathered: set[Hashable] = set()
+        # What backward does not read: of the stem, a lookup's does not.
+        self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
-    def _gather(self, group: int) -> None:
+    def _group(self, unit: Hashable) -> Hashable:
+        return unit if unit in self.groups else "tail"
+
+    def _gather(self, group: Hashable) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size = self.groups[group]
         kept = ("post forward", group) in self.tape.alive
@@ -127,12 +130,13 @@ class Sharded(Weights):
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
         self.tape.free(("slice", group))
 
-    def _copy_out(self, group: int) -> None:
+    def _copy_out(self, group: Hashable) -> None:
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
         self.tape.free(("post forward", group))
         self.gathered.add(group)
 
-    def before_forward(self, group: int) -> None:
+    def before_forward(self, unit: Hashable) -> None:
+        group = self._group(unit)
         if group in self.gathered:
             return
         self._gather(group)
@@ -141,44 +145,49 @@ class Sharded(Weights):
                 self.tape.free(("gather", other))
         self._copy_out(group)
 
-    def after_forward(self, group: int) -> None:
-        if group == ROOT:
+    def after_forward(self, unit: Hashable) -> None:
+        group = self._group(unit)
+        if unit == "tail":
             for other in self.groups:
                 self.tape.free(("gather", other))
-        elif self.reshard is not False:
-            if self.reshard is not True and group not in self.idle:
+        elif self.reshard is not False and group != "tail":
+            if self.reshard is not True and group not in self.once:
                 share = self.groups[group].wire_bytes // self.reshard
                 self.tape.make(("post forward", group), "gathered", share)
             self._drop(group)
 
-    def _drop(self, group: int) -> None:
+    def _drop(self, group: Hashable) -> None:
         self.tape.free(("weights", group))
         self.gathered.discard(group)
 
-    def before_backward(self, group: int) -> None:
-        if group not in self.gathered:
+    def before_backward(self, unit: Hashable) -> None:
+        group = self._group(unit)
+        if group not in self.gathered | self.once:
             if ("gather", group) not in self.tape.alive:
                 self._gather(group)
             self._copy_out(group)
             self.tape.free(("gather", group))
-        ahead = self.order[self.order.index(group) - 1] if group != 0 else None
-        if ahead is not None and ahead not in self.gathered | self.idle:
+        ahead = self._group(self.order[self.order.index(unit) - 1])
+        if ahead not in self.gathered | self.once:
             self._gather(ahead)
 
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
-        group = name if isinstance(name, int) else ROOT
+        group = self._group(name)
         size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
         if self.tied and weight is self.embedding:
             self.tape.free(("unsharded", group, "head"))
+        self.tape.free(key)  # autograd takes over the first gradient as it is
         self.tape.hold(("unsharded", group, weight.name), "accumulated gradients", size)
-        self.tape.free(key)
 
     def head_gradient(self, key: Hashable) -> None:
         size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
-        self.tape.hold(("unsharded", ROOT, "head"), "accumulated gradients", size)
         self.tape.free(key)
+        self.tape.hold(("unsharded", "tail", "head"), "accumulated gradients", size)
 
-    def after_backward(self, group: int) -> None:
+    def after_backward(self, unit: Hashable) -> None:
+        group = self._group(unit)
+        if unit == "tail" and "stem" not in self.groups:
+            return
         reduces = self.last or self.strategy != "zero1"
         if self.last or self.strategy == "zero3":
             self._drop(group)
@@ -198,7 +207,7 @@ class Sharded(Weights):
             for group in self.groups:
                 self.tape.free(("scatter", group))
 
-    def _reduce(self, group: int, unsharded: list[Hashable]) -> None:
+    def _reduce(self, group: Hashable, unsharded: list[Hashable]) -> None:
         size = self.groups[group]
         for other in self.groups:
             self.tape.free(("scatter", other))

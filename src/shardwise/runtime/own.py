@@ -116,22 +116,31 @@ def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
         yield mesh
 
 
-def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None, whole: Collection[str] = ()) -> nn.Module:
+def parallelize(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    whole: Collection[str] = (),
+    units: Collection[str] = (),
+) -> nn.Module:
     """Apply ``plan`` to ``module``, in place, on this rank's device, and return it. All ranks begin with rank 0's
     weights and buffers.
 
     Blocks (the members of the module's lists of like modules) are recomputed, compiled and gathered one by one. No
     parameter is renamed. Under ddp, ``compute`` is torch's autocast; under the others FSDP2 casts what it gathers; of
     fp64 the weights are too. ``whole`` names submodules whose blocks are gathered with the rest of the model: those
-    that do not run on all ranks alike. Raises ConfigError CFG005 for a name that is none.
+    that do not run on all ranks alike. ``units`` names what else is gathered by itself, and kept until its backward is
+    over: large embeddings and output layers, that run on all ranks in every step. Raises ConfigError CFG005 for a name
+    that cannot be either.
     """
-    routed = {id(block) for name in whole for block in _submodule(module, name).modules()}
+    routed = {id(block) for name in whole for block in _submodule(module, name, "whole").modules()}
+    apart = [_unit(module, name) for name in units]
     wide = torch.float64 if plan.precision.compute == "fp64" else None
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), 0)
-    shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh, routed)
+    shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh, routed, apart)
     if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
         _autocast(module, torch.bfloat16)
     _USAGES[module] = Usage(module, plan.layout.dp, zeros_sent=shard.reduce_unused(module))
@@ -139,13 +148,27 @@ def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh | None, whole: C
     return module
 
 
-def _submodule(module: nn.Module, name: str) -> nn.Module:
+def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
     named = dict(module.named_modules())
     if name not in named:
         near = get_close_matches(name, named, 1)
         fix = f"did you mean `{near[0]}`?" if near else "a name from model.named_modules()"
-        raise ConfigError(Problem("CFG005", f"the model has no module `{name}`", "whole", fix))
+        raise ConfigError(Problem("CFG005", f"the model has no module `{name}`", argument, fix))
     return named[name]
+
+
+def _unit(module: nn.Module, name: str) -> nn.Module:
+    """The submodule of this name; ConfigError where its call cannot gather it, or is not all that needs it."""
+    unit = _submodule(module, name, "units")
+    if isinstance(unit, nn.ModuleList | nn.ModuleDict):
+        what = f"`{name}` is a list of modules, which is never called itself"
+        raise ConfigError(Problem("CFG005", what, "units", f"its members, such as `{name}.0`"))
+    inside, own = set(unit.modules()), set(unit.parameters())
+    for other, member in module.named_modules():
+        if member not in inside and not own.isdisjoint(member.parameters(recurse=False)):
+            what = f"`{name}` shares a weight with `{other}`, and the two must be gathered together"
+            raise ConfigError(Problem("CFG005", what, "units", f"leave out `{name}`: the rest of the model holds both"))
+    return unit
 
 
 def _autocast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -113,6 +113,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     from torch import nn
 
     from shardwise.models.foreign import ForeignDecoder
+    from shardwise.models.layers import Head
 
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -123,7 +124,7 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
             number = compute_type(plan.precision, name)
             if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != torch_type(number):
                 _cast_at_use(module, torch_type(number), torch_type(plan.precision.compute))
-            elif isinstance(part, ForeignDecoder):
+            elif isinstance(part, ForeignDecoder) and not isinstance(module, Head):  # which casts by itself
                 _cast_parameters(module, torch_type(number))
             elif number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
                 _cast_around(module, torch_type(number), torch_type(plan.precision.compute))

@@ -4,18 +4,19 @@
     ddp        nothing                      all-reduce of the gradients, once
     zero1      moments, masters             gathers P once; reduce-scatters once
     zero2      + gradients                  gathers P once; reduce-scatters m times
-    zero3      + weights                    gathers P 2m times (the root m times); reduce-scatters m times
+    zero3      + weights                    gathers P 2m times (the ends m times); reduce-scatters m times
 
 (fsdp is another name of zero3.) With dp_replicate > 1 a sharded strategy is hybrid (hsdp): slices over dp_shard ranks,
-and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, whose unit is a block; ddp
-on replicas.py. Gradients are sums, never means: the loss is already divided by the number of supervised tokens of the
-whole step. FSDP2 takes the types of precision.py and so this file reads them.
+and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, a unit of which is the
+embedding, a block, or the last norm with the output layer; ddp on replicas.py. Gradients are sums, never means: the
+loss is already divided by the number of supervised tokens of the whole step. FSDP2 takes the types of precision.py and
+so this file reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import blocks
+from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Axis
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
 _REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 
 
-def units(part: nn.Module) -> list[nn.Module]:
-    """The technique's one fact: what is gathered and reduced as one: each block, then the root with all the rest."""
-    return [*blocks(part), part]
+def units(part: nn.Module) -> list[list[nn.Module]]:
+    """The technique's one fact: what is gathered and reduced as one: what stands before the blocks, each block, what
+    stands after them, then the root with all the rest: both ends, where they are not to be told apart."""
+    stem, tail = ends(part)
+    return [unit for unit in (stem, *([block] for block in blocks(part)), tail, [part]) if unit]
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -77,11 +80,19 @@ class Group:
     cast_bytes: int
 
 
-def groups(sheet: Sheet, plan: Plan) -> dict[int, Group]:
-    """The groups of a sharded plan by block; -1 is the root: stem and tail together."""
+def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, Group]:
+    """The groups of a sharded plan: blocks by number, and the ends."""
     kinds = [_group(block.weights, plan) for block in sheet.blocks]
-    root = _group(sheet.stem.weights + sheet.tail.weights, plan)
-    return {**{index: kinds[kind] for index, kind in enumerate(sheet.order)}, -1: root}
+    found: dict[Hashable, Group] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
+    return found | {name: _group(weights, plan) for name, weights in _ends(sheet).items()}
+
+
+def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
+    """The weights of ``stem`` and of ``tail``; all as ``tail``, where models/blocks.py leaves them to the root."""
+    tables = all(op.name == "aten.embedding" for op in sheet.stem.forward if op.weight)
+    if tables and not sheet.tied:
+        return {"stem": sheet.stem.weights, "tail": sheet.tail.weights}
+    return {"tail": sheet.stem.weights + sheet.tail.weights}
 
 
 def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
@@ -119,8 +130,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
         )
         for block in sheet.blocks
     )
-    root = _unit_sends(sheet.stem.weights + sheet.tail.weights, plan, again=False)
-    stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + root)
+    outer = tuple(send for weights in _ends(sheet).values() for send in _unit_sends(weights, plan, again=False))
+    stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + outer)
     return dataclasses.replace(sheet, blocks=blocks, stem=stem)
 
 
@@ -143,7 +154,7 @@ def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
 
 def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
     """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
-    gathers what was let go after forward; not the root, and not a block that has no backward."""
+    gathers what was let go after forward; not the ends, one of which is kept, and not what has no backward."""
     alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
     gathered: dict[str, list[Tensor]] = {}
     for weight in weights:
@@ -177,10 +188,14 @@ def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
 
 
 def apply(
-    parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None, whole: Set[int] = frozenset()
+    parts: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    whole: Set[int] = frozenset(),
+    apart: Sequence[nn.Module] = (),
 ) -> list[nn.Module]:
-    """``whole``: the ids of blocks that are no units of their own, and so belong to the root. A parameter of no dims
-    cannot be cut: it is replicated under every strategy."""
+    """``whole``: the ids of blocks that are no units of their own, and so belong to the root; ``apart``: what is a
+    unit beside the blocks. A parameter of no dims cannot be cut: it is replicated under every strategy."""
     from torch import distributed as dist
 
     if mesh is None or plan.layout.dp == 1:
@@ -192,14 +207,14 @@ def apply(
             _REPLICAS[part] = Replicas(named.items(), mesh.get_group("dp_replicate"), plan.shard.bucket_bytes, wire)
             continue
         scalars = {name: parameter for name, parameter in named.items() if parameter.ndim == 0}
-        _fully_shard(part, plan, mesh, whole)
+        _fully_shard(part, plan, mesh, whole, apart)
         if scalars:
             assert plan.layout.dp == plan.layout.world and dist.group.WORLD is not None
             _REPLICAS[part] = Replicas(scalars.items(), dist.group.WORLD, plan.shard.bucket_bytes, wire)
     return parts
 
 
-def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int]) -> None:
+def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int], apart: Sequence[nn.Module]) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     hybrid = plan.layout.dp_replicate > 1
@@ -210,21 +225,31 @@ def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int])
     outside = torch_type(plan.precision.compute)
     # What a block is given has the type that it should have: rotation tables may be wide, under every strategy.
     policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
+    stem, tail = ends(part)
+    once = [*stem, *(block for block in _without_backward(part) if id(block) not in whole)]  # backward reads none of it
     for name, module in part.named_modules():
         number = compute_type(plan.precision, name)
         if number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
             own = MixedPrecisionPolicy(torch_type(number), reduce, output_dtype=outside)
-            # Outside the blocks it is kept after forward, as the root is.
-            inner = reshard if name.startswith("layers.") else False
+            # After the blocks it is kept after forward, as the tail is.
+            inner = reshard if name.startswith("layers.") else bool(reshard) and module in once
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
-    idle = [block for block in _without_backward(part) if id(block) not in whole]
-    for unit in (unit for unit in units(part) if unit is part or id(unit) not in whole):
-        # None lets FSDP2 keep the root, whose weights backward needs first.
-        after = None if unit is part and reshard else bool(reshard) if unit in idle else reshard
-        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
-    for block in idle:
-        # Or the backward of the next block would fetch it ahead, for nothing.
-        block.set_unshard_in_backward(False)  # type: ignore[operator]
+    places = {id(module): index for index, module in enumerate(part.modules())}
+    for unit in sorted([*units(part), *([one] for one in apart)], key=lambda unit: -places[id(unit[0])]):  # inner first
+        members = [one for one in unit if one is part or not (id(one) in whole or isinstance(one, FSDPModule))]
+        after: bool | int | None = reshard
+        if unit == [part]:
+            after = None if reshard else False  # None lets FSDP2 keep the root, whose weights backward needs first
+        elif unit == tail or unit[0] in (*once, *apart):
+            after = bool(reshard) and unit[0] in once
+        if members:
+            fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
+    for module in once:
+        # Or the backward of what comes after it would fetch it ahead, for nothing.
+        module.set_unshard_in_backward(False)  # type: ignore[operator]
+    for module in stem:
+        # Itself, or it would fetch what ran before it, the tail of the micro-batch before.
+        module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo knows no other way to a sum, and elsewhere a mean would be divided twice.
