@@ -430,24 +430,6 @@ def test_no_memory_is_explained_by_category(root: Path, monkeypatch: pytest.Monk
     assert found is not None and found.kind == "memory"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory\nmore")])
-def test_an_allocation_that_fails_without_a_word_is_explained_too(error: Exception) -> None:
-    from shardwise.runtime.fit import explain_memory
-
-    with pytest.raises(TrainingError) as raised, explain_memory(small_run.plan(), torch.device("cpu"), "saving"):
-        raise error
-    [problem] = raised.value.problems
-    said = str(error).partition("\n")[0] or "MemoryError"
-    assert (problem.code, problem.what) == ("MEM001", f"out of memory while saving: {said}")
-
-
-def test_another_bug_is_not_taken_for_want_of_memory() -> None:
-    from shardwise.runtime.fit import explain_memory
-
-    with pytest.raises(RuntimeError, match="shapes"), explain_memory(small_run.plan(), torch.device("cpu"), "x"):
-        raise RuntimeError("shapes cannot be multiplied")
-
-
 def test_nothing_that_only_reports_ends_a_run(
     root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
