@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,10 +36,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.methods.loss import linear_cross_entropy
-from shardwise.models import attention, blockwise
+from shardwise.models import attention
 from shardwise.models.attention import MaskSpec
-from shardwise.models.blockwise import Rule, Saved
+from shardwise.models.blockwise import Rule
 from shardwise.models.config import ModelSpec
+from shardwise.models.kernels import able
 from shardwise.models.resolve import resolve
 from shardwise.planner.price import CUDA_RESERVE_BYTES
 from shardwise.planner.search import choose
@@ -127,27 +129,39 @@ def masks(on: Device, s: int) -> dict[str, MaskSpec]:
 
 
 def attention_numbers(on: Device) -> Lines:
-    """Output, log-sum-exp and gradients of every kind of mask and dtype against the reference in fp64."""
+    """Output, log-sum-exp and gradients of every kernel, kind of mask and dtype against the reference in fp64."""
     s = 64 if on.rehearse else 640
-    yield from ("| mask | dtype | output | log-sum-exp | gradients | |", "|---|---|---|---|---|---|")
+    yield from ("| mask | kernel | dtype | output | log-sum-exp | gradients | |", "|---|---|---|---|---|---|---|")
     for name, mask in masks(on, s).items():
         for dtype, most in ERRORS.items():
             torch.manual_seed(0)
             shapes = [(2, s, heads, 64) for heads in (6, 2, 2)]
             q, k, v = (torch.randn(shape, device=on.device).to(dtype).transpose(1, 2) for shape in shapes)
             q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out, lse = attention.Attention.inner(None, q, k, v, mask)  # type: ignore[arg-type]
-            grad = torch.randn(out.shape, device=on.device).to(dtype)
-            grads = torch.autograd.grad(out, (q, k, v), grad)
-            wide = [x.detach().double() for x in (q, k, v)]
-            settings = (mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)
-            rule = Rule(mask.documents, None if mask.sinks is None else mask.sinks.double(), None, *settings)
-            right, right_lse = blockwise.forward(*wide, rule)
-            right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
-            found = [error(out, right), error(lse, right_lse)]
-            found.append(max(error(a, b) for a, b in zip(grads, right_grads, strict=True)))
-            verdict = "" if found[0] < most and found[2] < most and found[1] < min(most, 1e-3) else "WRONG"
-            yield f"| {name} | {dtype} | {' | '.join(f'{e:.1e}' for e in found)} | {verdict} |".replace("torch.", "")
+            wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+            right, right_lse = inner(wide, mask, "blockwise")
+            grad = torch.randn(right.shape, device=on.device).to(dtype)
+            right_grads = torch.autograd.grad(right, wide, grad.double())
+            for kernel in serving(on, q, mask):
+                out, lse = inner([q, k, v], mask, kernel)
+                grads = torch.autograd.grad(out, (q, k, v), grad)
+                found = [error(out, right), error(lse, right_lse)]
+                found.append(max(error(a, b) for a, b in zip(grads, right_grads, strict=True)))
+                verdict = "" if found[0] < most and found[2] < most and found[1] < min(most, 1e-3) else "WRONG"
+                errors = " | ".join(f"{e:.1e}" for e in found)
+                yield f"| {name} | {kernel} | {dtype} | {errors} | {verdict} |".replace("torch.", "")
+
+
+def inner(tensors: list[Tensor], mask: MaskSpec, kernel: str) -> tuple[Tensor, Tensor]:
+    """Attention by one kernel."""
+    return attention.Attention.inner(None, *tensors, replace(mask, kernel=kernel))  # type: ignore[arg-type]
+
+
+def serving(on: Device, q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
+    """The kernels that compute this mask here, the one that is taken first."""
+    rule = Rule(mask.documents, None, None, mask.causal, mask.window, mask.longest, mask.soft_cap)
+    attention.prepare(on.device, "fa3")
+    return able(attention.case_of(q, rule), attention.present(on.device, "cudnn"))
 
 
 def error(found: Tensor, right: Tensor) -> float:
@@ -317,7 +331,8 @@ def kernels(on: Device) -> Lines:
     ours["documents"] = MaskSpec(documents=bounds, longest=s // 8)
     for name, mask in ours.items():
         share = {"documents": 1 / 8, "window": 0.19}.get(name, 1.0)
-        yield row(f"shardwise, {name}", lambda m=mask: attention.Attention.inner(None, q, k, v, m)[0], share)  # type: ignore[arg-type, misc]
+        for kernel in serving(on, q, mask):
+            yield row(f"shardwise, {name}, {kernel}", lambda m=mask, by=kernel: inner([q, k, v], m, by)[0], share)  # type: ignore[misc]
 
 
 def loss_chunks(on: Device) -> Lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,10 +31,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWa
 B, H, HK, S, E = 2, 6, 2, 640, 64
 DOCUMENTS = [0, 100, 101, 640, 700, 1280]
 MASKS = {
-    "causal": (None, True),
-    "full": (None, False),
-    "documents": (DOCUMENTS, True),
-    "full documents": (DOCUMENTS, False),
+    "causal": MaskSpec(),
+    "full": MaskSpec(causal=False),
+    "documents": MaskSpec(documents=torch.tensor(DOCUMENTS)),
+    "full documents": MaskSpec(causal=False, documents=torch.tensor(DOCUMENTS), scale=0.2),
+    "window": MaskSpec(window=100),
+    "full window in documents": MaskSpec(causal=False, window=200, documents=torch.tensor(DOCUMENTS)),
+    "sinks": MaskSpec(window=300, sinks=torch.linspace(-1, 4, H)),
+    "cap": MaskSpec(soft_cap=2.0, documents=torch.tensor(DOCUMENTS)),
+    "all": MaskSpec(window=100, documents=torch.tensor(DOCUMENTS), soft_cap=2.0, sinks=torch.linspace(-1, 4, H)),
 }
 ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Of the largest element: a few roundings of the type (fp32: of its products), of probabilities above all."""
@@ -50,24 +56,33 @@ def error(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_is_that_of_the_reference(alone: torch.device, name: str, dtype: torch.dtype) -> None:
-    """Output, log-sum-exp and gradients against the reference in fp64; bf16 and fp16 run the flash kernels."""
-    bounds, causal = MASKS[name]
-    documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=alone)
-    mask = MaskSpec(causal=causal, documents=documents, longest=539 if bounds else 0)
+    """Output, log-sum-exp and gradients of every kernel that serves here against the reference in fp64."""
+    mask = MASKS[name]
+    documents = None if mask.documents is None else mask.documents.to(alone, torch.int32)
+    sinks = None if mask.sinks is None else mask.sinks.to(alone)
+    longest = 0 if documents is None else int(documents.diff().max())
     torch.manual_seed(0)
     shapes = [(B, S, heads, E) for heads in (H, HK, HK)]
     q, k, v = (torch.randn(shape, device=alone).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes)
-    rule = Rule(documents, None, None, causal, None, mask.longest, None)
-    assert kernels.serves(q, rule) == (dtype in (torch.bfloat16, torch.float16))
-    out, lse = attention.Attention.inner(None, q, k, v, mask)  # type: ignore[arg-type]
-    grad = torch.randn(out.shape, device=alone).to(dtype)
-    grads = torch.autograd.grad(out, (q, k, v), grad)
+    rule = Rule(documents, sinks, None, mask.causal, mask.window, longest, mask.soft_cap, mask.scale)
     wide = [x.detach().double() for x in (q, k, v)]
     right, right_lse = blockwise.forward(*wide, rule)
+    if sinks is not None:
+        right, right_lse = blockwise.with_sinks(right, right_lse, sinks)
+    grad = torch.randn(right.shape, device=alone).to(dtype)
     right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
-    assert error(out, right) < ERRORS[dtype]
-    assert error(lse, right_lse) < min(ERRORS[dtype], 1e-3), "statistics are at least fp32"
-    assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True))
+    attention.prepare(alone, "fa3")
+    case = attention.case_of(q, rule)
+    serving = kernels.able(case, attention.present(alone, "cudnn"))
+    narrow = dtype in (torch.bfloat16, torch.float16) and case.capability >= kernels.AMPERE
+    assert serving[-1] == "blockwise" and len(serving) > narrow
+    for kernel in serving:
+        told = replace(mask, documents=documents, sinks=sinks, longest=longest, kernel=kernel)
+        out, lse = attention.Attention.inner(None, q, k, v, told)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        assert error(out, right) < ERRORS[dtype], kernel
+        assert error(lse, right_lse) < min(ERRORS[dtype], 1e-3), f"{kernel}: statistics are at least fp32"
+        assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True)), kernel
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)

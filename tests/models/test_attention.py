@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.models import attention as module
-from shardwise.models import blockwise, kernels
+from shardwise.models import blockwise, flash
 from shardwise.models.attention import MaskSpec
 
 B, H, HK, S, E = 2, 6, 2, 40, 8
@@ -103,27 +102,14 @@ def test_the_fallback_is_the_kernel(dtype: torch.dtype, documents: Tensor | None
     """To rounding: the kernel rounds bf16 probabilities before the second product, the fallback keeps fp32."""
     rule = blockwise.Rule(documents, None, None, True, None, 33, None)
     q, k, v = (x.detach() for x in inputs(dtype))
-    assert kernels.serves(q, rule)
     results = []
-    for path in (kernels, blockwise):
+    for path in (flash, blockwise):
         out, lse = path.forward(q, k, v, rule)
         grads = path.backward(torch.ones_like(out), blockwise.Saved(q, k, v, out, lse), rule)
         results.append([x.double() for x in (out, lse, *grads)])
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for kernel, fallback in zip(*results, strict=True):
         assert (kernel - fallback).norm() < tolerance * (1 + fallback.norm())
-
-
-@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_flash_is_for_cards_that_have_it(
-    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """V100 and T4 compute attention block by block: the flash kernel stops with an error there."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    rule = blockwise.Rule(None, None, None, True, None, S, None)
-    with FakeTensorMode():
-        q = torch.empty(B, H, S, E, dtype=torch.float16, device="cuda")
-    assert kernels.serves(q, rule) == expected
 
 
 def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient() -> None:
@@ -204,11 +190,11 @@ def test_the_backward_of_narrow_documents_is_that_of_fp32_rounded(
     out, lse = run(*narrow, mask)
     rule = blockwise.Rule(DOCUMENTS, None, None, True, None, 33, None)
     saved = blockwise.Saved(*(x.detach() for x in (*narrow, out, lse)))
-    whole = kernels.backward(grad, saved, rule)
-    monkeypatch.setattr(kernels, "WIDE_NUMBERS", 1)
-    pieces = kernels.backward(grad, saved, rule)
+    whole = flash.backward(grad, saved, rule)
+    monkeypatch.setattr(flash, "WIDE_NUMBERS", 1)
+    pieces = flash.backward(grad, saved, rule)
     wide = blockwise.Saved(*(x.float() for x in saved))
-    expected = kernels.backward(grad.float(), wide, rule)
+    expected = flash.backward(grad.float(), wide, rule)
     for found, piecewise, right in zip(whole, pieces, expected, strict=True):
         assert torch.equal(found, piecewise) and torch.equal(found, right.to(dtype))
 

@@ -60,6 +60,8 @@ GEMMA = ModelSpec(
     local_rope_theta=10.0,
     rope_scaling=RopeScaling("linear", 8.0),
 )
+FLASH = replace(UNTIED, name="tiny-flash", head_dim=16)
+"""With heads that the flash kernel of GPUs serves, of which UNTIED's are too small."""
 QWEN = replace(UNTIED, name="tiny-qwen", qk_norm="head", attention_bias=True, attention_output_bias=False)
 
 FP64 = Precision(compute="fp64", weights="fp64", reduce="fp64")

@@ -101,6 +101,29 @@ def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("cluster", "pin", "served"),
+    [
+        ("1xH100", "cudnn", None),
+        ("1xH100", "flex", None),
+        ("1xA100", "cudnn", "flash, efficient, flex, blockwise"),
+        ("1xT4", "flash", "efficient, blockwise"),
+        ("1xMI300X", "efficient", "flash, flex, blockwise"),
+        ("1xCPU", "flex", "flash, blockwise"),
+    ],
+)
+def test_a_pinned_kernel_of_attention_serves_or_is_refused(cluster: str, pin: str, served: str | None) -> None:
+    asked = recipe(attention=pin)
+    if served is None:
+        assert choose(asked, ONE_B, parse_cluster(cluster)).attention == pin
+        return
+    with pytest.raises(ConfigError) as caught:
+        choose(asked, ONE_B, parse_cluster(cluster))
+    [problem] = caught.value.problems
+    assert (problem.code, problem.where) == ("PLAN020", "attention")
+    assert set(problem.fix.removeprefix("attention=auto, or one of ").split(", ")) == set(served.split(", "))
+
+
+@pytest.mark.parametrize(
     ("products", "types", "why"),
     [
         (None, ("fp32", "highest"), "default: how fast this CPU multiplies bf16 was not measured"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.models import hf
+from shardwise.models import attention, hf
+from shardwise.models.blockwise import Rule
 from shardwise.models.decoder import Decoder
 from shardwise.models.init import fill
 from shardwise.prove.pool import RankPool
@@ -33,6 +35,24 @@ LAYOUTS = [
 
 def plan_of(layout: Layout, strategy: str, precision: Precision = Precision()) -> Plan:  # noqa: B008
     return Plan(layout=layout, shard=Shard(strategy=strategy), precision=precision)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("pin", ["auto", "blockwise"])
+def test_a_pinned_kernel_computes_attention(kind: str, pin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = UNTIED if kind == "llama" else foreign.spec_of(kind)
+    asked: list[str] = []
+    chosen = attention._kernel
+
+    def kept(q: torch.Tensor, rule: Rule) -> tuple[Any, Rule]:
+        asked.append(rule.kernel)
+        return chosen(q, rule)
+
+    monkeypatch.setattr(attention, "_kernel", kept)
+    [model] = build.build_parts(spec, Plan(attention=pin), None, torch.device("cpu"))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    model(ids, ids, attention.MaskSpec()).sum().backward()
+    assert asked == [pin] * 2 * spec.num_hidden_layers
 
 
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)

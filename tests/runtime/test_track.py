@@ -213,3 +213,11 @@ def test_what_is_not_installed_is_refused_with_the_line_to_type(monkeypatch: pyt
     [problem] = raised.value.problems
     assert (problem.code, problem.fix) == ("TRK001", 'pip install "shardwise[wandb,mlflow]"')
     check_installed(Recipe.model_validate({"run": {"trackers": "trackio"}}))
+
+
+def test_flash_attention_3_is_asked_for_before_any_process_starts() -> None:
+    check_installed(Recipe(attention="flash"))
+    with pytest.raises(UnavailableError) as raised:
+        check_installed(Recipe(attention="fa3"))
+    [problem] = raised.value.problems
+    assert (problem.code, problem.where, problem.fix) == ("DEV003", "attention", "attention=auto takes what torch has")

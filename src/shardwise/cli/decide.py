@@ -122,6 +122,7 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
         "precision.compute": (plan.precision.compute, recipe.precision.compute),
         "compile": (plan.compile, recipe.compile),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),
+        "attention": (plan.attention, recipe.attention),
         "model": (plan.model or spec.name, spec.name),
     }
     fix = f"the recipe that {file} was made for, or leave out --plan to plan again"

@@ -129,3 +129,11 @@ def complete_accumulated(module: torch.nn.Module) -> None:
                 if member.unsharded_accumulated_grad is None and member.unsharded_param.requires_grad:
                     zeros = torch.zeros_like(member.unsharded_param, dtype=member.reduce_dtype)
                     member.unsharded_accumulated_grad = zeros
+
+
+def differentiable_inside_operations() -> AbstractContextManager[Any]:
+    """Records gradients within an operation of our own, where torch has switched that off. Without it an operation
+    could not ask autograd for the backward of what it calls."""
+    import torch
+
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

@@ -6,13 +6,14 @@ log-sum-exp of every row, whichever kernel computes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.models import blockwise, kernels
+from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
@@ -27,6 +28,7 @@ class MaskSpec:
     longest: length of the longest document; 0 where ``documents`` is None.
     soft_cap: scores become cap * tanh(score / cap). sinks: [h] logits that take part in each softmax without a value.
     scale: what q k^T is multiplied by, where it is not 1 / sqrt(e).
+    kernel: the one of kernels.py to take where it serves; auto: the first that does.
     positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
     """
 
@@ -38,12 +40,71 @@ class MaskSpec:
     sinks: Tensor | None = None
     positions: Tensor | None = None
     scale: float | None = None
+    kernel: str = "auto"
 
 
 _MASK = (
     "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, SymInt longest, float? soft_cap, "
-    "float? scale"
+    "float? scale, str kernel='auto'"
 )
+_COMPUTED_BY: dict[str, Any] = {
+    "flash": flash,
+    "fa3": flash,
+    "cudnn": cudnn,
+    "efficient": efficient,
+    "flex": flex,
+    "blockwise": blockwise,
+}
+"""Where the forward and backward of each row of the table stand; fa3 takes the place of torch's own flash."""
+_NUMBERS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CUDNN_VERSION = 91_500
+"""Above it torch prefers cuDNN on the cards of kernels.CUDNN."""
+
+
+def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kernels.Case:
+    """What attention of these numbers on this device asks of a kernel, before its mask."""
+    number, certain = _NUMBERS[dtype], torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda":
+        return kernels.Case("cpu", number, head_dim, deterministic=certain)
+    if torch.version.hip is not None:
+        return kernels.Case("rocm", number, head_dim, deterministic=certain)
+    capability = torch.cuda.get_device_capability(device)
+    return kernels.Case("cuda", number, head_dim, capability, deterministic=certain)
+
+
+def present(device: torch.device, pin: str) -> frozenset[str]:
+    """Which of kernels.OPTIONAL this process has; cuDNN of a version that torch does not prefer, when it is pinned."""
+    version = torch.backends.cudnn.version() if device.type == "cuda" else None
+    found = {"cudnn"} if version is not None and (version > CUDNN_VERSION or pin == "cudnn") else set()
+    return frozenset(found | {"fa3"} if torch.nn.attention.current_flash_attention_impl() == "FA3" else found)
+
+
+def prepare(device: torch.device, pin: str) -> None:
+    """Have FlashAttention 3 take the place of torch's own, where it is installed for this card and not pinned away."""
+    nn_attention = torch.nn.attention
+    hopper = device.type == "cuda" and device_case(device, torch.bfloat16, 0).capability == kernels.HOPPER
+    there = "FA3" in nn_attention.list_flash_attention_impls() and find_spec(kernels.FA3_PACKAGE) is not None
+    if hopper and there and pin in ("auto", "fa3"):
+        nn_attention.activate_flash_attention_impl("FA3")
+
+
+def case_of(q: Tensor, rule: Rule) -> kernels.Case:
+    """What is asked of a kernel."""
+    return replace(
+        device_case(q.device, q.dtype, q.shape[-1]),
+        documents=rule.documents is not None,
+        window=rule.window is not None,
+        soft_cap=rule.soft_cap is not None,
+        positions=rule.positions is not None,
+        odd_length=q.shape[2] % kernels.LENGTH != 0,
+    )
+
+
+def _kernel(q: Tensor, rule: Rule) -> tuple[Any, Rule]:
+    """What computes attention under this rule, and the rule as it is told."""
+    if q.device.type != "cpu" and rule.documents is not None and rule.documents.shape[0] - 1 == q.shape[0]:
+        rule = rule._replace(documents=None)  # every row's end is a boundary, so each row is one document
+    return _COMPUTED_BY[kernels.choose(case_of(q, rule), rule.kernel, present(q.device, rule.kernel))], rule
 
 
 @torch.library.custom_op(
@@ -54,8 +115,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tens
 
     q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] in fp32.
     """
-    rule = Rule(*mask)
-    out, lse = (kernels if kernels.serves(q, rule) else blockwise).forward(q, k, v, rule)
+    kernel, rule = _kernel(q, Rule(*mask))
+    out, lse = kernel.forward(q, k, v, rule)
+    if rule.sinks is not None:
+        out, lse = blockwise.with_sinks(out, lse, rule.sinks)
     return _heads_inside(out), lse.contiguous()
 
 
@@ -67,9 +130,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tens
 )
 def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (laid out as [b,s,h,e]) and of the sinks (empty without sinks) from that of ``out``."""
-    saved, rule = Saved(*saved_and_mask[:5]), Rule(*saved_and_mask[5:])
+    saved = Saved(*saved_and_mask[:5])
+    kernel, rule = _kernel(saved.q, Rule(*saved_and_mask[5:]))
     grad = _heads_inside(grad)  # a kernel may take it for granted that the last dim is contiguous
-    grads = (kernels if kernels.serves(saved.q, rule) else blockwise).backward(grad, saved, rule)
+    grads = kernel.backward(grad, saved, rule)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
     return *(_heads_inside(x) for x in grads), grad_sinks
 
@@ -105,7 +169,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *grads, grad_sinks = attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 6
+    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 7
 
 
 attention.register_autograd(_backward, setup_context=_save)
@@ -145,4 +209,6 @@ class Attention(nn.Module):
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""
         tensors = (mask.documents, mask.sinks, mask.positions)
-        return attention(q, k, v, *tensors, mask.causal, mask.window, mask.longest, mask.soft_cap, mask.scale)
+        return attention(
+            q, k, v, *tensors, mask.causal, mask.window, mask.longest, *(mask.soft_cap, mask.scale, mask.kernel)
+        )

@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     longest: int
     soft_cap: float | None
     scale: float | None = None
+    kernel: str = "auto"
 
 
 class Saved(NamedTuple):
@@ -51,10 +52,22 @@ class _Tokens(NamedTuple):
 def _tokens(q: Tensor, rule: Rule) -> _Tokens:
     b, _, s, _ = q.shape
     positions = torch.arange(s, device=q.device).expand(b, s) if rule.positions is None else rule.positions
+    found = numbers(q, rule)
+    return _Tokens(positions, torch.zeros_like(positions) if found is None else found)
+
+
+def numbers(q: Tensor, rule: Rule) -> Tensor | None:
+    """The number of each token's document, [b,s]; None without documents."""
+    b, _, s, _ = q.shape
     if rule.documents is None:
-        return _Tokens(positions, torch.zeros_like(positions))
+        return None
     flat = torch.arange(b * s, dtype=rule.documents.dtype, device=q.device)
-    return _Tokens(positions, torch.bucketize(flat, rule.documents, right=True).view(b, s))
+    return torch.bucketize(flat, rule.documents, right=True).view(b, s)
+
+
+def reach(rule: Rule, length: int) -> int:
+    """A query sees no key that stands this many places away, or more. Known without asking the device."""
+    return min(length, rule.longest if rule.documents is not None else length, rule.window or length)
 
 
 def _blocks(s: int) -> list[slice]:
@@ -73,13 +86,17 @@ def _visible(tokens: _Tokens, rule: Rule, rows: slice, columns: slice) -> Tensor
 
 
 def _pairs(tokens: _Tokens, rule: Rule, rows: slice, blocks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+    """The blocks of keys that queries of ``rows`` may see, and which of them. On a CPU every block is looked at; a GPU
+    would have to be waited for, so there its place alone decides."""
+    far = reach(rule, blocks[-1].stop)
     for columns in blocks:
-        if rule.causal and rule.positions is None and columns.start >= rows.stop:
-            return
-        if rule.window is not None and rule.positions is None and columns.stop <= rows.start - rule.window + 1:
-            continue
+        if rule.positions is None:
+            if columns.start >= rows.stop + (0 if rule.causal else far - 1):
+                return
+            if columns.stop <= rows.start - far + 1:
+                continue
         seen = _visible(tokens, rule, rows, columns)
-        if bool(seen.any()):
+        if seen.device.type != "cpu" or bool(seen.any()):
             yield columns, seen
 
 
@@ -100,7 +117,7 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, rule: Rule) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf (or the sink)."""
+    """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf."""
     tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), accumulation_dtype(q.dtype)
     kv_heads = k.shape[1]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
@@ -108,8 +125,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
         query = _grouped(q[:, :, rows], kv_heads, wide)
         total = torch.zeros_like(query)
         norm = query.new_full(query.shape[:-1], -torch.inf)
-        if rule.sinks is not None:
-            norm = norm.maximum(rule.sinks.to(wide).unflatten(0, (kv_heads, -1))[None, :, :, None])
         for columns, seen in _pairs(tokens, rule, rows, blocks):
             scores = _scores(query, k[:, :, columns].to(wide), seen, rule)
             new = torch.logaddexp(norm, scores.logsumexp(-1))
@@ -146,6 +161,13 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
             grad_k[:, :, columns] += (slope.mT @ query).sum(2)
         grad_q[:, :, rows] = total.flatten(1, 2)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out [b,h,s,e] and lse [b,h,s] of any kernel, after logits [h] without a value have taken their share of each row.
+    A kernel's backward needs to know of no sink: it makes the probabilities again from this lse."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return (out * (lse - whole).exp().unsqueeze(-1)).to(out.dtype), whole
 
 
 def sink_gradient(grad: Tensor, saved: Saved, sinks: Tensor) -> Tensor:

@@ -43,11 +43,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model of any family. Tied, ``head.weight`` is ``embed.weight``."""
+    """A language model of any family. Tied, ``head.weight`` is ``embed.weight``. ``kernel``: of attention, as in
+    MaskSpec."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.kernel = spec, "auto"
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
@@ -93,6 +94,7 @@ class Decoder(nn.Module):
         """What each kind of layer sees. A window at least as long as every document is dropped, so that
         the fast kernels can be used."""
         longest = length if mask.documents is None else mask.longest
+        mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)
         spec, made = self.spec, []
         for kind in kinds:
             window = kind.window if kind.window is not None and kind.window < longest else None

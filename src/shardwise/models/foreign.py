@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ class ForeignDecoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.foreign is not None
-        self.spec = spec
+        self.spec, self.kernel = spec, "auto"
         whole, _ = _build(json.loads(spec.foreign.config), NAME)
         whole.config.pad_token_id = None  # or it warns of such tokens in a batch, which documents keep apart
         self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
@@ -57,6 +58,7 @@ class ForeignDecoder(nn.Module):
 
     def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:
         """What the output layer multiplies, [b,s,d]."""
+        mask = replace(mask, kernel=self.kernel)
         hidden: Tensor = self._inner[0](input_ids=ids, position_ids=positions, use_cache=False, shardwise=mask)[0]
         return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
 
@@ -128,7 +130,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **gi
     tensors = (mask.documents, None, mask.positions)
     window, length = given.get("sliding_window"), mask.longest or q.shape[2]
     rules = (True, window if window is not None and window < length else None, mask.longest)
-    out, _ = attention(q, k, v, *tensors, *rules, given.get("softcap"), given.get("scaling"))
+    out, _ = attention(q, k, v, *tensors, *rules, given.get("softcap"), given.get("scaling"), mask.kernel)
     return out.transpose(1, 2), None
 
 

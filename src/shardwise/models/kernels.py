@@ -1,134 +1,143 @@
-"""The attention kernels that ship with torch: flash on CPU and CUDA, for causal or full attention within documents.
+"""Which kernel computes attention: a table, and the function that reads it. No torch, so that a plan can ask too.
 
-On a CPU documents come one at a time, and oneDNN keeps what it compiles for each length that it meets: 1.2 GiB in the
-backward of bf16, and in fp32 under the "medium" setting of products in both directions (torch 2.13). So the backward of
-16-bit documents is computed in fp32 and rounded, and fp32 is multiplied under "highest", which compiles nothing.
+    flash      FlashAttention 2, which ships with torch, on CPUs and CUDA
+    fa3        FlashAttention 3 for Hopper, if `flash_attn_interface` is installed
+    cudnn      cuDNN's, for Hopper and Blackwell, where every row is one document
+    efficient  xFormers' memory-efficient attention, which ships with torch: older cards, and fp32
+    flex       FlexAttention, compiled for the mask: caps, and windows where flash has none
+    blockwise  plain torch, any mask on any device
+
+Sinks need no kernel of their own: they are added to what any of them computes (``blockwise.with_sinks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from functools import cache
 
-import torch
-from torch import Tensor
+from shardwise.models.config import ModelSpec, layer_kinds
 
-from shardwise.models.blockwise import Rule, Saved
-from shardwise.models.layers import accumulation_dtype
-
-aten = torch.ops.aten
-WIDE_NUMBERS = 2**19
-"""How many numbers of a document's queries are computed in fp32 at a time: 2 MiB of each of the eight tensors, or what
-the queries of one key head take."""
-
-
-def serves(q: Tensor, rule: Rule) -> bool:
-    """Whether a kernel computes attention under this rule; what it does not, ``blockwise`` does."""
-    if rule.window is not None or rule.soft_cap is not None or rule.sinks is not None or rule.positions is not None:
-        return False
-    if q.device.type == "cuda":
-        # ROCm counts otherwise: the cards that its flash kernels are for begin at (9, 0).
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return False
-        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.device.type == "cpu"
+Capability = tuple[int, int]
+HALF, WIDE = frozenset({"bf16", "fp16"}), frozenset({"fp32", "fp64"})
+EIGHTS = frozenset(range(8, 257, 8))
+MIDDLE = frozenset(range(200, 225, 8))
+"""Head dims whose backward takes more shared memory than consumer cards have (check_requires_grad_and_head_dim_gt192 in
+torch's sdp_utils.cpp)."""
+OPTIONAL = frozenset({"fa3", "cudnn"})
+"""What a machine may be without."""
+FA3_PACKAGE = "flash_attn_interface"
+LENGTH = 64
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """out [b,h,s,e] and lse [b,h,s]."""
-    if q.device.type == "cuda":
-        return _cuda_forward(q, k, v, rule)
-    flash = aten._scaled_dot_product_flash_attention_for_cpu
-    if rule.documents is None:
-        return flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    with _highest():
-        for row, tokens in _segments(q, rule.documents):
-            part = flash(q[row, :, tokens], k[row, :, tokens], v[row, :, tokens], 0.0, rule.causal, scale=rule.scale)
-            out[row, :, tokens], lse[row, :, tokens] = part
-    return out, lse
+@dataclass(frozen=True)
+class Case:
+    """What is asked: where (``device``: cpu, cuda or rocm; ``capability``: CUDA's), of which numbers, under which mask.
+    ``documents``: rows of several. ``odd_length``: rows of no multiple of 64 tokens, which text has that is generated:
+    what is compiled for each length that it meets would be compiled for every token. ``deterministic``: to the bit in
+    every run."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    capability: Capability = (0, 0)
+    documents: bool = False
+    window: bool = False
+    soft_cap: bool = False
+    positions: bool = False
+    odd_length: bool = False
+    deterministic: bool = False
 
 
-def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    if grad.device.type == "cuda":
-        return _cuda_backward(grad, saved, rule)
-    flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if rule.documents is None:
-        return flash(grad, *saved, 0.0, rule.causal, scale=rule.scale)
-    grads = tuple(torch.empty_like(x) for x in saved[:3])
-    with _highest():
-        for row, tokens in _segments(grad, rule.documents):
-            for own, shared in _heads(saved, tokens.stop - tokens.start):
-                heads = (own, own, shared, shared, own, own)
-                pieces = [_wide(x[row, h, tokens]) for x, h in zip((grad, *saved), heads, strict=True)]
-                parts = flash(*pieces, 0.0, rule.causal, scale=rule.scale)
-                for whole, h, part in zip(grads, heads[1:], parts, strict=False):
-                    whole[row, h, tokens] = part
-    return grads[0], grads[1], grads[2]
+@dataclass(frozen=True)
+class Kernel:
+    """One row: what a kernel serves. ``head_dims`` None: all; ``capabilities``: first and last of each range."""
+
+    name: str
+    device: str
+    dtypes: frozenset[str]
+    head_dims: frozenset[int] | None = EIGHTS
+    capabilities: tuple[tuple[Capability, Capability], ...] = (((0, 0), (99, 0)),)
+    documents: bool = True
+    window: bool = False
+    soft_cap: bool = False
+    positions: bool = False
+    odd_length: bool = True
+    deterministic: bool = True
+
+    def serves(self, case: Case) -> bool:
+        return (
+            self.device in (case.device, "any")
+            and case.dtype in self.dtypes
+            and (self.head_dims is None or case.head_dim in self.head_dims)
+            and any(first <= case.capability <= last for first, last in self.capabilities)
+            and self.documents >= case.documents
+            and self.window >= case.window
+            and self.soft_cap >= case.soft_cap
+            and self.positions >= case.positions
+            and self.odd_length >= case.odd_length
+            and self.deterministic >= case.deterministic
+        )
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+HOPPER, AMPERE, NEWEST = (9, 0), (8, 0), (12, 1)
+CUDNN = ((HOPPER, HOPPER), ((10, 0), (10, 0)))
+"""Where torch prefers cuDNN itself (check_prefer_cudnn_attention in sdp_utils.cpp)."""
+KERNELS = (
+    Kernel("flash", "cpu", HALF | WIDE, None),
+    Kernel("fa3", "cuda", HALF, EIGHTS, ((HOPPER, HOPPER),), window=True),
+    Kernel(
+        *("cudnn", "cuda", HALF, frozenset(range(8, 129, 8)), CUDNN),
+        documents=False,
+        odd_length=False,
+        deterministic=False,
+    ),
+    Kernel("flash", "cuda", HALF, EIGHTS - MIDDLE, ((AMPERE, NEWEST),), window=True),
+    Kernel("flash", "cuda", HALF, MIDDLE, ((AMPERE, AMPERE), (HOPPER, (11, 0))), window=True),
+    Kernel("flash", "rocm", HALF),
+    Kernel("efficient", "cuda", frozenset({"fp16", "fp32"}), EIGHTS, (((5, 0), NEWEST),), deterministic=False),
+    Kernel("efficient", "cuda", frozenset({"bf16"}), EIGHTS, ((AMPERE, NEWEST),), deterministic=False),
+    Kernel(
+        *("flex", "cuda", HALF | {"fp32"}, EIGHTS - {8}, ((AMPERE, NEWEST),)),
+        window=True,
+        soft_cap=True,
+        odd_length=False,
+    ),
+    Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False),
+    Kernel("blockwise", "any", HALF | WIDE, None, window=True, soft_cap=True, positions=True),
+)
+"""The first that serves is taken."""
 
 
-def _heads(saved: Saved, length: int) -> Iterator[tuple[slice, slice]]:
-    """(heads of queries, heads of keys) that belong together, as many as ``WIDE_NUMBERS`` allow in fp32."""
-    groups, each = saved.k.shape[1], saved.q.shape[1] // saved.k.shape[1]
-    narrow = saved.q.dtype in (torch.bfloat16, torch.float16)
-    few = max(1, WIDE_NUMBERS // (each * length * saved.q.shape[-1])) if narrow else groups
-    for first in range(0, groups, few):
-        last = min(first + few, groups)
-        yield slice(first * each, last * each), slice(first, last)
+@cache
+def able(case: Case, present: Set[str] = frozenset()) -> tuple[str, ...]:
+    """The kernels that serve, the best first. ``present``: which of :data:`OPTIONAL` are there."""
+    return tuple(row.name for row in KERNELS if row.serves(case) and row.name not in OPTIONAL - present)
 
 
-@contextmanager
-def _highest() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    if before != "highest":
-        torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if before != "highest":
-            torch.set_float32_matmul_precision(before)
+def choose(case: Case, pin: str = "auto", present: Set[str] = frozenset()) -> str:
+    """The kernel to take: the pinned one where it serves, else the best."""
+    found = able(case, present)
+    return pin if pin in found else found[0]
 
 
-def _segments(q: Tensor, documents: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(row, tokens) of each document."""
-    length, bounds = q.shape[2], documents.tolist()
-    for start, stop in pairwise(bounds):
-        row = start // length
-        yield slice(row, row + 1), slice(start - row * length, stop - row * length)
+def cases(spec: ModelSpec, case: Case, seq_len: int) -> dict[str, Case]:
+    """What each kind of layer of a model asks, by what it sees in words."""
+    windows = {kind.window for kind in layer_kinds(spec)[0]}
+    windows = {window if window is not None and window < seq_len else None for window in windows}
+    found = {f"windows of {window:,}": replace(case, window=True) for window in sorted(filter(None, windows))}
+    if None in windows:
+        found = {"full attention": case, **found}
+    cap = spec.attention_soft_cap is not None
+    return {words: replace(of, soft_cap=cap, odd_length=seq_len % LENGTH != 0) for words, of in found.items()}
 
 
-def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
-    """[b,h,s,e] -> [b,s,h,e], or all tokens in one row [b*s,h,e] when there are documents."""
-    moved = [x.transpose(1, 2) for x in tensors]
-    return moved if rule.documents is None else [x.flatten(0, 1) for x in moved]
-
-
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    b, h, s, _ = q.shape
-    longest = s if rule.documents is None else rule.longest
-    tensors = _tokens_first(rule, q, k, v)
-    bounds = (rule.documents, rule.documents, longest, longest)
-    out, lse, *_ = aten._flash_attention_forward(*tensors, *bounds, 0.0, rule.causal, False, scale=rule.scale)
-    if rule.documents is None:
-        return out.transpose(1, 2), lse
-    return out.unflatten(0, (b, s)).transpose(1, 2), lse.view(h, b, s).transpose(0, 1)
-
-
-def _cuda_backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    b, _, s, _ = grad.shape
-    longest = s if rule.documents is None else rule.longest
-    grad, *tensors = _tokens_first(rule, grad, saved.q, saved.k, saved.v, saved.out)
-    lse = saved.lse if rule.documents is None else saved.lse.transpose(0, 1).flatten(1)
-    bounds = (rule.documents, rule.documents, longest, longest)
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device)
-    grads = aten._flash_attention_backward(
-        grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout, scale=rule.scale
-    )
-    dq, dk, dv = (x if rule.documents is None else x.unflatten(0, (b, s)) for x in grads)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+def described(of: dict[str, Case], pin: str, present: Set[str]) -> str:
+    """``flash``, or ``flash (full attention), blockwise (windows of 4,096)``; and what rows of one document take, if
+    that is another."""
+    taken: dict[str, list[str]] = {}
+    for words, case in of.items():
+        taken.setdefault(choose(case, pin, present), []).append(words)
+    told = [f"{name} ({' and '.join(words)})" if len(taken) > 1 else name for name, words in taken.items()]
+    whole = {choose(replace(case, documents=False), pin, present) for case in of.values() if case.device != "cpu"}
+    return ", ".join([*told, *(f"{name} (rows of one document)" for name in sorted(whole - taken.keys()))])

@@ -166,6 +166,7 @@ def _candidates(
             remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
             compile=recipe.compile is True,
             deterministic=recipe.run.deterministic,
+            attention=recipe.attention,
             optim=Optim(recipe.optim.name, moments=recipe.optim.moments),
             frozen=tuple(recipe.model.frozen),
             lora=lora.settings(recipe.lora, precision),

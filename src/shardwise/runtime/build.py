@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import techniques
-from shardwise.models import hf, init, peft
+from shardwise.models import attention, hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.foreign import ForeignDecoder, model_of
 from shardwise.models.roles import is_adapter
@@ -34,7 +34,10 @@ def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, 
 def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:
     """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet."""
     with torch.device("meta"):
-        parts: list[nn.Module] = [model_of(spec)]
+        model = model_of(spec)
+    model.kernel = plan.attention
+    attention.prepare(device, plan.attention)
+    parts: list[nn.Module] = [model]
     return techniques.apply(parts, plan, mesh, lambda parts: allocate(parts, spec, device))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import shardwise
+from shardwise.models import attention, kernels
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.plan import MEASURED
 from shardwise.spec.units import show_bytes, show_count
+from shardwise.techniques.numbers import torch_type
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
@@ -45,15 +49,25 @@ def header(job: Job) -> str:
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
     every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
     saves = f"a checkpoint every {every} into {job.directory}"
+    taken = f", attention {_kernels(job)}"
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
         ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}{reasons['matmul']}"),
         ("data", f"{text}, {ids}"),
-        ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' if plan.compile else ''}"),
+        ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' * plan.compile}{taken}"),
         ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),
     ]
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def _kernels(job: Job) -> str:
+    """What computes attention, by kind of layer where they differ."""
+    plan, recipe = job.plan, job.recipe
+    case = attention.device_case(job.device, torch_type(plan.precision.compute), job.spec.head_dim)
+    case = replace(case, documents=recipe.data.mask_documents or recipe.method.name != "pretrain")
+    layers = kernels.cases(job.spec, case, plan.batch.seq_len)
+    return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))
 
 
 def strategy(job: Job) -> str:

@@ -17,6 +17,7 @@ from queue import Queue
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import Problem, UnavailableError
+from shardwise.models.kernels import FA3_PACKAGE
 from shardwise.spec.recipe import Recipe
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -194,7 +195,10 @@ class Tracks:
 
 
 def check_installed(recipe: Recipe) -> None:
-    """Raises UnavailableError (TRK001) if ``run.trackers`` names a package that is not there."""
+    """Raises UnavailableError if ``run.trackers`` (TRK001) or ``attention`` (DEV003) asks for what is not there."""
+    if recipe.attention == "fa3" and find_spec(FA3_PACKAGE) is None:
+        what = f"`attention: fa3` needs the package {FA3_PACKAGE} (FlashAttention 3), not installed here"
+        raise UnavailableError(Problem("DEV003", what, "attention", "attention=auto takes what torch has"))
     missing = [name for name in recipe.run.tracker_names if find_spec(name) is None]
     if missing:
         what = f"`run.trackers` names {' and '.join(missing)}, not installed here"

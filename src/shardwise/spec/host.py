@@ -21,9 +21,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-_CAPABILITY = (75, 76)
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h."""
-
 Gpu = tuple[str, int, tuple[int, int] | None]
 
 
@@ -56,7 +53,7 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[Gpu]:
         driver[total](ctypes.byref(memory), device)
         capability = None
         if prefix == "cu":
-            for part, attribute in zip(parts, _CAPABILITY, strict=True):
+            for attribute, part in enumerate(parts, 75):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
                 driver["cuDeviceGetAttribute"](ctypes.byref(part), attribute, device)
             capability = parts[0].value, parts[1].value
         found.append((name.value.decode(errors="replace"), memory.value, capability))

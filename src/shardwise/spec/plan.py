@@ -128,6 +128,7 @@ class Plan:
     remat: Remat = Remat()
     compile: bool = False
     deterministic: bool = False
+    attention: str = "auto"
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None

@@ -235,6 +235,7 @@ class Recipe(Section):
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
     compile: Literal["auto"] | bool = "auto"
+    attention: Literal["auto", "flash", "fa3", "cudnn", "efficient", "flex", "blockwise"] = "auto"
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
+from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -25,11 +27,28 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.layout.world != plan.layout.dp:
         what = "tensor, pipeline, context and expert parallelism are not supported yet: `layout` must set them to 1"
         problems.append(Problem("PLAN016", what, "layout", "use dp_replicate and dp_shard only"))
+    if problem := _unserved(spec, plan, cluster):
+        problems.append(problem)
     longest, learnt = spec.max_position_embeddings, learnt_positions(spec)
     if learnt and plan.batch.seq_len > longest:
         what = f"{spec.name} has learned positions for {longest} tokens ({learnt})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
     return problems
+
+
+def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
+    """A pinned attention kernel that serves no layer, on rows of one document or of several."""
+    device = cluster.device
+    kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
+    case = kernels.Case(kind, plan.precision.compute, spec.head_dim, device.capability or (0, 0))
+    case = replace(case, deterministic=plan.deterministic)
+    asked = kernels.cases(spec, case, plan.batch.seq_len).values()
+    served = {row.name for row in kernels.KERNELS for case in asked if row.serves(case)}
+    if plan.attention in ("auto", *served):
+        return None
+    of = f"{plan.precision.compute} with heads of {spec.head_dim} on {device.name}"
+    what = f"`attention: {plan.attention}` serves no layer of {spec.name} in {of}"
+    return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
