@@ -114,7 +114,8 @@ def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> No
 def test_a_pinned_kernel_of_attention_serves_or_is_refused(cluster: str, pin: str, served: str | None) -> None:
     asked = recipe(attention=pin)
     if served is None:
-        assert choose(asked, ONE_B, parse_cluster(cluster)).attention == pin
+        plan = choose(asked, ONE_B, parse_cluster(cluster))
+        assert plan.attention == pin and plan.why["attention"].startswith("pinned")
         return
     with pytest.raises(ConfigError) as caught:
         choose(asked, ONE_B, parse_cluster(cluster))

@@ -299,4 +299,6 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if recipe.recompute.every != 1 and plan.remat.mode == "none":
         why["remat.every"] = "not used: nothing is recomputed"
     why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"
+    if recipe.attention != "auto":
+        why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
     return replace(plan, why=why)
