@@ -125,7 +125,7 @@ def shardwise(plan: Plan) -> Step:
         labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
         batch = MicroBatch(ids, labels, positions, None, ids.shape[1])
-        supervised = count_supervised(batch.supervised_tokens(), torch.device("cpu"))
+        supervised, _ = count_supervised(batch.supervised_tokens())
         return step(state, [batch], supervised, rules).loss
 
     return train

@@ -112,7 +112,7 @@ def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
         for _ in range(Meter.MEMORY_STEP):
             batches = random_batches(spec, plan, rank)
             with meter.measuring(state), sends(axis_names(mesh)) as sent:
-                supervised = reduce.count_supervised(sum(b.supervised_tokens() for b in batches), CPU)
+                supervised, _ = reduce.count_supervised(sum(b.supervised_tokens() for b in batches))
                 losses.append(step(state, batches, supervised, rules).loss)
     result.sent, result.peak_bytes = sent, min(meter.memory.peak_bytes for meter in meters if meter.memory)
     result.state |= state_bytes(state)

@@ -67,20 +67,20 @@ def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> 
 
 def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: str) -> None:
     """The loss of rank ``who`` is multiplied by ``factor`` (nan, inf) in these steps. Every rank notes the hashes of
-    its weights and moments before and after each step in ``hashes-<rank>.jsonl``."""
+    its weights and moments, and the count of updates, before and after each step in ``hashes-<rank>.jsonl``."""
     from shardwise.methods import pretrain
     from shardwise.runtime import loop
 
     at = [0]
-    true_step, true_loss = loop.step, pretrain.loss
+    true_launch, true_loss = loop.launch, pretrain.loss
 
-    def step(state: Any, *args: Any) -> Any:
+    def launch(state: Any, *args: Any) -> Any:
         at[0] = state.step + 1
-        before = [*hashes(state), state.updates]
-        stats = true_step(state, *args)
+        before = [*hashes(state), updates(state)]
+        launched = true_launch(state, *args)
         with (directory / f"hashes-{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([at[0], before, [*hashes(state), state.updates]]) + "\n")
-        return stats
+            file.write(json.dumps([at[0], before, [*hashes(state), updates(state)]]) + "\n")
+        return launched
 
     def loss(*args: Any) -> Any:
         value = true_loss(*args)
@@ -89,7 +89,7 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
         mark(directory, f"{factor}-{at[0]}")
         return value * float(factor)
 
-    loop.step, pretrain.loss = step, loss
+    loop.launch, pretrain.loss = launch, loss
 
 
 def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
@@ -133,6 +133,11 @@ def hashes(state: Any) -> list[str]:
     for name, tensor in state.tensors().items():
         (weights if name.startswith("model.") else moments).update(bytes(local(tensor).contiguous().numpy().data))
     return [weights.hexdigest(), moments.hexdigest()]
+
+
+def updates(state: Any) -> float:
+    """How many AdamW has done."""
+    return max(float(kept["step"]) for kept in state.optimizer.state.values())
 
 
 def tell_tensors(rank: int, directory: Path) -> None:

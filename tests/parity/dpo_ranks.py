@@ -88,7 +88,7 @@ def one(
     batches, losses, norms = stream(job.windows, job.order, job.share), [], []
     for _ in range(steps):
         batch = next(batches)
-        stats = step(state, batch.micro_batches, reduce.count_supervised(batch.terms, CPU), rules)
+        stats = step(state, batch.micro_batches, reduce.count_supervised(batch.terms)[0], rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
     weights = {name: parity.full(parameter.detach()) for name, parameter in state.parameters().items()}

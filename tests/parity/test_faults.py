@@ -22,7 +22,6 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
-from shardwise.runtime.reduce import Verdict
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.replicas import Replicas
@@ -42,8 +41,8 @@ def mean_over_replicas(self: Replicas) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def clip_by_the_local_norm(local: Tensor, share: Tensor, stop: bool) -> Verdict:
-    return replace(agree(local, share, stop), squares=float(local))
+def clip_by_the_local_norm(local: Tensor, share: Tensor) -> Tensor:
+    return torch.stack([local, agree(local, share)[1]])
 
 
 def loss_over_accumulation(model: Any, batch: MicroBatch, chunk: int, denominator: float) -> Tensor:
@@ -95,7 +94,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("hsdp", 4, FP64),
     ),
     "each rank divides by its own tokens": (
-        lambda plan: patch.object(reduce, "count_supervised", lambda tokens, device: tokens * plan.layout.dp),
+        lambda plan: patch.object(reduce, "count_supervised", lambda tokens: (tokens * plan.layout.dp, False)),
         plan("zero2", 2, FP64),
     ),
     "the loss is divided by the accumulation too": (

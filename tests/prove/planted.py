@@ -139,7 +139,7 @@ DRIFT: dict[str, Fault] = {
     ),
     "a bucket too many": Fault(lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"),
     "a vote too many": Fault(
-        lambda: patch.object(reduce, "agree", agree_twice), plan_of("zero3"), "all_reduce of 24 bytes on world"
+        lambda: patch.object(reduce, "agree", agree_twice), plan_of("zero3"), "all_reduce of 16 bytes on world"
     ),
     "gradients travel in fp32 instead of bf16": Fault(
         lambda: patch.object(fsdp, "MixedPrecisionPolicy", reduced_in_fp32),

@@ -78,10 +78,10 @@ def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[f
         local(grad).copy_(whole[local_slice(parameter)])
         parameter.grad = grad
     squares = reduce.local_squares(state.trained(), ranks)
-    verdict = reduce.agree(squares, torch.zeros((), dtype=torch.float64), stop=False)
-    reduce.scale_gradients(state.trained(), reduce.clip_coefficient(verdict.norm, max_norm))
+    norm = reduce.agree(squares, torch.zeros((), dtype=torch.float64))[0].sqrt()
+    reduce.scale_gradients(state.trained(), reduce.clip_factor(norm, max_norm))
     grads = {name: p.grad for name, p in state.parameters().items()}
-    return verdict.norm, {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    return float(norm), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
 
 def gradient(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -94,8 +94,9 @@ def verdicts(rank: int, ranks: int, bad: int | None, stopping: int | None) -> tu
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan if rank == bad else 1.0)
     squares = reduce.local_squares([weight], ranks)
-    verdict = reduce.agree(squares, torch.zeros(()), stop=rank == stopping)
-    return verdict.finite, verdict.stop, reduce.count_supervised(rank + 1, CPU)
+    verdict = reduce.agree(squares, torch.zeros(()))
+    count, stop = reduce.count_supervised(rank + 1, stop=rank == stopping)
+    return bool(verdict.isfinite().all()), stop, count
 
 
 ROWS, LENGTH, STEPS = 8, 12, 4
@@ -137,7 +138,7 @@ def few_steps(
     for number in range(steps):
         start = plan.layout.dp_rank(rank) * own
         batches = [part(rows(number), start + k * size, size) for k in range(plan.batch.accumulation)]
-        supervised = reduce.count_supervised(sum(batch.supervised_tokens() for batch in batches), CPU)
+        supervised, _ = reduce.count_supervised(sum(batch.supervised_tokens() for batch in batches))
         norm_weight = local(state.parameters()["norm.weight"].detach())
         kept = norm_weight.clone()
         if number == poison and rank == ranks - 1:

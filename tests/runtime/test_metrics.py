@@ -27,8 +27,8 @@ def state_at(step: int) -> TrainState:
     return TrainState([layer], torch.optim.AdamW(layer.parameters()), step=step, tokens=step * 64)
 
 
-def stats(loss: float = 1.5, skipped: bool = False) -> StepStats:
-    return StepStats(loss, 0.5, 1e-3, 64, 60, skipped, stop=False)
+def stats(step: int, loss: float = 1.5, skipped: bool = False) -> StepStats:
+    return StepStats(step, loss, 0.5, 1e-3, 64, 64 * step, 60, skipped)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -39,14 +39,14 @@ def test_each_step_is_there_once_after_a_kill(tmp_path: Path) -> None:
     """Killed after the line of step 7, half of step 8's written; the newest checkpoint is step 5."""
     log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
     for step in range(1, 8):
-        log.step(state_at(step), stats(loss=1.0), torch.device("cpu"))
+        log.step(state_at(step), stats(step, loss=1.0), torch.device("cpu"))
     log.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 8, "los')
     log = Log(tmp_path, 0, 5, 10, Speed(1.0, 0.0))
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
     for step in range(6, 11):
-        log.step(state_at(step), stats(loss=2.0), torch.device("cpu"))
+        log.step(state_at(step), stats(step, loss=2.0), torch.device("cpu"))
     log.close()
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 11)]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["events.jsonl", "metrics.jsonl"]
@@ -54,7 +54,7 @@ def test_each_step_is_there_once_after_a_kill(tmp_path: Path) -> None:
 
 def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:
     log = Log(tmp_path, 0, 0, 10, Speed(flops_per_token=10.0, peak_flops=1e9))
-    log.step(state_at(1), stats(), torch.device("cpu"))
+    log.step(state_at(1), stats(1), torch.device("cpu"))
     log.close()
     [line] = lines(tmp_path / "metrics.jsonl")
     assert {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "memory_bytes"} <= set(line)
@@ -64,7 +64,7 @@ def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
-    log.step(state_at(1), stats(), torch.device("cpu"))
+    log.step(state_at(1), stats(1), torch.device("cpu"))
     log.event("end")
     log.close()
     assert not list(tmp_path.iterdir())
@@ -81,7 +81,7 @@ def test_a_damaged_line_takes_no_other_with_it_and_is_told(tmp_path: Path, capsy
     (tmp_path / "events.jsonl").write_bytes(b'{"event": "start"}\n{"event": "che')
     log = Log(tmp_path, 0, 9, 12, Speed(1.0, 0.0))
     log.event("start", step=9)
-    log.step(state_at(10), stats(), torch.device("cpu"))
+    log.step(state_at(10), stats(10), torch.device("cpu"))
     log.close()
     assert [line["step"] for line in lines(path)] == [3, 4, 6, 8, 10]
     told = "3 lines could not be read and were dropped; there is no line for steps 5, 7, 9"
@@ -94,8 +94,8 @@ def test_a_skipped_step_is_json_and_says_why(tmp_path: Path, capsys: pytest.Capt
         raise ValueError(f"{word} is not JSON")
 
     log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
-    log.step(state_at(1), stats(), torch.device("cpu"))
-    log.step(state_at(2), replace(stats(math.nan, skipped=True), grad_norm=math.inf), torch.device("cpu"))
+    log.step(state_at(1), stats(1), torch.device("cpu"))
+    log.step(state_at(2), replace(stats(2, math.nan, skipped=True), grad_norm=math.inf), torch.device("cpu"))
     log.event("validation", step=2, nats_per_token=math.nan)
     log.close()
     good, bad = [
@@ -113,9 +113,13 @@ def test_a_step_of_the_search_for_a_loss_scale_says_so(tmp_path: Path, capsys: p
     state = state_at(0)
     state.scale = LossScale(2.0, enabled=True)
     for number, (scale, finite) in enumerate([(2.0, False), (1.0, False), (1.0, True)], 1):
-        state.count(64, skipped=not finite)
+        state.scale.on(torch.device("cpu"))
+        state.advance(64)
+        state.book(not finite, state.scale.update(torch.tensor(finite)).tolist())
         norm = 0.5 if finite else math.inf
-        log.step(state, replace(stats(skipped=not finite), grad_norm=norm, loss_scale=scale), torch.device("cpu"))
+        log.step(
+            state, replace(stats(number, skipped=not finite), grad_norm=norm, loss_scale=scale), torch.device("cpu")
+        )
         assert state.step == number
     log.close()
     rows = lines(tmp_path / "metrics.jsonl")
@@ -218,7 +222,7 @@ def test_lines_every_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture
     with Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0)) as log:
         log.log_steps = 4
         for step in range(1, 11):
-            log.step(state_at(step), stats(), torch.device("cpu"))
+            log.step(state_at(step), stats(step), torch.device("cpu"))
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["4/10", "8/10", "10/10"]
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 11))
 

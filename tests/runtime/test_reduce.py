@@ -46,16 +46,16 @@ def test_norm_and_clipping_equal_torchs(ranks: RankPool, name: str) -> None:
 def test_a_norm_below_the_limit_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), 0.1)
-    reduce.scale_gradients([weight, weight], reduce.clip_coefficient(0.2, 1.0))
+    reduce.scale_gradients([weight, weight], reduce.clip_factor(torch.tensor(0.2), 1.0))
     assert torch.equal(weight.grad, torch.full((4,), 0.1))
-    assert reduce.clip_coefficient(5.0, None) == 1.0
+    assert reduce.clip_factor(torch.tensor(5.0), None) == 1.0
 
 
 def test_a_parameter_that_is_given_twice_counts_and_is_scaled_once() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
     weight.grad = torch.full((4,), 3.0, dtype=torch.float64)
     assert float(reduce.local_squares([weight, weight], 1)) == 36.0
-    reduce.scale_gradients([weight, weight], 0.5)
+    reduce.scale_gradients([weight, weight], torch.tensor(0.5))
     assert torch.equal(weight.grad, torch.full((4,), 1.5, dtype=torch.float64))
 
 

@@ -12,6 +12,7 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from tests.runtime import rank_work
+from tests.runtime.rank_work import CPU
 from tests.runtime.test_reduce import plan_of
 
 ONE = plan_of(Layout(), "ddp")
@@ -58,20 +59,22 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(ranks: RankPool, 
 def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
     scale = LossScale(value=8.0, growth_steps=3, enabled=True)
     for finite, value in [(True, 8.0), (False, 4.0), (True, 4.0), (True, 4.0), (True, 8.0), (False, 4.0)]:
-        scale.update(finite)
-        assert scale.value == value
+        scale.on(CPU)
+        assert scale.update(torch.tensor(finite)).tolist()[0] == value
     constant = LossScale()
-    constant.update(finite=False)
-    assert constant.value == 1.0
+    assert constant.on(CPU)[0] == 1.0 and not len(constant.update(torch.tensor(False))) and constant.on(CPU)[0] == 1.0
 
 
 def test_a_search_for_the_loss_scale_is_no_sign_of_a_poisoned_run() -> None:
     layer = torch.nn.Linear(1, 1)
     state = TrainState([layer], torch.optim.AdamW(layer.parameters()), scale=LossScale(8.0, enabled=True))
+    state.scale.on(CPU)
     for value, in_row in [(4.0, 0), (2.0, 0), (1.0, 0), (1.0, 1), (1.0, 2)]:
-        state.count(64, skipped=True)
+        state.advance(64)
+        state.book(True, state.scale.update(torch.tensor(False)).tolist())
         assert (state.scale.value, state.skipped_in_row) == (value, in_row)
-    state.count(64, skipped=False)
+    state.advance(64)
+    state.book(False, state.scale.update(torch.tensor(True)).tolist())
     assert (state.skipped_in_row, state.step, state.updates, state.tokens) == (0, 6, 1, 384)
 
 

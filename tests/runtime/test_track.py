@@ -172,7 +172,7 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path: Path, capsys: 
     ]
     with Log(tmp_path, 0, 0, 9, Speed(1.0, 0.0), Tracks(feeds)) as log:
         for step in range(1, 10):
-            log.step(state_at(step), stats(), torch.device("cpu"))
+            log.step(state_at(step), stats(step), torch.device("cpu"))
     said = [line for line in capsys.readouterr().out.splitlines() if "TRK002" in line]
     assert said == ["warning[TRK002]: wandb failed and is not used any more: ConnectionError: the service"]
     assert [step for step, _ in good[0].rows] == list(range(1, 10)) and good[0].outcome == "finished"
@@ -185,7 +185,7 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
     with Log(tmp_path, 0, 0, 9, Speed(1.0, 0.0), Tracks([feed])) as log:
         log.log_steps = 5
         for step in range(1, 10):
-            log.step(state_at(step), stats(), torch.device("cpu"))
+            log.step(state_at(step), stats(step), torch.device("cpu"))
     assert [step for step, _ in kept[0].rows] == [5, 9]
 
 

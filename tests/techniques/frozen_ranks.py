@@ -11,7 +11,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Checkpoint, Optim
-from tests.runtime.rank_work import CPU, ROWS, part, rows, rules_of, state_of
+from tests.runtime.rank_work import ROWS, part, rows, rules_of, state_of
 
 SETTINGS = Optim(learning_rate=1e-2, max_grad_norm=0.5)
 
@@ -37,7 +37,7 @@ def train(state: TrainState, rank: int, plan: Plan, start: int, end: int) -> Non
     own = ROWS // plan.layout.dp
     for number in range(start, end):
         batch = part(rows(number), plan.layout.dp_rank(rank) * own, own)
-        step(state, [batch], reduce.count_supervised(batch.supervised_tokens(), CPU), rules_of(plan, SETTINGS))
+        step(state, [batch], reduce.count_supervised(batch.supervised_tokens())[0], rules_of(plan, SETTINGS))
 
 
 def whole(state: TrainState) -> dict[str, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
+from shardwise.spec import plan as plans
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Group, Optim
 from shardwise.techniques import optim
@@ -78,6 +81,64 @@ def test_moments_are_there_before_the_first_step_and_the_step_is_torchs() -> Non
         plain.step()
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+KEPT = {
+    "fused": plans.Optim(),
+    "8 bits": plans.Optim("adamw8bit"),
+    "bf16 moments": plans.Optim(moments="bf16"),
+    "bf16 weights": plans.Optim(moments="fp32"),
+}
+
+
+def updated(kept: str, factors: list[float], skips: Sequence[int] = (), in_kernel: bool = False) -> dict[str, Tensor]:
+    """Weights and state after an update of gradients times each of ``factors``, which the optimizer is told or which
+    they are multiplied by before; those of ``skips`` are NaN."""
+    precision = plans.Precision(weights="bf16" if kept == "bf16 weights" else "fp32")
+    layer = nn.Linear(300, 200).to(torch.bfloat16 if kept == "bf16 weights" else torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw))
+    optimizer = optim.build([layer], Optim(learning_rate=1e-2), Plan(precision=precision, optim=KEPT[kept]))
+    for number, factor in enumerate(factors):
+        for parameter in layer.parameters():
+            draw = torch.Generator().manual_seed(number)
+            gradient = torch.randn(parameter.shape, generator=draw) * (torch.nan if number in skips else 1)
+            parameter.grad = (gradient if in_kernel else gradient * factor).to(parameter.dtype)
+        told = torch.tensor(factor, dtype=torch.float64) if in_kernel else None
+        optim.update(optimizer, torch.tensor(number in skips), told)
+    states = {
+        f"{i}.{key}": value for i, p in enumerate(layer.parameters()) for key, value in optimizer.state[p].items()
+    }
+    return states | {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_an_update_that_the_device_skips_changes_nothing(kept: str) -> None:
+    """Neither weights nor moments nor the count, of which the bias correction and the random bits are made; the first
+    update, too."""
+    skipping = updated(kept, [1.0] * 5, skips=(0, 3))
+    before = updated(kept, [1.0] * 4, skips=(0, 3))
+    assert skipping["0.step"] == 3 and before["0.step"] == 2 and all(v.isfinite().all() for v in skipping.values())
+    assert all(torch.equal(value, before[key]) for key, value in updated(kept, [1.0] * 3, skips=(0,)).items())
+    assert not torch.equal(skipping["weight"], before["weight"])
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_kernel_clips_as_a_product_before_it_does(kept: str) -> None:
+    """A factor that is a power of two is exact in both; of another the quotient rounds otherwise (fp32, or a step of
+    what is kept in few bits)."""
+    exact = [1.0, 0.25, 0.5]
+    for key, value in updated(kept, exact).items():
+        assert torch.equal(value, updated(kept, exact, in_kernel=True)[key]), key
+    clipped, plain = updated(kept, [0.3] * 3, in_kernel=True), updated(kept, [0.3] * 3)
+    near = {"rtol": 1e-5, "atol": 1e-6} if kept == "fused" else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(clipped["weight"], plain["weight"], **near)  # type: ignore[arg-type]
+
+
+def test_an_adamw_that_could_not_skip_is_refused() -> None:
+    [problem] = optim.check(UNTIED, Plan(optim=plans.Optim(fused=False)), parse_cluster("1xH100"))
+    assert (problem.code, problem.where) == ("PLAN012", "optim.fused")
 
 
 def test_bias_correction_goes_on_where_a_checkpoint_left_it() -> None:

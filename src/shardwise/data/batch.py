@@ -38,8 +38,15 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on ``device``; asynchronous where the memory is pinned."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
+
+    def pinned(self) -> MicroBatch:
+        """The same in memory that a GPU can read by itself."""
+        return replace(self, **{name: value.pin_memory() for name, value in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def supervised_tokens(self) -> int:
         """Labels that are learnt."""

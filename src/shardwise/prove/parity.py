@@ -203,7 +203,7 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
     losses, norms = [], []
     for number in range(steps):
         batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), rank, plan)]
-        supervised = reduce.count_supervised(sum(b.supervised_tokens() for b in batches), device)
+        supervised, _ = reduce.count_supervised(sum(b.supervised_tokens() for b in batches))
         stats = step(state, batches, supervised, rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)

@@ -202,7 +202,7 @@ def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str],
             return dpo.loss(model, batch, chunk, denominator, Method())
         return pretrain.loss(model, batch, chunk, denominator)
 
-    steps.reduce.count_supervised(1, torch.device("cpu"))
+    steps.reduce.count_supervised(1)
     steps.step(state, batches, 1, steps.Rules(plan, settings, 100, loss, enter))
 
 

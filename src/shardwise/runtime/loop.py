@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
-from shardwise.errors import TrainingError
 from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
+from shardwise.runtime.books import AfterStep, Books
 from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.fit import explain_memory
@@ -24,13 +24,12 @@ from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.report import Report
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import StepStats, step
+from shardwise.runtime.step import launch
+from shardwise.runtime.transfer import Upload
 from shardwise.runtime.world import process, world
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-
-AfterStep = Callable[[TrainState, StepStats], None]
 
 
 def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), start: Start = Start()) -> Report:  # noqa: B008
@@ -47,8 +46,10 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job = settle(job)
         job, state, rules, checkpoints = begin(job, mesh, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
-        with open_log(job, state) as log, profile, saving(checkpoints, log), collecting() as collect:
-            meter = Meter(mesh, job.device)
+        log = open_log(job, state)
+        books = Books(job, state, log, checkpoints, after_step)
+        with log, profile, saving(checkpoints, log), books, collecting() as collect:
+            meter, upload = Meter(mesh, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
             validation = None
@@ -57,28 +58,23 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     tell_early_stop(log, state)
                     break
                 batch = watch.fetch(number, batches)
-                micro_batches = [micro.to(job.device) for micro in batch.micro_batches]
                 profiled = number in profile.steps
                 with profile.step(number) if profiled else meter.measuring(state):
-                    supervised = count_supervised(batch.terms, job.device)
-                    stats = step(state, micro_batches, supervised, rules, bool(stop))
+                    supervised, stopping = count_supervised(batch.terms, bool(stop))
+                    launched = launch(state, upload(batch.micro_batches), supervised, rules)
                 state.cursor = batch.cursor
                 watch.enter("logging")
-                log.step(state, stats, job.device, typical=not (profiled or meter.measured))
-                if state.skipped_in_row > (allowed := recipe.run.max_skipped_steps):
-                    close(checkpoints, log)
-                    raise TrainingError(guard.poisoned(state.skipped_in_row, allowed, number, batch.sample_ids))
+                books.add(launched, batch.sample_ids, typical=not (profiled or meter.measured))
+                if stopping or evaluates(job, number) or saves(job, number):
+                    books.settle()
                 collect(number)
-                for call in after_step:
-                    call(state, stats)
                 validation = None
                 if evaluates(job, number):
                     watch.enter("evaluate")
                     validation = evaluate_now(job, state, log, stop)
                 better = validation is not None and checkpoints.beats(validation.loss)
-                stopping = stats.stop or stop.everywhere
-                ends = stopping or number == job.max_steps or stops_early(job, state)
-                if better or ends or number % job.save_steps == 0:
+                stopping = stopping or stop.everywhere
+                if better or stopping or saves(job, number) or stops_early(job, state):
                     watch.enter("save")
                     facts = facts_of(job, state, validation)
                     checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
@@ -102,6 +98,11 @@ def evaluates(job: Job, number: int) -> bool:
     if number == job.max_steps:
         return job.recipe.checkpoint.keep_best
     return every is not None and number % every == 0
+
+
+def saves(job: Job, number: int) -> bool:
+    """Whether step ``number`` is saved whatever comes out of it."""
+    return number == job.max_steps or number % job.save_steps == 0
 
 
 def stops_early(job: Job, state: TrainState) -> bool:

@@ -186,16 +186,16 @@ class Log:
         self._begin_s = time.perf_counter()
 
     def step(self, state: TrainState, stats: StepStats, device: torch.device, typical: bool = True) -> None:
-        """Write the line of the step that ``state`` has just done. One that is not ``typical`` (it was measured, or is
-        the first) does not count for the average time."""
-        elapsed_s = time.perf_counter() - self._begin_s
+        """Write the line of a step, the newest that ``state`` knows the figures of. One that is not ``typical`` (it was
+        measured, or is the first) does not count for the average time."""
+        elapsed_s = stats.end_s - self._begin_s
         if typical:
             self.seconds.append(elapsed_s)
         self.skipped += stats.skipped
         rate = stats.tokens / elapsed_s
         record = {
-            "step": state.step,
-            "tokens": state.tokens,
+            "step": stats.step,
+            "tokens": stats.total_tokens,
             "loss": stats.loss,
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
@@ -210,18 +210,18 @@ class Log:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
             record["reason"] = unfit(stats, state.scale.value)
-        due = None if self.log_steps is None else state.step % self.log_steps == 0 or state.step == self.max_steps
+        due = None if self.log_steps is None else stats.step % self.log_steps == 0 or stats.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)
             if due is not False:
-                self._tracks.row(state.step, "train", record)
+                self._tracks.row(stats.step, "train", record)
             for line in self._tracks.complaints():
                 self.say(line)
-            self._screen.show(record, self.left_s(state.step), due)
+            self._screen.show(record, self.left_s(stats.step), due)
         if time.perf_counter() - self._trimmed_s > TRIM_S:
             return_freed_memory()
             self._trimmed_s = time.perf_counter()
-        self.start_clock()
+        self._begin_s = stats.end_s
 
     def left_s(self, step: int) -> float | None:
         """Seconds left at the recent pace; None before there is one."""

@@ -221,12 +221,11 @@ def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
     or NaN gradients are left as they are: look at what is returned."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    squares = reduce.local_squares(parameters, ranks)
-    reduce.sum_over_world(squares)
-    norm = float(squares) ** 0.5
-    if norm < float("inf"):
-        reduce.scale_gradients(parameters, reduce.clip_coefficient(norm, max_norm))
-    return norm
+    norm = reduce.local_squares(parameters, ranks)
+    reduce.sum_over_world(norm)
+    norm.sqrt_()
+    reduce.scale_gradients(parameters, torch.where(norm.isfinite(), reduce.clip_factor(norm, max_norm), 1.0))
+    return float(norm)
 
 
 class Checkpoints:

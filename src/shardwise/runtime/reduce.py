@@ -1,11 +1,10 @@
-"""Numbers that all ranks must share: the count of supervised tokens before backward, and after it one small all-reduce
-that carries the gradient norm, the loss and the wish to stop, so that every rank takes the same decision."""
+"""Numbers that all ranks must share: before a step its supervised tokens and the wish to stop, between the hosts; after
+backward, between the devices, the gradient norm and the loss, from which every rank's device takes the same decision
+with no host waiting for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -14,29 +13,14 @@ from torch import Tensor
 from shardwise.techniques.slices import local, replication
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks agree on after backward. ``squares`` is the square of the global gradient norm."""
-
-    squares: float
-    loss: float
-    stop: bool
-
-    @property
-    def finite(self) -> bool:
-        return isfinite(self.squares) and isfinite(self.loss)
-
-    @property
-    def norm(self) -> float:
-        return self.squares**0.5 if self.squares >= 0 else self.squares
-
-
-def count_supervised(tokens: int, device: torch.device) -> int:
-    """The supervised tokens of the whole optimizer step: the sum of each rank's count (over its micro-batches). One
-    all-reduce of 8 bytes."""
-    count = torch.tensor([tokens], dtype=torch.int64, device=device)
-    sum_over_world(count)
-    return int(count)
+def count_supervised(tokens: int, stop: bool = False) -> tuple[int, bool]:
+    """The supervised tokens of the whole optimizer step, the sum of each rank's ``tokens`` (over its micro-batches),
+    and whether any rank wants to ``stop``. One all-reduce of 16 bytes between the hosts, while their devices may still
+    compute the step before."""
+    numbers = torch.tensor([tokens, int(stop)])
+    sum_over_world(numbers)
+    total, stops = numbers.tolist()
+    return total, stops > 0
 
 
 def sum_over_world(numbers: Tensor) -> None:
@@ -69,29 +53,28 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
 
 
-def agree(squares: Tensor, loss: Tensor, stop: bool) -> Verdict:
-    """Sum the three over all ranks: one all-reduce of 24 bytes. ``loss`` is this rank's share of the mean loss. A NaN
-    or infinity anywhere reaches every rank, so all of them skip or none does."""
-    wish = torch.tensor(float(stop), dtype=torch.float64, device=loss.device)
-    numbers = torch.stack([squares.to(loss.device), loss.detach().double().reshape(()), wish])
+def agree(squares: Tensor, loss: Tensor) -> Tensor:
+    """[square of the gradient norm, mean loss] over all ranks, fp64, on the device of ``loss``, which is this rank's
+    share of the mean: one all-reduce of 16 bytes. A NaN or infinity anywhere reaches every rank, so all of them skip or
+    none does."""
+    numbers = torch.stack([squares.to(loss.device), loss.detach().double().reshape(())])
     sum_over_world(numbers)
-    total, mean, stops = (float(number) for number in numbers.cpu())
-    return Verdict(total, mean, stops > 0)
+    return numbers
 
 
-def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What gradients are multiplied by so that their norm is at most ``max_norm`` (as ``clip_grad_norm_``)."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
+    """What gradients are multiplied by so that their ``norm`` is at most ``max_norm`` (as ``clip_grad_norm_``)."""
+    if max_norm is None:
+        return torch.ones_like(norm)
+    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 
-def scale_gradients(parameters: Sequence[Tensor], coefficient: float) -> None:
+def scale_gradients(parameters: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every gradient in place, shard by shard, with no DTensor operation."""
-    if coefficient == 1.0:
-        return
     shards: dict[torch.dtype, list[Tensor]] = {}
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         if parameter.grad is not None:
             shard = local(parameter.grad)
             shards.setdefault(shard.dtype, []).append(shard)
-    for group in shards.values():
-        torch._foreach_mul_(group, coefficient)
+    for dtype, group in shards.items():
+        torch._foreach_mul_(group, factor.to(torch.promote_types(dtype, torch.float32)))

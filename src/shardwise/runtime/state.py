@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,27 +21,42 @@ COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): halved when a step overflows, doubled
-    after ``growth_steps`` good ones. ``value`` stays 1 where gradients cannot underflow."""
+    after ``growth_steps`` good ones. ``value`` stays 1 where gradients cannot underflow.
+
+    The next step needs the scale before the host has read what the last one found. So it lives on the device, where
+    :meth:`update` changes it; ``value`` and ``good_steps`` are what the host has read, a step or so behind."""
 
     value: float = 1.0
     good_steps: int = 0
     growth_steps: int = 2000
     enabled: bool = False
+    live: Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def dynamic(cls) -> LossScale:
         return cls(value=2.0**16, enabled=True)
 
-    def update(self, finite: bool) -> None:
-        """Learn from a step whose gradients were ``finite`` or not."""
+    def on(self, device: torch.device) -> Tensor:
+        """[value, good steps] on ``device``, fp32."""
+        if self.live is None:
+            self.live = torch.tensor([self.value, float(self.good_steps)], device=device)
+        return self.live
+
+    def update(self, finite: Tensor) -> Tensor:
+        """Learn from a step whose gradients were ``finite`` or not; what the host is to be told."""
+        assert self.live is not None
         if not self.enabled:
-            return
-        if not finite:
-            self.value, self.good_steps = max(1.0, self.value / 2), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_steps:
-            self.value, self.good_steps = min(2.0**24, self.value * 2), 0
+            return self.live[:0]
+        value, good = self.live.unbind()
+        good = torch.where(finite, good + 1, 0.0)
+        grown = good == self.growth_steps
+        value = torch.where(finite, torch.where(grown, value * 2, value), value / 2).clamp(1.0, 2.0**24)
+        self.live = torch.stack([value, torch.where(grown, 0.0, good)])
+        return self.live
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {name: value for name, value in vars(self).items() if name != "live"}
 
 
 @dataclass
@@ -84,15 +101,20 @@ class TrainState:
                     found[f"optim.{key}.{name}"] = value
         return found
 
-    def count(self, tokens: int, skipped: bool) -> None:
-        """Book one optimizer step over ``tokens`` input tokens. An overflow that a smaller loss scale may cure is part
-        of the search for that scale, and no sign of a poisoned run."""
+    def advance(self, tokens: int) -> None:
+        """One optimizer step over ``tokens`` input tokens is on its way."""
         self.step += 1
         self.tokens += tokens
+
+    def book(self, skipped: bool, scaling: Sequence[float] = ()) -> None:
+        """Its figures are there: whether it was ``skipped`` and, in fp16, the loss scale and its good steps after it.
+        An overflow that a smaller loss scale may cure is part of the search for that scale, and no sign of a poisoned
+        run."""
         self.updates += not skipped
         searching = self.scale.enabled and self.scale.value > 1.0
         self.skipped_in_row = self.skipped_in_row + 1 if skipped and not searching else 0
-        self.scale.update(finite=not skipped)
+        if scaling:
+            self.scale.value, self.scale.good_steps = scaling[0], int(scaling[1])
 
     def judge(self, validation_loss: float) -> None:
         """Book one validation, for early stopping. What is not finite is no gain."""
@@ -103,7 +125,7 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         """The rest of a checkpoint, as JSON."""
-        facts = {name: vars(self)[name] for name in COUNTERS} | {"loss_scale": asdict(self.scale)}
+        facts = {name: vars(self)[name] for name in COUNTERS} | {"loss_scale": self.scale.facts()}
         return facts | ({"early_stopping": [self.lowest, self.stale]} if self.lowest is not None or self.stale else {})
 
     def load_facts(self, facts: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.models.blocks import blocks
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
+from shardwise.runtime.transfer import Figures
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Optim
@@ -24,20 +27,41 @@ Loss = Callable[[nn.Module, MicroBatch, float], Tensor]
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the norm before
-    clipping, ``tokens`` the input tokens of all ranks. A ``skipped`` step changed no weight and no moment. ``stop``:
-    some rank was asked to stop. ``pairs``: the mean is over pairs of answers, and those are ``supervised_tokens``.
-    ``loss_scale``: by what the loss was multiplied in fp16."""
+    """What step number ``step`` did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the
+    norm before clipping, ``tokens`` the input tokens of all ranks, ``total_tokens`` those of the run so far. A
+    ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over pairs of answers, and those are
+    ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``end_s``: when it was done
+    (``time.perf_counter``)."""
 
+    step: int
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
+    total_tokens: int
     supervised_tokens: int
     skipped: bool
-    stop: bool
     pairs: bool = False
     loss_scale: float | None = None
+    end_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device computes, or has computed: what the host knows of it already, and the figures to come."""
+
+    known: StepStats
+    figures: Figures
+
+    def settle(self, state: TrainState) -> StepStats:
+        """Wait for the figures and book them in ``state``; of several steps the first one first."""
+        squares, loss, *scaling = self.figures.read()
+        skipped = not (math.isfinite(squares) and math.isfinite(loss))
+        scale = state.scale.value
+        state.book(skipped, scaling)
+        norm = (squares**0.5 if squares >= 0 else squares) / scale
+        told = {"loss_scale": scale if state.scale.enabled else None, "end_s": self.figures.arrival_s}
+        return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, **told)
 
 
 @dataclass(frozen=True)
@@ -52,14 +76,18 @@ class Rules:
     seed: int = 0
 
 
-def step(
-    state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules, stop: bool = False
-) -> StepStats:
-    """Train on this rank's micro-batches of one optimizer step.
+def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> StepStats:
+    """:func:`launch` a step and wait for its figures."""
+    return launch(state, batches, supervised, rules).settle(state)
+
+
+def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Launched:
+    """Train on this rank's micro-batches of one optimizer step. Nothing here waits for a device: whether the step is
+    skipped, and how far its gradients are clipped, is decided where they are.
 
     ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
     so that gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by
-    all ranks alike. ``stop`` is this rank's wish to stop; the one returned is everybody's.
+    all ranks alike.
     """
     plan, layout = rules.plan, rules.plan.layout
     if plan.lora is not None and plan.lora.dropout:
@@ -68,23 +96,23 @@ def step(
     shard.finish(state.parts)
     rules.enter("clip")
     parameters = state.trained()
-    squares = reduce.local_squares(parameters, layout.world // layout.pp)
-    verdict = reduce.agree(squares, loss, stop)
-    grad_norm = verdict.norm / state.scale.value
-    if verdict.finite:
-        factor = reduce.clip_coefficient(grad_norm, rules.optim.max_grad_norm) / state.scale.value
-        reduce.scale_gradients(parameters, factor)
+    figures = reduce.agree(reduce.local_squares(parameters, layout.world // layout.pp), loss)
+    finite = figures.isfinite().all()
+    scale = state.scale.on(loss.device)[0].double()
+    factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale
     rules.enter("optimizer")
     rate = optim.learning_rate(rules.optim, state.step, rules.max_steps)
     optim.set_learning_rate(state.optimizer, rate, rules.optim)
-    if verdict.finite:
-        state.optimizer.step()
+    if multiply := loss.device.type == "cpu":  # the kernel divides by 1 / factor: a CPU keeps its rounding
+        reduce.scale_gradients(parameters, factor)
+    optim.update(state.optimizer, ~finite, None if multiply else factor)
     state.optimizer.zero_grad(set_to_none=True)
+    figures = torch.cat([figures, state.scale.update(finite)])
     tokens = plan.batch.global_batch_size(layout.dp) * plan.batch.seq_len
-    scale = state.scale.value if state.scale.enabled else None
-    state.count(tokens, skipped=not verdict.finite)
-    skipped, pairs = not verdict.finite, plan.loss == "dpo"
-    return StepStats(verdict.loss, grad_norm, rate, tokens, supervised, skipped, verdict.stop, pairs, scale)
+    state.advance(tokens)
+    counts = tokens, state.tokens, supervised
+    known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=plan.loss == "dpo")
+    return Launched(known, Figures(figures))
 
 
 def draw_anew(seed: int, number: int, layout: Layout) -> None:
@@ -102,7 +130,7 @@ def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int
         rules.enter("forward")
         loss = rules.loss(state.parts[0], batch, float(max(1, supervised)))
         rules.enter("backward")
-        (loss * state.scale.value if state.scale.enabled else loss).backward()
+        (loss * state.scale.on(loss.device)[0] if state.scale.enabled else loss).backward()
         shares.append(loss.detach().double())
     return sum(shares[1:], start=shares[0])
 

@@ -110,5 +110,5 @@ class AdamW8bit(RoundedAdamW):
         first, second = moments
         for field, (key, wide) in enumerate((("exp_avg", first), ("exp_avg_sq", second.sqrt())), 1):
             codes, scales = encode(wide, key == "exp_avg", draw(random, field))
-            kept[key].copy_(codes)
-            kept[f"{key}_scale"].copy_(scales)
+            self.write(kept[key], codes)
+            self.write(kept[f"{key}_scale"], scales)

@@ -47,6 +47,9 @@ class Settings:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    if not plan.optim.fused:
+        what = "steps are clipped and skipped by the fused AdamW's own kernel; another takes no part in that"
+        return [Problem("PLAN012", what, "optim.fused", "optim.fused: true")]
     packed = plan.optim.name == "adamw8bit"
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
@@ -56,13 +59,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Adds the two small all-reduces of a step: the count of supervised tokens (int64), and the squared norm, the loss
-    and the wish to stop (three fp64; runtime/reduce.py)."""
+    """Adds the two small all-reduces of a step: the count of supervised tokens and the wish to stop (two int64), and
+    the squared norm and the loss (two fp64; runtime/reduce.py)."""
     if plan.layout.world == 1:
         return sheet
-    count = Collective("all_reduce", "world", "control", 8)
-    verdict = Collective("all_reduce", "world", "control", 24)
-    return dataclasses.replace(sheet, step=(*sheet.step, count, verdict))
+    return dataclasses.replace(sheet, step=(*sheet.step, *2 * [Collective("all_reduce", "world", "control", 16)]))
 
 
 def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
@@ -142,6 +143,14 @@ def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
     }
+
+
+def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> None:
+    """One update with every gradient multiplied by ``factor``, or none where ``skip`` is true. Both are numbers on the
+    device, and stay there: as ``grad_scale`` and ``found_inf`` the kernels read them."""
+    optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float, optim: Optim) -> None:

@@ -75,6 +75,8 @@ class RoundedAdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._keys: dict[nn.Parameter, int] = {}
         self.moments = moments
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
         numbers = count()
         for group in self.param_groups:
             for name, parameter in zip(group.get("param_names", numbers), group["params"], strict=False):
@@ -87,17 +89,23 @@ class RoundedAdamW(Optimizer):
         return {key: torch.zeros_like(parameter, dtype=self.moments).detach() for key in ("exp_avg", "exp_avg_sq")}
 
     def wide(self, kept: Kept) -> tuple[Tensor, Tensor]:
-        """First and second moments in fp32."""
-        return kept["exp_avg"].float(), kept["exp_avg_sq"].float()
+        """First and second moments in fp32, each in memory of its own."""
+        first, second = (kept[key].to(torch.float32, copy=True) for key in ("exp_avg", "exp_avg_sq"))
+        return first, second
 
     def keep(self, kept: Kept, moments: tuple[Tensor, Tensor], random: Tensor) -> None:
         """Write what :meth:`wide` gave back."""
         for field, (key, value) in enumerate(zip(("exp_avg", "exp_avg_sq"), moments, strict=True), 1):
-            kept[key].copy_(stochastic(value, random, field) if kept[key].dtype == torch.bfloat16 else value)
+            self.write(kept[key], stochastic(value, random, field) if kept[key].dtype == torch.bfloat16 else value)
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Copy ``value`` into ``target``, unless this step is to be skipped, which only the device knows."""
+        target.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, target, value))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """One update of every parameter that has a gradient. As torch's fused AdamW it divides gradients by
+        ``grad_scale``, and changes nothing where ``found_inf`` is 1."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -105,7 +113,7 @@ class RoundedAdamW(Optimizer):
 
     def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         state, slices = self.state[parameter], local_slice(parameter)
-        state["step"] += 1
+        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
         key = state["step"].long() * _GOLDEN + self._keys[parameter]
         weight, kept = local(parameter), {name: local(value) for name, value in state.items() if name != "step"}
         if not weight.numel():
@@ -126,13 +134,16 @@ class RoundedAdamW(Optimizer):
         self, weight: Tensor, grad: Tensor, kept: Kept, random: Tensor, group: dict[str, Any], step: Tensor
     ) -> None:
         """Weights and moments in place."""
-        wide, (first, second) = weight.float(), self.wide(kept)
+        wide, (first, second) = weight.to(torch.float32, copy=True), self.wide(kept)
         (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
+        if self.grad_scale is not None:
+            grad = grad / self.grad_scale
+        if self.found_inf is not None:
+            grad = torch.where(self.found_inf > 0, 0.0, grad)  # what is not finite has no code in 8 bits
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
         wide.mul_(1 - lr * group["weight_decay"])
         wide.sub_((first / denominator).mul_(lr / (1 - beta1 ** step.double())))
-        if weight.dtype != wide.dtype:
-            weight.copy_(stochastic(wide, random, 0) if weight.dtype == torch.bfloat16 else wide)
+        self.write(weight, stochastic(wide, random, 0) if weight.dtype == torch.bfloat16 else wide)
         self.keep(kept, (first, second), random)
