@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.cli.decide import plan_of, slower, with_products
+import pytest
+
+from shardwise.cli import decide
+from shardwise.cli.decide import as_first, cluster_of, plan_of, slower, with_products
 from shardwise.models.resolve import resolve
+from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
 from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.plan import Plan
@@ -37,6 +41,20 @@ def test_only_cpus_are_asked() -> None:
         raise AssertionError
 
     assert with_products(parse_cluster("8xH100"), never) == parse_cluster("8xH100")
+
+
+def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where machines are described: what they lack is asked there, when the run starts."""
+    gpu = ("NVIDIA H100 80GB HBM3", 79 * 2**30, (9, 0))
+    monkeypatch.setattr(machines, "gpus", lambda: [gpu])
+    monkeypatch.setattr(decide, "compiler_lacks", lambda kind: f"a compiler for {kind}")
+    assert cluster_of(RECIPE).device.no_compiler == "a compiler for cuda"
+    assert cluster_of(RECIPE, "8xH100").device.no_compiler == ""
+    monkeypatch.setattr("shardwise.runtime.world.told_by_first", lambda make: "what rank 0 lacks")
+    assert as_first(cluster_of(RECIPE)).device.no_compiler == "what rank 0 lacks"
+    plan = plan_of(RECIPE, SPEC, cluster_of(RECIPE), None)
+    why = "derived: off: torch.compile needs a compiler for cuda, which is not installed here"
+    assert (plan.compile, plan.why["compile"]) == (False, why)
 
 
 def test_a_run_that_goes_on_keeps_its_types(tmp_path: Path) -> None:

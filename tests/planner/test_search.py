@@ -304,3 +304,32 @@ def test_a_deterministic_plan_counts_the_workspaces_that_it_takes() -> None:
     assert whole.estimate.memory["reserve"] == plain.estimate.memory["reserve"] + 64 * 2**20, "no flash in fp32"
     cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
     assert choose(recipe(run=run), ONE_B, cpus).estimate.memory["reserve"] == 0
+
+
+def test_blocks_are_compiled_on_gpus_unless_something_bars_it() -> None:
+    """What bars it says so under ``why``; a pin stands, or is refused."""
+
+    def told(cluster: Cluster, **sections: object) -> tuple[bool, str]:
+        plan = choose(recipe(**sections), ONE_B, cluster)
+        return plan.compile, plan.why["compile"]
+
+    bare = replace(H100S, device=replace(H100S.device, no_compiler="a C compiler (gcc or clang)"))
+    cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
+    assert told(H100S) == (True, "default: on for GPUs, which read and write less in joined operations")
+    assert told(H100S, compile=False) == (False, "pinned")
+    lacks = "torch.compile needs a C compiler (gcc or clang), which is not installed here"
+    assert told(bare) == (False, f"derived: off: {lacks}")
+    nf4 = Lora(rank=16, frozen="nf4")
+    never = "derived: off: nf4 does not work with compiled blocks yet"
+    assert told(parse_cluster("1xH100"), lora=nf4) == (False, never)
+    assert told(cpus) == (False, "default: off; see docs/techniques/compile.md")
+    assert told(cpus, compile=True) == (True, "pinned")
+    for cluster, sections in ((bare, {}), (parse_cluster("1xH100"), {"lora": nf4})):
+        with pytest.raises(ConfigError) as refused:
+            choose(recipe(compile=True, **sections), ONE_B, cluster)
+        assert [problem.where for problem in refused.value.problems] == ["compile"]
+
+
+def test_compiled_blocks_are_planned_with_what_eager_ones_take() -> None:
+    plans = [choose(recipe(compile=compile), ONE_B, H100S) for compile in (True, False)]
+    assert plans[0].estimate == plans[1].estimate

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from shardwise.models.attention import MaskSpec
-from shardwise.spec.plan import Plan
-from shardwise.techniques import compile
+from shardwise.models.config import layer_kinds
+from shardwise.runtime.generate import Sampling, generate
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.plan import Plan, Remat
+from shardwise.techniques import compile, remat
 from tests.drift.compiled import compiler
 from tests.models.families import random_model, spec_of
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, about its own tracing
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # likewise
+]
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # likewise
-def test_every_kind_of_layer_meets_every_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """The compiler's come back afterwards."""
+    config = torch.compiler.config
+    before = config.recompile_limit, config.dynamic_sources
+    yield
+    config.recompile_limit, config.dynamic_sources = before
+
+
+def test_every_kind_of_layer_meets_every_kind_of_batch() -> None:
     """Windows beside full attention, training and evaluation, one row and several, documents of any number and
     length: more graphs than torch makes by default, and no more once each has been met."""
-    monkeypatch.setattr(torch.compiler.config, "recompile_limit", torch.compiler.config.recompile_limit)
     spec, length, draw = spec_of("gemma3_text"), 32, Random(0)
 
     def read(rows: int, learn: bool) -> None:
-        starts = draw.sample(range(1, rows * length), draw.randint(1, 20))
+        starts = draw.sample(range(1, rows * length), draw.randint(1, 4))  # one is longer than the window
         bounds = sorted({*starts, *range(0, rows * length + 1, length)})
         longest = max(last - first for first, last in pairwise(bounds))
         positions = torch.arange(length).expand(rows, length)
@@ -34,10 +51,59 @@ def test_every_kind_of_layer_meets_every_kind_of_batch(monkeypatch: pytest.Monke
 
     with compiler("eager") as graphs:
         [model] = compile.apply([random_model(spec)], Plan(compile=True), None)
-        kinds = [(2, True), (2, False), (3, False), (1, False)]
+        kinds = [(2, True), (1, True), (3, True), (2, False), (3, False), (1, False)]
         for rows, learn in kinds * 3:
             read(rows, learn)
         met = graphs["eager"]
         for rows, learn in kinds * 3:
             read(rows, learn)
     assert 8 < met == graphs["eager"]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_the_first_step_compiles_for_documents_of_any_length(mode: Any) -> None:
+    """One graph a kind of layer, made in the first step: what came later would come in the middle of a run, on each
+    rank at a step of its own."""
+    spec, length = spec_of("gemma3_text"), 32
+    kinds, _ = layer_kinds(spec)
+    positions = torch.arange(length).expand(2, length)
+    plan = Plan(compile=True, remat=Remat(mode))
+    with compiler("eager") as graphs:
+        [model] = compile.apply(remat.apply([random_model(spec)], plan, None), plan, None)
+        for inner in ([16, 32], [7, 20, 30, 32], [32], [3, 32, 40]):
+            bounds = [0, *inner, 2 * length]
+            longest = max(last - first for first, last in pairwise(bounds))
+            mask = MaskSpec(documents=torch.tensor(bounds, dtype=torch.int32), longest=longest)
+            model(torch.zeros_like(positions), positions, mask).sum().backward()
+            assert graphs["eager"] == len(kinds) == 2
+
+
+def test_what_the_user_made_dynamic_stays_so() -> None:
+    torch.compiler.config.dynamic_sources = "L['x']"
+    for _ in range(2):
+        compile.apply([], Plan(compile=True), None)
+    assert torch.compiler.config.dynamic_sources == f"L['x'],{compile.DYNAMIC}"
+
+
+def test_a_text_is_written_uncompiled() -> None:
+    """Of every length that it has on the way a graph would be made."""
+    with compiler("eager") as graphs:
+        [model] = compile.apply([random_model(spec_of("llama"))], Plan(compile=True), None)
+        generate([model], [1, 2, 3], Sampling(max_new_tokens=2), torch.device("cpu"))
+        assert not graphs
+        positions = torch.arange(8)[None]
+        model(torch.zeros_like(positions), positions, MaskSpec())
+        assert graphs["eager"] == 1
+
+
+def test_what_a_machine_lacks_is_said_before_the_start() -> None:
+    cluster, spec = parse_cluster("1xV100"), spec_of("llama")
+    assert compile.check(spec, Plan(compile=True), cluster) == []
+    without = replace(cluster, device=replace(cluster.device, no_compiler="triton"))
+    assert compile.check(spec, Plan(), without) == []
+    [problem] = compile.check(spec, Plan(compile=True), without)
+    assert (problem.code, problem.where, problem.fix) == ("PLAN021", "compile", "false, or install it")
+    assert problem.what == "torch.compile needs triton, which is not installed here"
+    older = replace(cluster, device=replace(cluster.device, name="P100", capability=(6, 0)))
+    [problem] = compile.check(spec, Plan(compile=True), older)
+    assert problem.what == "torch.compile needs GPUs of capability 7.0 or later, and the P100's is 6.0"

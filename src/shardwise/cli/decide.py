@@ -10,6 +10,7 @@ from pathlib import Path
 from shardwise import techniques
 from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem, ShardwiseError
+from shardwise.launch.compiler import compiler_lacks
 from shardwise.models.config import ModelSpec
 from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
@@ -28,7 +29,8 @@ def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
     """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``)."""
     if text is not None:
         return parse_cluster(text)
-    return local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+    found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+    return replace(found, device=replace(found.device, no_compiler=compiler_lacks(found.kind)))
 
 
 def with_products(cluster: Cluster, ask: Callable[[], Products] = measured) -> Cluster:
@@ -37,11 +39,15 @@ def with_products(cluster: Cluster, ask: Callable[[], Products] = measured) -> C
     return cluster if cluster.kind == "cuda" else replace(cluster, device=replace(device, products=ask()))
 
 
-def products_of_first() -> Products:
-    """How fast rank 0's CPU multiplies: ranks that torchrun started must all make the same plan."""
+def as_first(cluster: Cluster) -> Cluster:
+    """The machines with what rank 0 finds, how fast CPUs multiply or what it lacks to compile for GPUs: ranks that
+    torchrun started must all make the same plan."""
     from shardwise.runtime.world import told_by_first
 
-    return Products(**json.loads(told_by_first(lambda: json.dumps(asdict(measured())))))
+    if cluster.kind == "cuda":
+        told = told_by_first(lambda: cluster.device.no_compiler)
+        return replace(cluster, device=replace(cluster.device, no_compiler=told))
+    return with_products(cluster, lambda: Products(**json.loads(told_by_first(lambda: json.dumps(asdict(measured()))))))
 
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:

@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.cli.decide import cluster_of_ranks, plan_of, products_of_first, with_products
+from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, with_products
 from shardwise.cli.show import defect, note, print_error, say
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
 from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, start_name, started
 from shardwise.models.resolve import resolve
-from shardwise.planner.products import measured
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.track import check_installed
 from shardwise.spec.cluster import crowding
@@ -80,7 +79,7 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
         note(warning)
     directory = Path(run.out) / run.name
     if plan_file is None:
-        cluster = with_products(cluster, products_of_first if world > 1 else measured)
+        cluster = as_first(cluster) if world > 1 else with_products(cluster)
     resumed = directory if rundir.newest_step(directory) else None
     plan = plan_of(recipe, resolve(recipe), cluster, plan_file, resumed)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})

@@ -151,6 +151,7 @@ def _candidates(
 ) -> tuple[list[Candidate], list[Problem]]:
     """The legal settings of the dial, and what is wrong with the others."""
     precision, why = _precision(recipe, cluster)
+    compiled, reason = _compiled(recipe, cluster)
     sheet = sheet_of(spec, variant(precision))
     found: list[Candidate] = []
     refused: list[Problem] = []
@@ -164,18 +165,22 @@ def _candidates(
             shard=Shard(strategy, True if reshard is None or strategy != "zero3" else reshard),
             precision=precision,
             remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
-            compile=recipe.compile is True,
+            compile=compiled,
             deterministic=recipe.run.deterministic,
             attention=recipe.attention,
             optim=Optim(recipe.optim.name, moments=recipe.optim.moments),
             frozen=tuple(recipe.model.frozen),
             lora=lora.settings(recipe.lora, precision),
             loss="dpo" if recipe.pairs else "cross_entropy",
-            why={**why, **reasons, **batch_reasons(recipe.train)},
+            why={**why, **reasons, **batch_reasons(recipe.train), "compile": reason},
             model=spec.name,
             cluster=str(cluster),
         )
-        if problems := techniques.check(spec, plan, cluster):
+        problems = techniques.check(spec, plan, cluster)
+        if recipe.compile == "auto" and (bars := [problem.what for problem in problems if problem.where == "compile"]):
+            plan = replace(plan, compile=False, why={**plan.why, "compile": f"derived: off: {bars[0]}"})
+            problems = techniques.check(spec, plan, cluster)
+        if problems:
             refused += problems
             continue
         costed = techniques.cost(sheet, plan)
@@ -263,6 +268,15 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, s
     return precision, why
 
 
+def _compiled(recipe: Recipe, cluster: Cluster) -> tuple[bool, str]:
+    """Whether blocks are compiled unless something bars it, and why."""
+    if recipe.compile != "auto":
+        return recipe.compile, "pinned"
+    if cluster.kind == "cpu":
+        return False, "default: off; see docs/techniques/compile.md"
+    return True, "default: on for GPUs, which read and write less in joined operations"
+
+
 def pace(products: Products) -> str:
     """How fast bf16 is on this CPU, in words."""
     gain = products.bf16_gain
@@ -298,7 +312,7 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
         why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights unsharded"
     if recipe.recompute.every != 1 and plan.remat.mode == "none":
         why["remat.every"] = "not used: nothing is recomputed"
-    why["compile"] = "pinned" if recipe.compile != "auto" else "default: off; see docs/techniques/compile.md"
+    why["compile"] = why.pop("compile")  # told last
     if recipe.attention != "auto":
         why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
     return replace(plan, why=why)

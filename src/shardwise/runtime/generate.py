@@ -17,6 +17,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.models.layers import soft_cap
 from shardwise.runtime.evaluate import reshard
+from shardwise.techniques.compile import suspended
 
 LENGTHS = 32
 """Texts are filled up to multiples of this."""
@@ -50,7 +51,8 @@ def generate(
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
     try:
         for _ in range(min(room, sampling.max_new_tokens)):
-            logits = last_logits(parts[0], ids, device)
+            with suspended():  # or it would be compiled for the lengths that it meets
+                logits = last_logits(parts[0], ids, device)
             chosen = first(partial(choose, logits, sampling.temperature, draw))
             if chosen == sampling.eot_id:
                 break

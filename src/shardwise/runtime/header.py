@@ -11,11 +11,16 @@ from shardwise.models import attention, kernels
 from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.runtime.job import Job
-from shardwise.spec.plan import MEASURED
+from shardwise.spec.plan import MEASURED, Plan
 from shardwise.spec.units import show_bytes, show_count
 from shardwise.techniques.numbers import torch_type
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+
+COMPILED = (
+    ", blocks compiled (adds half a minute or more to the first step, seconds if torch has them cached; "
+    "`compile=false` runs them uncompiled)"
+)
 
 
 def header(job: Job) -> str:
@@ -46,7 +51,6 @@ def header(job: Job) -> str:
     text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
-    batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
     every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
     saves = f"a checkpoint every {every} into {job.directory}"
     taken = f", attention {_kernels(job)}"
@@ -55,7 +59,7 @@ def header(job: Job) -> str:
         ("model", f"{model} · {loss}"),
         ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}{reasons['matmul']}"),
         ("data", f"{text}, {ids}"),
-        ("plan", f"{strategy(job)}, {batches}, recompute {plan.remat.mode}{', compiled' * plan.compile}{taken}"),
+        ("plan", f"{strategy(job)}, {execution(plan)}{taken}"),
         ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),
     ]
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
@@ -68,6 +72,13 @@ def _kernels(job: Job) -> str:
     case = replace(case, documents=recipe.data.mask_documents or recipe.method.name != "pretrain")
     layers = kernels.cases(job.spec, case, plan.batch.seq_len)
     return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))
+
+
+def execution(plan: Plan) -> str:
+    """What each rank does with its batch, and what compiling costs."""
+    batch = plan.batch
+    batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
+    return f"{batches}, recompute {plan.remat.mode}{COMPILED if plan.compile else ''}"
 
 
 def strategy(job: Job) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.state import TrainState
+from shardwise.techniques.compile import suspended
 from shardwise.techniques.slices import local
 
 KINDS = {
@@ -99,8 +99,7 @@ def _bytes(value: Any) -> int:
 def record_traffic() -> Iterator[list[Call]]:
     """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
     sends the same."""
-    compiles = "torch._dynamo" in sys.modules  # asking the compiler would import it, which takes seconds
-    with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Recorder() as recorder:
+    with suspended(), _Recorder() as recorder:
         yield recorder.calls
 
 

@@ -72,7 +72,8 @@ class Products:
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
     peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
-    ``products``: of a CPU, where they were measured. ``capability``: CUDA's, (9, 0) for Hopper."""
+    ``products``: of a CPU, where they were measured. ``capability``: CUDA's, (9, 0) for Hopper.
+    ``no_compiler``: of this machine's, what torch.compile needs and does not find there."""
 
     name: str
     memory_bytes: int
@@ -84,6 +85,7 @@ class Device:
     verified: str = "no"
     products: Products | None = None
     capability: tuple[int, int] | None = None
+    no_compiler: str = ""
 
     @property
     def computes_bf16(self) -> bool:

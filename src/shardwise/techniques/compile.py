@@ -2,13 +2,16 @@
 
 Shards and sends nothing; fuses the element-wise operations of a block and drops tensors that backward can cheaply
 rebuild, so that the predicted activations are an upper bound. Blocks are alike, so one compilation serves all of
-them. It pays on GPUs and with bf16 on a CPU in runs long enough to win back the first compilation (docs/techniques/
-compile.md has the measurement behind the default). Compiled in place: no parameter changes its name.
+them. It is on for GPUs, and pays with bf16 on a CPU in runs long enough to win back the first compilation (docs/
+techniques/compile.md has the measurement). Compiled in place: no parameter changes its name.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
@@ -26,7 +29,22 @@ RECOMPILE_LIMIT = 64
 evaluation times numbers of rows and documents are more in a run, and bounded."""
 
 
+DYNAMIC = r".*\.(documents|longest)$"
+"""What of a block's mask differs from batch to batch: the first graph serves any documents. As torch matches it."""
+CAPABILITY = (7, 0)
+"""The least for which triton makes kernels."""
+
+
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    """That the devices and this machine can."""
+    device = cluster.device
+    if plan.compile and device.capability is not None and device.capability < CAPABILITY:
+        needed, found = (".".join(map(str, number)) for number in (CAPABILITY, device.capability))
+        what = f"torch.compile needs GPUs of capability {needed} or later, and the {device.name}'s is {found}"
+        return [Problem("PLAN021", what, "compile", "false")]
+    if plan.compile and device.no_compiler:
+        what = f"torch.compile needs {device.no_compiler}, which is not installed here"
+        return [Problem("PLAN021", what, "compile", "false, or install it")]
     return []
 
 
@@ -41,9 +59,37 @@ def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[n
     from shardwise.models.decoder import Decoder
 
     if plan.compile:
+        # It warns of in-place operations under selective recompute, which AOTAutograd replaces before they matter.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
+        known = torch.compiler.config.dynamic_sources
+        if DYNAMIC not in known:
+            torch.compiler.config.dynamic_sources = f"{known},{DYNAMIC}".lstrip(",")
         for part in parts:
             ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
             for block in blocks(part):
-                block.forward = torch.compile(block.forward, fullgraph=ours)
+                block.forward = _Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
     return parts
+
+
+class _Switched:
+    """A block's forward, compiled or as it is written."""
+
+    suspended = False
+
+    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self.plain, self.compiled = plain, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.plain if _Switched.suspended else self.compiled)(*args, **kwargs)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Compiled blocks run as they are written: each new shape would be compiled, and a compiled block cannot be
+    watched. What an operation inside compiles for itself (FlexAttention) stays compiled."""
+    before, _Switched.suspended = _Switched.suspended, True
+    try:
+        yield
+    finally:
+        _Switched.suspended = before

@@ -1,0 +1,32 @@
+"""What torch.compile needs of a machine beside torch. Without it a first step would end in an error of the compiler's.
+Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardwise.spec.cluster import Kind
+
+COMPILERS: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
+    "cuda": ("CC", "a C compiler", ("gcc", "clang")),
+    "cpu": ("CXX", "a C++ compiler", ("g++", "clang++")),
+}
+"""Where a user may have named a compiler, what it is, and what is looked for otherwise: triton builds its launchers in
+C, torch its kernels for a CPU in C++."""
+
+
+def compiler_lacks(kind: Kind) -> str:
+    """What this machine lacks to compile for ``kind``, in words; empty where it has all."""
+    if kind == "cuda" and find_spec("triton") is None:
+        return "triton"
+    variable, words, names = COMPILERS[kind]
+    chosen = os.environ.get(variable, "").split()[:1]
+    if not any(map(shutil.which, chosen or names)):
+        return f"{words} ({' or '.join(chosen or names)})"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's headers (python3-dev)"
+    return ""
