@@ -21,7 +21,9 @@ from shardwise.planner.trace import trace
 from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
 from shardwise.runtime.build import build
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import Rules, launch, step
+from shardwise.runtime.transfer import Upload
+from shardwise.spec import plan as plans
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Optim, Recipe
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
@@ -148,6 +150,31 @@ def peak_bytes(plan: Plan, device: torch.device) -> int:
         positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
         step(state, [MicroBatch(ids, ids.clone(), positions, None, shape[1])], ids.numel(), rules)
     return torch.cuda.max_memory_allocated(device) - start
+
+
+@pytest.mark.parametrize("kept", [plans.Optim(), plans.Optim("adamw8bit"), plans.Optim(moments="bf16")], ids=str)
+@pytest.mark.parametrize("precision", [BF16, Precision("fp16")], ids=["bf16", "fp16"])
+def test_no_step_waits_for_the_device(alone: torch.device, precision: Precision, kept: plans.Optim) -> None:
+    """torch raises at whatever would; the first step may fill tables and set up workspaces."""
+    plan = Plan(batch=Batch(2, 2, 512, 256), precision=precision, optim=kept)
+
+    def loss(model: Any, batch: MicroBatch, denominator: float) -> Tensor:
+        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
+
+    state, rules, upload = build(Recipe(), ONE, plan, None, alone), Rules(plan, Optim(), 10, loss), Upload(alone)
+    before = None
+    for number in range(4):
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            ids, positions = torch.randint(ONE.vocab_size, (2, 512)), torch.arange(512).expand(2, 512).contiguous()
+            bounds = torch.tensor([0, 300, 512, 1024], dtype=torch.int32)
+            launched = launch(state, upload([MicroBatch(ids, ids.clone(), positions, bounds, 512)] * 2), 2048, rules)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if before is not None:
+            assert not before.settle(state).skipped
+        before = launched
+    assert before is not None and before.settle(state).step == 4
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=str)

@@ -341,6 +341,15 @@ def test_a_checkpoint_with_other_objects_is_refused(tmp_path: Path) -> None:
         small(tmp_path)[1].resume()
 
 
+def test_the_optimizer_is_fused_and_vectors_are_not_decayed() -> None:
+    """Every other AdamW of torch asks each parameter's step count of the device."""
+    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.plan(), None)
+    matrices, vectors = shardwise.optimizer(model).param_groups
+    assert matrices["fused"] and vectors["fused"]
+    assert (matrices["params"], vectors["params"]) == ([model.weight], [model.bias])
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
 def test_objects_without_a_state_that_can_be_kept_are_refused_by_name(tmp_path: Path) -> None:
     model = shardwise.parallelize(nn.Linear(2, 2), shardwise.plan(), None)
     optimizer = shardwise.optimizer(model)

@@ -45,6 +45,7 @@ WITH_TORCH = {
     "shardwise.planner.trace",
     "shardwise.planner.record",
     "shardwise.planner.ship",
+    "shardwise.techniques.constants",
     "shardwise.techniques.dora",
     "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",

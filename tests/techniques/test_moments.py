@@ -14,8 +14,8 @@ from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Optim, Plan, Precision
-from shardwise.techniques import optim
-from shardwise.techniques.moments import BLOCK, AdamW8bit, decode, encode, table
+from shardwise.techniques import constants, optim
+from shardwise.techniques.moments import BLOCK, TABLE, AdamW8bit, decode, encode
 from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
 from tests.drift.test_drift import SPEC, plan_of, sheet
 from tests.techniques import moment_ranks
@@ -24,11 +24,26 @@ from tests.techniques import moment_ranks
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_table(signed: bool) -> None:
     """256 different values, ascending, that hold 0 and 1 exactly and reach down to 1e-7."""
-    values = table(signed)
+    values = torch.tensor(TABLE[signed])
     assert values.shape == (256,) and bool((values.diff() > 0).all())
     assert 0.0 in values and values[-1] == 1.0
     assert values[0] == (-1.0 if signed else 0.0)
     assert 1e-7 < float(values[values > 0].min()) < 1e-6
+
+
+def test_tables_are_sent_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host would make it wait in every update of every block of rows."""
+    layer = nn.Linear(300, 200)
+    optimizer = AdamW8bit(layer.parameters(), 1e-3)
+    for number in range(2):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if number == 0:
+            monkeypatch.setattr(constants.torch, "tensor", None)
+    monkeypatch.undo()
+    elsewhere = torch.empty(1, device="meta")
+    assert constants.constant(elsewhere, "one", [1.0]) is constants.constant(elsewhere, "one", [1.0])
 
 
 @pytest.mark.parametrize("signed", [True, False])

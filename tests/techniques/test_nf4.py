@@ -62,10 +62,12 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove.world import measure
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import fourbit
+from shardwise.techniques.constants import constant
+import torch
 
 plan = Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True))
 measure(ModelSpec("small", 96, 64, 64, 1, 4, 2, 16), plan, fake=True)
-print(sum(fourbit._constant(fourbit.torch.zeros(1), "dynamic").tolist()))
+print(sum(constant(torch.zeros(1), "dynamic", fourbit.DYNAMIC).tolist()))
 """
 
 

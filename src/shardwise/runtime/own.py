@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from shardwise.errors import ConfigError, DataError, Problem
@@ -189,14 +190,15 @@ def optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
 ) -> Optimizer:
-    """AdamW over the trained parameters of a parallelized module; vectors (norms, biases) are not decayed. Any other of
-    torch's optimizers, made after ``parallelize``, serves as well."""
+    """Fused AdamW over the trained parameters of a parallelized module; vectors (norms, biases) are not decayed. Any
+    other of torch's optimizers, made after ``parallelize``, serves as well."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    made = AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for parameter in sorted(trained, key=lambda parameter: parameter.ndim <= 1):
+        decay = weight_decay if parameter.ndim > 1 else 0.0
+        groups.setdefault((decay, isinstance(parameter, DTensor)), []).append(parameter)  # the kernel takes no mixture
+    given = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
+    made = AdamW(given, lr=learning_rate, betas=betas, eps=eps, fused=True)
     for parameter in trained:
         made.state[parameter] = fresh_moments(parameter)  # there to be loaded into, before a first step
     return made

@@ -103,7 +103,8 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     rules.enter("optimizer")
     rate = optim.learning_rate(rules.optim, state.step, rules.max_steps)
     optim.set_learning_rate(state.optimizer, rate, rules.optim)
-    if multiply := loss.device.type == "cpu":  # the kernel divides by 1 / factor: a CPU keeps its rounding
+    multiply = loss.device.type == "cpu" or plan.precision.weights == "fp64"
+    if multiply:  # the kernel divides by 1 / factor in fp32, which rounds otherwise
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, ~finite, None if multiply else factor)
     state.optimizer.zero_grad(set_to_none=True)

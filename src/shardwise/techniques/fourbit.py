@@ -7,13 +7,13 @@ type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bit
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
 
 # fmt: off
@@ -31,7 +31,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = weight.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     sizes = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
-    values = _constant(weight, "nf4")
+    values = constant(weight, "nf4", NF4)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
@@ -42,7 +42,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = sizes.view(-1).mean()
     rest = functional.pad((sizes - mean).view(-1), (0, -sizes.numel() % NF4_GROUP)).view(-1, NF4_GROUP)
     groups = rest.abs().amax(-1)
-    kept = _nearest(rest, groups, _constant(weight, "dynamic")).view(-1)[: sizes.numel()]
+    kept = _nearest(rest, groups, constant(weight, "dynamic", DYNAMIC)).view(-1)[: sizes.numel()]
     return codes, kept.view_as(sizes), torch.cat([groups, mean.view(1)]).view(-1, 1).view(torch.uint8)
 
 
@@ -56,13 +56,13 @@ def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype)
     """The matrix [out, in] that :func:`quantise` kept, made in fp32 some rows at a time."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
-    wide = functional.embedding(sizes.int(), _constant(codes, "dynamic")[:, None]).view(-1)
+    wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
     wide = wide.mul_(of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]).add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        values = functional.embedding(codes[part].int(), _constant(codes, "pairs"))
+        values = functional.embedding(codes[part].int(), constant(codes, "nf4 pairs", PAIRS))
         out[part] = values.view(-1, columns // NF4_BLOCK, NF4_BLOCK).mul_(wide[part]).view(-1, columns)
         del values
     return out
@@ -99,18 +99,5 @@ def _dynamic() -> tuple[float, ...]:
 DYNAMIC = _dynamic()
 """Made here, not when it is first used: that may be among fake tensors, whose numbers mean nothing."""
 
-
-_CONSTANTS: dict[tuple[str, torch.device], Tensor] = {}
-
-
-def _constant(like: Tensor, name: Literal["nf4", "dynamic", "pairs"]) -> Tensor:
-    """A table in fp32 on the device of ``like``, sent there once; ``pairs`` [256, 2] are both values of each byte of
-    codes. A fake tensor gets one of its own, which is not kept."""
-    key = (name, like.device)
-    if key in _CONSTANTS and not isinstance(like, FakeTensor):
-        return _CONSTANTS[key]
-    values: Any = NF4 if name == "nf4" else DYNAMIC if name == "dynamic" else [(a, b) for a in NF4 for b in NF4]
-    made = torch.tensor(values, dtype=torch.float32, device=like.device)
-    if not isinstance(made, FakeTensor):
-        _CONSTANTS[key] = made
-    return made
+PAIRS = [(a, b) for a in NF4 for b in NF4]
+"""Both values of each byte of codes."""

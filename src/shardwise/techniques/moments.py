@@ -12,34 +12,32 @@ compilation.
 
 from __future__ import annotations
 
-from functools import cache
 from math import ceil
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import BLOCK, quantised
 from shardwise.techniques.rounding import Kept, RoundedAdamW, draw
 
 DECADES = 7
 
 
-@cache
-def sizes(signed: bool) -> Tensor:
+def _sizes(signed: bool) -> list[float]:
     """The values from 0 to 1, ascending: decade d of seven holds 2^d (unsigned 2^(d+1)) evenly; 129 (256) in all."""
     values = [0.0]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
         values += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - DECADES + 1)).tolist()
-    return torch.tensor([*values, 1.0], dtype=torch.float32)
+    return [*values, 1.0]
 
 
-@cache
-def table(signed: bool) -> Tensor:
-    """What each byte means, ascending. Of the negative ones the smallest has no byte."""
-    values = sizes(signed)
-    return torch.cat([-values[2:].flip(0), values]) if signed else values
+SIZES = {signed: _sizes(signed) for signed in (False, True)}
+"""Made here, not when they are first used: that may be among fake tensors, whose numbers mean nothing."""
+TABLE = {False: SIZES[False], True: [-size for size in SIZES[True][:1:-1]] + SIZES[True]}
+"""What each byte means, by whether it is signed, ascending. Of the negative ones the smallest has no byte."""
 
 
 def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -50,7 +48,7 @@ def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Te
     scales = blocks.abs().amax(-1)
     spread = scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
     unit = (blocks.abs() / spread).view(rows, -1)[:, :columns]
-    values = sizes(signed).to(wide.device)
+    values = constant(wide, ("sizes of moments", signed), SIZES[signed])
     decade = unit.log10().floor_().add_(DECADES).clamp_(0, DECADES - 1)
     count = decade.add(0.0 if signed else 1.0).exp2_()
     stretch = torch.logspace(DECADES - 1, 0, DECADES, device=wide.device)
@@ -71,7 +69,7 @@ def _each(values: Tensor, index: Tensor) -> Tensor:
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The fp32 values that :func:`encode` kept."""
     rows, columns = codes.shape
-    values = _each(table(signed).to(codes.device), codes.int())
+    values = _each(constant(codes, ("moments", signed), TABLE[signed]), codes.int())
     blocks = nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     return (blocks * scales.unsqueeze(-1)).view(rows, -1)[:, :columns]
 
@@ -95,7 +93,7 @@ class AdamW8bit(RoundedAdamW):
         if not quantised(tuple(parameter.shape)):
             return {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
         kept = {"exp_avg_scale": _scales(parameter), "exp_avg_sq_scale": _scales(parameter)}
-        zeros = {"exp_avg": len(sizes(True)) - 2, "exp_avg_sq": 0}
+        zeros = {"exp_avg": len(SIZES[True]) - 2, "exp_avg_sq": 0}
         return kept | {key: torch.full_like(parameter, zero, dtype=torch.uint8).detach() for key, zero in zeros.items()}
 
     def wide(self, kept: Kept) -> tuple[Tensor, Tensor]:
