@@ -34,6 +34,12 @@ def test_names_are_reached_and_renamed() -> None:
     assert told == {"prompt": "hi", "chosen": [{"role": "assistant", "content": "ho"}], "rejected": "no"}
 
 
+def test_roles_of_sharegpt_are_renamed_too() -> None:
+    turns = [{"from": "customer", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    told = Fields(roles=(("customer", "user"),)).rename({"conversations": turns})
+    assert told == {"conversations": [{"from": "user", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
+
+
 @pytest.mark.parametrize(
     ("record", "what", "fix"),
     [

@@ -18,13 +18,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.faults import Fault, not_unicode
-from shardwise.data.formats import Conversation, Segment
+from shardwise.data.formats import ROLES, Conversation, Segment
 from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
@@ -182,6 +183,7 @@ class Chat:
         without text, CHAT003 where the template does not show what the assistant's part is."""
         messages = self.encoder.guard(talk.messages)
         tools = self.encoder.guard(talk.tools)
+        self._check_roles(messages, tools)
         if talk.trained is None:
             text = self._text(messages, tools)
             return [Rendered(text, [(0, len(text))])]
@@ -208,6 +210,19 @@ class Chat:
         given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
         return Asked(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
+
+    def _check_roles(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Raises Fault CHAT002 for a message that is lost because the template does not know its role: what it says
+        makes no difference."""
+        for k, message in enumerate(messages):
+            role = message["role"]
+            if role in ROLES or not message.get("content"):
+                continue
+            other = [*messages[:k], {**message, "content": PROBE}, *messages[k + 1 :]]
+            if self._text(other, tools) == self._text(messages, tools):
+                what = f"message {k + 1} has the role `{role}`, which the chat template leaves out"
+                fix = f"{quote(f'data.roles.{role}=user')}, or =system, =assistant, =tool"
+                raise Fault("CHAT002", what, fix)
 
     def _text(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
         return self.encoder.alias(_unmarked(self._raw(messages, tools, generate))[0])

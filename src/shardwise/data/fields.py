@@ -36,6 +36,8 @@ class Fields:
         lists = {key: "messages"} if self.messages or key in record else {}
         lists |= {side: side for side in ("prompt", "chosen", "rejected") if isinstance(record.get(side), list)}
         found = {ours: self._turns(record, theirs) for theirs, ours in lists.items()}
+        if not self.messages and isinstance(turns := record.get("conversations"), list):
+            found["conversations"] = [self._said_by(turn) for turn in turns]
         return {name: value for name, value in record.items() if name != key.partition(".")[0]} | found
 
     def _turns(self, record: Record, key: str) -> list[Any]:
@@ -43,6 +45,11 @@ class Fields:
         if not isinstance(turns, list):
             raise Fault("DATA005", f"`{key}` is not a list of messages", "name the list: data.messages_key")
         return [self._turn(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+
+    def _said_by(self, turn: Any) -> Any:
+        """A turn of the format ``sharegpt``, whose role is ``from``."""
+        said = turn.get("from") if isinstance(turn, dict) else None
+        return {**turn, "from": dict(self.roles).get(said, said)} if isinstance(said, str) else turn
 
     def _turn(self, turn: Any, where: str) -> Any:
         if not isinstance(turn, dict):

@@ -25,6 +25,8 @@ from shardwise.data.faults import Fault
 
 Record = dict[str, Any]
 _OUT = "or leave the record out"
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that every chat template is expected to know."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What fields of a message that hold its reasoning are called."""
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"}
@@ -152,7 +154,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # tables fill with null
     if not isinstance(turn.get("role"), str):
         raise Fault("DATA005", f"`{where}` has no `role`", 'a message is {"role": "user", "content": "..."}')
-    near = get_close_matches(turn["role"].lower(), ("system", "user", "assistant", "tool"), 1, 0.8)
+    near = get_close_matches(turn["role"].lower(), ROLES, 1, 0.8)
     if near and near[0] != turn["role"]:
         raise Fault("DATA005", f"`{where}.role` is `{turn['role']}`", f"did you mean `{near[0]}`?")
     if turn.get("weight", 1) not in (0, 1):
