@@ -64,6 +64,11 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main(["runs"]) == 0 and capsys.readouterr().out == "no runs in runs\n"
     make("a", [3.25, 2.5], Exit("done", 0, ""))
     assert main(["runs"]) == 0
-    head, row = capsys.readouterr().out.splitlines()
+    table = capsys.readouterr().out
+    (tmp_path / "runs" / "a" / "resumed").mkdir()
+    (tmp_path / "runs" / "a" / "resumed" / "recipe.yaml").write_text("{}")
+    assert main(["runs", "runs/a"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["a", "finished"]
+    head, row = table.splitlines()
     assert head.split() == ["run", "state", "step", "loss", "saved", "last", "step", "size"]
     assert row.split()[:4] == ["a", "finished", "2/20", "2.500"] and "just now" in row

@@ -91,14 +91,15 @@ def test_files_share_units_and_long_files_are_cut(tmp_path: Path) -> None:
 
 
 def test_b52_one_bad_line_of_many(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
+    path = tmp_path / "my data" / "corpus.jsonl"
+    path.parent.mkdir()
     lines = ['{"text": "good enough"}\n'] * 200_000
     lines[123_455] = '{"text": "abc\n'
     error = refusal(path, "".join(lines))
     assert str(error) == (
         'error[DATA004]: corpus.jsonl:123456 col 10: unterminated string: `{"text": "abc`\n'
         f"where: {path}\n"
-        f"fix:   repair the line: sed -n 123456p {path}{SKIP}"
+        f"fix:   repair the line: sed -n 123456p '{path}'{SKIP}"
     )
 
 

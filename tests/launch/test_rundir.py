@@ -214,6 +214,9 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
         "OUT003",
         73,
         f"a checkpoint is ~14.2 GB, 3 and one being written need 56.8 GB, 31.0 GB free on {tmp_path}",
-        "a larger disk with `--out`, or `checkpoint.save_total_limit: 1`",
+        "a larger disk with `--out`, or `checkpoint.save_total_limit=1`",
     )
+    with pytest.raises(OutputError) as caught:  # one, and one being written, do not fit either
+        rundir.check_space(tmp_path, 1_500_000_000, keep=2)
+    assert caught.value.problems[0].fix == "a larger disk with `--out`"
     assert rundir.check_space(tmp_path, 100, keep=2) == 3600

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from shardwise.spec.units import read_size, show_bytes, show_count, show_payload, show_seconds
+from shardwise.spec.units import read_size, show_bytes, show_count, show_payload, show_seconds, typed
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,10 @@ def test_sizes(text: str, unit: str, size: int | None) -> None:
 @pytest.mark.parametrize("text", ["8", "k", "8kk", "-8k", "8 k", "8Ki", "", "1e3k"])
 def test_what_is_no_size(text: str) -> None:
     assert read_size(text, "tokens") is None
+
+
+def test_paths_as_a_shell_takes_them() -> None:
+    assert [typed(name) for name in (Path("runs/a-1"), "my runs/it's")] == ["runs/a-1", "'my runs/it'\"'\"'s'"]
 
 
 def test_numbers_are_shown_short() -> None:

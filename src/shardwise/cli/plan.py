@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,7 @@ from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import crowding
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
+from shardwise.spec.units import typed
 
 TOPICS = ("memory", "network", "why")
 
@@ -110,8 +112,9 @@ def _print_plan(plans: list[Plan], chosen: Plan, busy_s: list[float], explain: s
 
 def _print_next(path: Path | None, overrides: list[str], options: Options) -> None:
     if options.out:
-        say(f"written: {options.out}        next: shardwise train {path or ''} --plan {options.out}".rstrip())
+        recipe = f" {typed(path)}" if path else ""
+        say(f"written: {options.out}        next: shardwise train{recipe} --plan {typed(options.out)}")
         return
-    words = " ".join(filter(None, [str(path) if path else "", *overrides]))
+    words = shlex.join([*([str(path)] if path else []), *overrides])
     where = f" --cluster {options.cluster}" if options.cluster else ""
     say(f"next: shardwise plan {words}{where} -o plan.yaml        more: --explain memory | network | why")

@@ -51,7 +51,8 @@ def run(options: Options) -> None:
     if not options.path.is_dir():
         what, fix = f"no directory {options.path}", "`shardwise runs DIRECTORY`, the --out of the runs"
         raise MissingInputError(Problem("CFG011", what, str(options.path), fix))
-    rows = [look(recipe.parent) for recipe in options.path.glob("*/recipe.yaml")]
+    alone = (options.path / "recipe.yaml").is_file()  # a run's own directory
+    rows = [look(path.parent) for path in options.path.glob("recipe.yaml" if alone else "*/recipe.yaml")]
     rows.sort(key=lambda row: -row.changed_s)
     if options.json:
         return print_json([asdict(row) for row in rows])
@@ -78,7 +79,7 @@ def look(directory: Path) -> Row:
     except OSError as error:
         state = f"damaged: {error}"
     size = sum(path.lstat().st_size for path in files if path.exists())
-    return Row(directory.name, state, last.get("step"), of, last.get("loss"), saved, changed_s, size)
+    return Row(directory.resolve().name, state, last.get("step"), of, last.get("loss"), saved, changed_s, size)
 
 
 def _state(directory: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shardwise.data.source import Source
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
+from shardwise.spec.units import typed
 
 MOST = 20
 """Bad records that are reported at once."""
@@ -44,7 +45,7 @@ def not_utf8(path: Path) -> str:
     """How to make ``path`` UTF-8. UTF-16 says what it is by its first bytes, Latin-1 is a guess."""
     with open_regular(path) as file:
         marked = file.read(2) in UTF16
-    recode = f"-t utf-8 {path} > {path.stem}-utf8{path.suffix}"
+    recode = f"-t utf-8 {typed(path)} > {typed(path.stem + '-utf8' + path.suffix)}"
     return f"iconv -f utf-16 {recode}" if marked else f"iconv -f latin1 {recode}, if it is Latin-1"
 
 

@@ -34,6 +34,7 @@ from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
 from shardwise.spec.host import cores
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
+from shardwise.spec.units import typed
 
 DEFAULT_VOCAB_SIZE = 4096
 SAMPLES_VERSION = 1
@@ -376,7 +377,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
         fix = "leave it out: the prepared data include a tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
     if changed := _first_change(prepared.manifest.files):
-        fix = f"shardwise data prepare <the recipe that it was made from> --force --out {directory}"
+        fix = f"shardwise data prepare <the recipe that it was made from> --force --out {typed(directory)}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
     return prepared
 

@@ -19,6 +19,7 @@ from shardwise.data.faults import FAULT_KEY, LINE, UTF16, Fault, Faults, not_uni
 from shardwise.data.source import Source, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
+from shardwise.spec.units import typed
 
 UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
@@ -200,7 +201,7 @@ def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float
     except JSONDecodeError as error:
         snippet = decoded[max(error.colno - 41, 0) :].strip()[:60]
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        fix = f"repair the line: sed -n {LINE}p {part.path}"
+        fix = f"repair the line: sed -n {LINE}p {typed(part.path)}"
         raise Fault("DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
     except RecursionError as error:
         fix = "flatten the record or leave it out"

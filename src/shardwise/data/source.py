@@ -24,6 +24,7 @@ import xxhash
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.spec.files import open_regular
 from shardwise.spec.shipped import recipes_directory
+from shardwise.spec.units import typed
 
 STDLIB, CHAT = "stdlib", "python-chat"
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -203,7 +204,7 @@ def _source(path: Path, name: str) -> Source:
         size = path.stat().st_size
         open_regular(path).close()
     except OSError as error:
-        fix = f"chmod +r {path}"
+        fix = f"chmod +r {typed(path)}"
         raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
     return Source(path.resolve(), name, "other" if lines else _KINDS.get(path.suffix, "text"), 0, size)
 
@@ -213,7 +214,7 @@ def _nothing(name: str, what: str) -> MissingInputError:
     path = Path(name).expanduser()
     if os.path.lexists(path):  # a link to nothing or in a circle, or no file
         to = f"a broken link to {os.readlink(path)}" if path.is_symlink() else "neither file nor directory"
-        fix = f"name a file, a directory or a glob; ls -l {path}"
+        fix = f"name a file, a directory or a glob; ls -l {typed(path)}"
         return MissingInputError(Problem("DATA001", f"`{name}` is {to}", _WHERE, fix))
     directory = path.parent
     while not directory.is_dir() or has_magic(str(directory)):

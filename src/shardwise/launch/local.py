@@ -24,7 +24,7 @@ from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
-from shardwise.spec.units import show_bytes
+from shardwise.spec.units import show_bytes, typed
 
 SAVE_AND_STOP_S = 600.0
 """How long ranks may take to save after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1."""
@@ -171,14 +171,14 @@ def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
     what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code}; what it printed is above"
-    fix = f"run again with --debug, or `--resume {run_directory}`"
+    fix = f"run again with --debug, or `shardwise train --resume {typed(run_directory)}`"
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
 
 
 def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None) -> Problem:
     number, now = signal.Signals(-failure.exit_code), oom_kills()
     what = f"rank {rank} (pid {failure.pid}) was killed by {number.name}"
-    fix = f"`shardwise train --resume {run_directory}` continues from the newest checkpoint"
+    fix = f"`shardwise train --resume {typed(run_directory)}` continues from the newest checkpoint"
     less = "train.micro_batch_size=1, recompute=full or a smaller --nproc needs less"
     if number == signal.SIGKILL and (kills is None or now is None):
         fix = f"if the kernel ran out of memory (dmesg says so), {less}; {fix}"

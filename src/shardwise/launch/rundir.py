@@ -22,7 +22,7 @@ from shardwise.runtime.outcome import read_exit
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.units import show_payload
+from shardwise.spec.units import show_payload, typed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -196,7 +196,7 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
 
 def filled(directory: Path, error: OSError) -> OutputError:
     """What a run says whose disk has filled up (OUT002)."""
-    again = f"`shardwise train --resume {directory}`" if newest_step(directory) else "start it again"
+    again = f"`shardwise train --resume {typed(directory)}`" if newest_step(directory) else "start it again"
     where = Path(error.filename or directory)
     return OutputError(replace(_unwritable(where, error), fix=f"make room there, then {again}"))
 
@@ -236,6 +236,7 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
             f"a checkpoint is ~{show_payload(checkpoint)}, {keep} and one being written need {show_payload(needed)}, "
             f"{show_payload(free)} free on {place}"
         )
-        fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit: 1`" if keep > 1 else "")
+        smaller = keep > 1 and 2 * checkpoint + export_bytes <= free
+        fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit=1`" if smaller else "")
         raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))
     return needed

@@ -26,7 +26,7 @@ from shardwise.runtime.report import Report
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import earlier_sample, sample, shown
 from shardwise.runtime.state import TrainState
-from shardwise.spec.units import show_count
+from shardwise.spec.units import show_count, typed
 from shardwise.techniques.numbers import torch_type
 
 
@@ -92,7 +92,8 @@ def leave(job: Job, checkpoints: Checkpoints, log: Log, watch: Guard, stop: Stop
     last = newest(job.directory / "checkpoints")
     saved = "nothing is saved" if last is None else f"saved at step {int(last.name[5:])} of {job.max_steps}"
     what = f"asked to stop{f' ({stop.name})' if stop.name else ''}: {saved}"
-    raise PreemptedError(Problem("STOP001", what, str(job.directory), f"shardwise train --resume {job.directory}"))
+    fix = f"shardwise train --resume {typed(job.directory)}"
+    raise PreemptedError(Problem("STOP001", what, str(job.directory), fix))
 
 
 def finish(
@@ -134,7 +135,8 @@ def finish(
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
-                log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: shardwise export {job.directory} --best")
+                again = f"shardwise export {typed(job.directory)} --best"
+                log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: {again}")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
         checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
@@ -160,7 +162,7 @@ def lost(job: Job, step: int, why: str) -> Problem:
     """CKPT023: all steps are done, but the checkpoint of the last one is not there."""
     what = f"training is done, but the checkpoint of its last step {step} is not there{why and f': {why}'}"
     last, run = newest(job.directory / "checkpoints"), job.directory
-    again = f"train --resume {run}` repeats the steps after {int(last.name[5:])}" if last else "train` it again"
+    again = f"train --resume {typed(run)}` repeats the steps after {int(last.name[5:])}" if last else "train` it again"
     fix = f"use the model in {model_directory(job)}, or `shardwise {again}"
     return Problem("CKPT023", what, str(run / "checkpoints"), fix)
 

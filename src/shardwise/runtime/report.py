@@ -11,7 +11,7 @@ from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.measure import Memory
 from shardwise.runtime.metrics import clock
 from shardwise.spec.plan import Estimate
-from shardwise.spec.units import columns, show_bytes, show_payload
+from shardwise.spec.units import columns, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
 """Memory categories that can be told apart by looking at the tensors of the state."""
@@ -91,9 +91,9 @@ class Report:
 
     def next_steps(self) -> list[str]:
         return [
-            f'shardwise generate {self.directory} {"--chat " * self.chat}--prompt "..."',
+            f'shardwise generate {typed(self.directory)} {"--chat " * self.chat}--prompt "..."',
             "shardwise train mine.yaml",
-            f"shardwise plan --plan {self.directory}/plan.yaml",
+            f"shardwise plan --plan {typed(self.directory / 'plan.yaml')}",
         ]
 
 

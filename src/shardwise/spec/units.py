@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM])")
 _BINARY = {"k": 2**10, "m": 2**20}
@@ -17,6 +19,11 @@ def read_size(text: str, unit: str) -> int | None:
         return None
     size = float(match.group(1)) * _SCALES[unit][match.group(2).lower()]
     return int(size) if size.is_integer() else None
+
+
+def typed(path: Path | str) -> str:
+    """A path as a shell takes it, blanks and all."""
+    return shlex.quote(str(path))
 
 
 def show_bytes(count: float) -> str:
