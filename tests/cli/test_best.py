@@ -80,6 +80,10 @@ def test_it_is_exported_and_the_newest_is_still_what_resume_takes(
     for flags in ([], ["--best"]):
         assert main(["generate", str(run), "--prompt", "line ", "--tokens", "3", "--json", *flags]) == 0
     assert main(["export", str(run), "--best", "--step", "4"]) == 2
+    capsys.readouterr()
+    assert main(["export", str(run), "--step", "3"]) == 66
+    said = capsys.readouterr().err
+    assert "error[CKPT001]: no checkpoint of step 3\n" in said and "`--step 12`; there are 12, 9, 4" in said
 
 
 def test_a_run_without_validation_has_no_best(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,13 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     assert len(facts["settings"]) >= 5
 
 
+def test_a_tight_plan_ends_with_what_leaves_more_room(shardwise: Run) -> None:
+    words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "32768")
+    code, out, _ = shardwise("plan", *words, "--cluster", "8xH100")
+    assert code == 0 and "tight: 77.8 GiB of 79.1 GiB (98%)" in out
+    assert "any one of these changes leaves more room\n" in out and "makes it fit" not in out
+
+
 def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "4096")
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")

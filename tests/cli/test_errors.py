@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import app, schema, train
+from shardwise.cli import app, interrupt, schema, train
 from shardwise.cli.app import main
 from shardwise.errors import first_line
 from shardwise.spec.layout import Layout
@@ -93,13 +95,12 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             2,
             "error[CLI001]: Invalid value for '--port': Input should be a valid integer, unable to parse string as an "
             "integer\nwhere: the command line\n"
-            "fix:   `shardwise --help`, or `shardwise <command> --help`\n",
+            "fix:   `shardwise train --help`\n",
         ),
         (
             ("fly",),
             2,
-            "error[CLI001]: No such command 'fly'.\nwhere: the command line\n"
-            "fix:   `shardwise --help`, or `shardwise <command> --help`\n",
+            "error[CLI001]: No such command 'fly'.\nwhere: the command line\nfix:   `shardwise --help`\n",
         ),
         (
             ("plan", "--explain", "everything"),
@@ -193,8 +194,19 @@ def test_ctrl_c_ends_with_130(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(schema, "recipe_schema", interrupted)
-    code, out, _ = shardwise("schema")
-    assert (code, out) == (130, "")
+    monkeypatch.setattr(interrupt, "_said", threading.Lock())
+    assert shardwise("schema") == (130, "", "interrupted\n")
+
+
+def test_a_disk_that_is_full_is_told(shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(schema, "recipe_schema", full)
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        code, _, err = shardwise("schema")
+    assert code == 73 and err.startswith("error[OUT003]: No space left on device: not everything was written\n")
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(shardwise: Run) -> None:

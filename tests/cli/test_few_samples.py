@@ -97,5 +97,5 @@ def test_enough_steps_are_not_warned_of(run: Run) -> None:
 def test_text_is_told_in_documents_and_what_was_left_out(run: Run) -> None:
     Path("a.jsonl").write_text(json.dumps({"text": "words " * 20_000}) + "\n[]\n")
     out, _ = run("method=pretrain", "data.chat_template=null", "data.path=a.jsonl", "data.on_bad_sample=skip")
-    assert re.search(r"^data    1 documents -> \d+ windows of 128 tokens -> \d+ steps an epoch", out, re.M)
+    assert re.search(r"^data    1 document -> \d+ windows of 128 tokens -> \d+ steps an epoch", out, re.M)
     assert "\nbad         1 bad records left out" in out

@@ -100,7 +100,7 @@ def test_a_disk_that_filled_up_is_no_defect(
     monkeypatch.setattr(module, "write_exit", full)
     assert run(recipe, monkeypatch, error) == 73
     told = "error[OUT002]: cannot write runs/a/metrics.jsonl: no space left\nwhere: runs/a/metrics.jsonl\n"
-    assert capsys.readouterr().err == f"[rank 1] {told}fix:   make room there, then start it again\n"
+    assert capsys.readouterr().err == f"[rank 1] {told}fix:   make room there, then `shardwise train runs/a`\n"
     Path("runs/a/checkpoints/step-00000004").mkdir(parents=True)
     Path("runs/a/recipe.yaml").write_text(dump_recipe(recipe))
     assert run(recipe, monkeypatch, error) == 73

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.manifest import Rejected, parse
+from shardwise.runtime.manifest import Rejected, parse, train_again
 
 
 def test_a_manifest_that_is_not_what_its_sum_says() -> None:
@@ -22,3 +23,10 @@ def test_a_manifest_that_is_not_what_its_sum_says() -> None:
             parse(data, "step-1/manifest.json")
         [problem] = caught.value.problems
         assert problem.what == f"the manifest is damaged: its contents do not match its sha256 ({shown}...)"
+
+
+def test_the_command_that_goes_on_with_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    assert train_again(run) == f"shardwise train '{run}'"
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert train_again(run) == f"shardwise train --resume '{run}'"

@@ -340,6 +340,21 @@ def test_names_that_other_systems_use_are_read_with_a_notice(tmp_path: Path) -> 
     assert not any("warmup_steps" in notice for notice in loaded.notices)
 
 
+def test_values_as_people_write_them() -> None:
+    words = ["max_steps=1e3", "warmup_steps=2e2", "run.device=gpu", "parallel=ZeRO-3", "optim.learning_rate=2e0"]
+    recipe = load_recipe(None, words)
+    assert (recipe.train.max_steps, recipe.optim.warmup_steps, recipe.optim.learning_rate) == (1000, 200, 2.0)
+    assert (recipe.run.device, recipe.parallel.strategy) == ("cuda", "zero3")
+    for word, fix in (
+        ("max_steps=1.5", "give a whole number"),
+        ("optim.schedule=Cosin", "did you mean `cosine`"),
+        ("train=3", "name one of its keys: train.seq_len, train.micro_batch_size, "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(None, [word])
+        assert caught.value.problems[0].fix.startswith(fix)
+
+
 def test_a_section_may_be_one_value() -> None:
     recipe = load_recipe(None, ["recompute=full", "precision=bf16", "parallel=zero2", "model=a/b", "data=x/*.txt"])
     assert (recipe.recompute.mode, recipe.precision.compute, recipe.parallel.strategy) == ("full", "bf16", "zero2")

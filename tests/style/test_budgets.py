@@ -9,15 +9,15 @@ from tests.style.source import Source, functions, report, sources
 PACKAGE_LINES = {
     "spec": 1_700,
     "models": 2_700,
-    "data": 3_050,
+    "data": 3_100,
     "methods": 400,
     "techniques": 3_550,
     "planner": 3_000,
     "runtime": 4_500,
     "prove": 900,
     "launch": 650,
-    "interop": 750,
-    "cli": 1_600,
+    "interop": 675,
+    "cli": 1_625,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15

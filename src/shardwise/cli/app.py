@@ -19,7 +19,15 @@ from typer.core import TyperGroup
 from shardwise import __version__
 from shardwise.cli import interrupt
 from shardwise.cli.show import defect, print_error
-from shardwise.errors import MissingInputError, Problem, ShardwiseError, TrainingError, UsageError, first_line
+from shardwise.errors import (
+    MissingInputError,
+    OutputError,
+    Problem,
+    ShardwiseError,
+    TrainingError,
+    UsageError,
+    first_line,
+)
 from shardwise.launch.worker import is_worker, speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
@@ -55,6 +63,13 @@ class Commands(TyperGroup):
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in ("train", "plan"))
         return typer.main.get_command(alone)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # of which newer typers make a silent exit code
+            interrupt.say()
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -101,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error, as_json=as_json)
         return error.exit_code
     except Refused as error:
-        fix = "`shardwise --help`, or `shardwise <command> --help`"
+        named = f"{words[0]} " if words and words[0] in COMMANDS else ""
+        fix = f"`shardwise {named}--help`"
         print_error(UsageError(Problem("CLI001", error.format_message(), "the command line", fix)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -118,9 +134,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        told = _impossible(error) or _defect(error)
+        told = _impossible(error) or _full(error) or _defect(error)
         print_error(told, as_json=as_json)
         return told.exit_code
+
+
+def _full(error: Exception) -> ShardwiseError | None:
+    """A full disk, from wherever it was met: that of the output itself, or of a cache."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
+    where = str(error.filename or "the output, a cache or a temporary file")
+    return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, "make room there"))
 
 
 def _impossible(error: Exception) -> ShardwiseError | None:

@@ -16,6 +16,7 @@ from shardwise.cli.options import Common, DataWords, add_command, recipe_or_quic
 from shardwise.cli.show import print_json, say
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
+from shardwise.spec.units import counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -92,7 +93,7 @@ def describe(prepared: Prepared) -> str:
     for name, split in manifest.splits.items():
         if split.packs is not None and manifest.seq_len:
             share, filled = split.supervised_tokens / split.tokens, split.tokens / (split.windows * manifest.seq_len)
-            windows = f"{split.windows:,} windows of {manifest.seq_len:,}, {filled:.1%} filled"
+            windows = f"{counted(split.windows, 'window')} of {manifest.seq_len:,}, {filled:.1%} filled"
             lines.append(f"{'':<11} {name}: {split.supervised_tokens:,} supervised tokens ({share:.1%}), {windows}")
     lines += preview.report(manifest.counts)
     if manifest.empty_documents:

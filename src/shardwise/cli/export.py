@@ -11,10 +11,11 @@ from typer import Argument, Option
 from shardwise.cli.options import Common, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
-from shardwise.errors import Problem, UsageError
+from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.launch import rundir
 from shardwise.models.resolve import resolve
 from shardwise.runtime.locate import locate_best
+from shardwise.runtime.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
 
 
@@ -45,6 +46,11 @@ def run(options: Options) -> None:
     if options.out is not None:
         rundir.check_new(options.out)
     source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
+    steps = [step for step, _ in candidates(options.run / "checkpoints")]
+    if not steps or options.step not in (None, *steps):
+        what = "no checkpoint" + (f" of step {options.step}" if options.step is not None else " is there yet")
+        fix = f"`--step {steps[0]}`; there are {', '.join(map(str, steps))}" if steps else train_again(options.run)
+        raise MissingInputError(Problem("CKPT001", what, str(options.run), fix))
     source = locate_best(options.run) if options.best else source
     tokenizer = open_directory(options.run / "tokenizer")
     written, merged = export_run(source, recipe, resolve(recipe), tokenizer, target)

@@ -90,7 +90,7 @@ def run(options: Options) -> None:
     busy_s = [wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in plans]
     _print_plan(plans, chosen, busy_s if cluster.world > 1 else [], options.explain)
     if changes:
-        say(*render.remedy_lines(changes), "")
+        say(*render.remedy_lines(changes, chosen.estimate), "")
     _print_next(path, words.overrides, options)
     return None
 

@@ -18,7 +18,7 @@ from shardwise.spec.units import columns, show_bytes, show_count, show_payload, 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss"}
 SENT = {"node": "sent in the node", "network": "over the network"}
-COLOURS = {"fits": "green", "close": "yellow", "does not fit": "red"}
+COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
 def label(plan: Plan) -> str:
@@ -74,7 +74,7 @@ def traffic_lines(estimate: Estimate) -> list[str]:
 
 
 def verdict(estimate: Estimate) -> str:
-    """``fits``, ``close`` or ``does not fit``, with the share of the memory."""
+    """``fits``, ``tight`` (with less than the margin) or ``does not fit``, with the share of the memory."""
     if not estimate.capacity_bytes:
         return "memory of the device unknown"
     word, share = _fit(estimate)
@@ -85,7 +85,7 @@ def verdict(estimate: Estimate) -> str:
 def _fit(estimate: Estimate) -> tuple[str, float]:
     """Whether it fits, and the share of the memory (0 where that is unknown)."""
     share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
-    return "fits" if share <= MARGIN else "close" if share <= 1 else "does not fit", share
+    return "fits" if share <= MARGIN else "tight" if share <= 1 else "does not fit", share
 
 
 def setting_lines(plans: list[Plan], chosen: Plan, busy_s: list[float]) -> list[str]:
@@ -112,8 +112,8 @@ def sent_by_link(plan: Plan) -> Counter[str]:
     return found
 
 
-def remedy_lines(found: list[Remedy]) -> list[str]:
-    """What would make it fit, with its memory and what it costs; or what comes closest."""
+def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
+    """What would make a plan with this estimate fit, with its memory and what it costs; or what comes closest."""
     enough = all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
     rows = [
         (
@@ -125,7 +125,8 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
         )
         for remedy in found
     ]
-    head = "any one of these changes makes it fit" if enough else "no single change makes it fit; these come closest"
+    made = "makes it fit" if _fit(estimate)[1] > 1 else "leaves more room"
+    head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
     return [head, *("  " + line for line in columns(rows, "<<<<<"))]
 
 

@@ -75,22 +75,26 @@ def coloured(text: str, colour: str) -> str:
     return f"\x1b[{ {'red': 31, 'yellow': 33, 'green': 32}[colour] }m{text}\x1b[0m"
 
 
-class _Terminal(io.FileIO):
-    """A terminal that may close: from then on what is written goes nowhere, where it would be an error."""
+_LOST = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""A terminal that has closed, a reader that has gone (``| head``), a disk that is full."""
+
+
+class _Output(io.FileIO):
+    """An output that may be lost: what is written then goes nowhere, where it would be an error."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in _LOST:
                 raise
             return memoryview(data).nbytes
 
 
-def outlive_terminal() -> None:
-    """Let this process print after its terminal has closed: a run goes on without one (`disown`), or saves."""
+def outlive_output() -> None:
+    """Let this process print after its output is lost: a run goes on without one (`disown`), or saves."""
     for name in ("stdout", "stderr"):
         stream = vars(sys)[name]
-        if stream is not None and stream.isatty():
-            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+        if stream is not None and stream is vars(sys)[f"__{name}__"]:
+            raw = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

@@ -17,7 +17,7 @@ from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, plan_of, slower, with_products
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
-from shardwise.cli.show import note, outlive_terminal, output_to_stderr, print_error, print_json, say
+from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
@@ -31,6 +31,7 @@ from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import show_bytes
 from shardwise.techniques import lora
 
 
@@ -64,7 +65,7 @@ class Options:
 def run(options: Options) -> int:
     """Do what the options say; the exit code."""
     die_with_launcher()
-    outlive_terminal()
+    outlive_output()
     words = sort_words(options.arguments)
     if options.resume and words.path is None and options.run:
         words.path = Path(options.out or "runs") / options.run
@@ -138,7 +139,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
         read = f"data    {counts['read']:,} samples read, from the beginning of each file"
         said = [*([read] if counts["read"] else []), *report(counts)]
-        said.append(f"dry run: nothing was started; disk for checkpoints {space:,} bytes")
+        said.append(f"dry run: nothing was started; checkpoints need {show_bytes(space)} of disk")
         print_json({**facts, "records": counts}) if options.json else say(*said)
         return 0
     with rundir.owned(directory, partial(note, as_json=options.json)) as claim:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from shardwise.data.pack import Packs, Windows
 from shardwise.errors import DataError, Problem
 from shardwise.spec.recipe import Data, Recipe, Train
+from shardwise.spec.units import counted
 
 DEFAULT_STEPS = 1000
 """Of a run whose recipe says neither steps nor epochs."""
@@ -67,10 +68,13 @@ def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: f
 def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
     """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run reads them."""
     split, steps = windows.store.split, steps_per_epochs(windows, batch, 1)
-    number, noun = (split.documents // 2, "pairs") if split.pairs else (split.documents, "samples")
-    noun = noun if isinstance(windows, Packs) else "documents"
-    made = f"{number:,} {noun} -> {len(windows):,} windows of {windows.seq_len:,} tokens -> {steps:,} steps an epoch"
-    return f"data    {made} (global batch {batch:,}); {total_steps:,} steps are {total_steps / steps:.3g} epochs"
+    number, noun = (split.documents // 2, "pair") if split.pairs else (split.documents, "sample")
+    noun = noun if isinstance(windows, Packs) else "document"
+    made = f"{counted(len(windows), 'window')} of {windows.seq_len:,} tokens -> {counted(steps, 'step')} an epoch"
+    epochs = total_steps / steps
+    share = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    read = f"{counted(total_steps, 'step')} {'is' if total_steps == 1 else 'are'} {share} epoch{'s' * (epochs != 1)}"
+    return f"data    {counted(number, noun)} -> {made} (global batch {batch:,}); {read}"
 
 
 def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, train: Train) -> str | None:

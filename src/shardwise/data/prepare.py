@@ -60,8 +60,7 @@ def prepare(
     anew; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
     ``trust_s``: see :func:`remote.bring`. Raises DATA001 to DATA009, DATA012, DATA014 to DATA016 and CHAT001 to CHAT003
     for what is read, DATA013 and TOK002 for what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat
-    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; nothing is left over after an
-    error."""
+    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; then nothing is left over."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = _cache(data)
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
@@ -377,7 +376,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
         fix = "leave it out: the prepared data include a tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
     if changed := _first_change(prepared.manifest.files):
-        fix = f"shardwise data prepare <the recipe that it was made from> --force --out {typed(directory)}"
+        fix = f"with the recipe that made it: shardwise data prepare RECIPE.yaml --force --out {typed(directory)}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
     return prepared
 

@@ -21,10 +21,11 @@ from types import FrameType
 from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.hangup import heeded
+from shardwise.runtime.manifest import train_again
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
-from shardwise.spec.units import show_bytes, typed
+from shardwise.spec.units import show_bytes
 
 SAVE_AND_STOP_S = 600.0
 """How long ranks may take to save after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1."""
@@ -171,14 +172,14 @@ def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
     what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code}; what it printed is above"
-    fix = f"run again with --debug, or `shardwise train --resume {typed(run_directory)}`"
+    fix = f"run again with --debug, or `{train_again(run_directory)}`"
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
 
 
 def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None) -> Problem:
     number, now = signal.Signals(-failure.exit_code), oom_kills()
     what = f"rank {rank} (pid {failure.pid}) was killed by {number.name}"
-    fix = f"`shardwise train --resume {typed(run_directory)}` continues from the newest checkpoint"
+    fix = f"`{train_again(run_directory)}` goes on from the newest checkpoint, if there is one"
     less = "train.micro_batch_size=1, recompute=full or a smaller --nproc needs less"
     if number == signal.SIGKILL and (kills is None or now is None):
         fix = f"if the kernel ran out of memory (dmesg says so), {less}; {fix}"
@@ -207,4 +208,4 @@ def _stopped(received: signal.Signals, run_directory: Path) -> Ended:
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
     what = f"stopped by {received.name} before the ranks could save"
-    return Ended(128 + received, Problem("RUN005", what, f"{run_directory}", "start it again"))
+    return Ended(128 + received, Problem("RUN005", what, f"{run_directory}", train_again(run_directory)))

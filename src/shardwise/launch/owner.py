@@ -27,7 +27,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from shardwise.errors import OutputError, Problem
-from shardwise.spec.units import typed
+from shardwise.runtime.manifest import train_again
 
 _FILE = re.compile(r"\.owner-(\d+)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -96,7 +96,7 @@ class Claim:
             owner = _owner(self.directory)[1]
         who = f"was taken over by {owner}" if owner else "is no longer owned: its .owner file was removed"
         what = f"{self.directory} {who}; this start stopped without saving, and what was saved before is intact"
-        fix = f"when the other one has ended: `shardwise train --resume {typed(self.directory)}`"
+        fix = f"when the other one has ended: `{train_again(self.directory)}`"
         return Problem("OUT005", what, str(self.directory), fix)
 
     def release(self) -> None:

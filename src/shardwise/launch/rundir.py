@@ -17,12 +17,12 @@ from shardwise.errors import DataError, MissingInputError, OutputError, Problem,
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim
 from shardwise.runtime.locate import check_length
-from shardwise.runtime.manifest import STATE, Rejected, candidates, check_files, read, read_facts
+from shardwise.runtime.manifest import STATE, Rejected, candidates, check_files, read, read_facts, train_again
 from shardwise.runtime.outcome import read_exit
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.units import show_payload, typed
+from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -196,9 +196,8 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
 
 def filled(directory: Path, error: OSError) -> OutputError:
     """What a run says whose disk has filled up (OUT002)."""
-    again = f"`shardwise train --resume {typed(directory)}`" if newest_step(directory) else "start it again"
     where = Path(error.filename or directory)
-    return OutputError(replace(_unwritable(where, error), fix=f"make room there, then {again}"))
+    return OutputError(replace(_unwritable(where, error), fix=f"make room there, then `{train_again(directory)}`"))
 
 
 def _unwritable(directory: Path, error: OSError) -> Problem:

@@ -18,7 +18,7 @@ from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
 from shardwise.runtime.locate import best, newest
-from shardwise.runtime.manifest import step_name, whole
+from shardwise.runtime.manifest import step_name, train_again, whole
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
 from shardwise.runtime.reduce import sum_over_world
@@ -26,7 +26,7 @@ from shardwise.runtime.report import Report
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import earlier_sample, sample, shown
 from shardwise.runtime.state import TrainState
-from shardwise.spec.units import show_count, typed
+from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.numbers import torch_type
 
 
@@ -92,7 +92,7 @@ def leave(job: Job, checkpoints: Checkpoints, log: Log, watch: Guard, stop: Stop
     last = newest(job.directory / "checkpoints")
     saved = "nothing is saved" if last is None else f"saved at step {int(last.name[5:])} of {job.max_steps}"
     what = f"asked to stop{f' ({stop.name})' if stop.name else ''}: {saved}"
-    fix = f"shardwise train --resume {typed(job.directory)}"
+    fix = train_again(job.directory)
     raise PreemptedError(Problem("STOP001", what, str(job.directory), fix))
 
 
@@ -169,7 +169,7 @@ def lost(job: Job, step: int, why: str) -> Problem:
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:
     """What is printed at the end."""
-    done = f"done    {report.steps:,} steps, {show_count(report.tokens)} tokens in {report.took}"
+    done = f"done    {counted(report.steps, 'step')}, {show_count(report.tokens)} tokens in {report.took}"
     lines = [done + (f" · validation {report.validation}" if report.validation else "")]
     if report.unsaved is not None:
         lines += [f"NOT SAVED  {report.warning}"]

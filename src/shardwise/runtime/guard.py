@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime import flight
 from shardwise.runtime.hangup import heeded
+from shardwise.runtime.manifest import train_again
 from shardwise.runtime.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.pages import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.world import Process, take_device
-from shardwise.spec.units import typed
 
 ABANDONED_S = 10.0
 """A rank that stands still this long after the run has failed elsewhere, or another rank of its node has died, ends
@@ -298,7 +298,7 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
 def lost(what: str, own: RankStatus | None, run: Path) -> Problem:
     """LOST001, as the rank with the page ``own`` sees it."""
     where = f"rank {own.rank} (host {own.host}) was in phase {own.phase} of step {own.step}" if own else ""
-    fix = f"the cause is another rank's, see its output; then: shardwise train --resume {typed(run)}"
+    fix = f"the cause is another rank's, see its output; then: {train_again(run)}"
     return Problem("LOST001", what, where, fix)
 
 

@@ -12,7 +12,7 @@ from shardwise.models.config import parameter_count
 from shardwise.models.foreign_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.plan import MEASURED, Plan
-from shardwise.spec.units import show_bytes, show_count
+from shardwise.spec.units import counted, show_bytes, show_count
 from shardwise.techniques.numbers import torch_type
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
@@ -60,7 +60,7 @@ def header(job: Job) -> str:
         ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}{reasons['matmul']}"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {execution(plan)}{taken}"),
-        ("length", f"{job.max_steps:,} steps, {show_count(job.max_steps * tokens)} tokens · {saves}"),
+        ("length", f"{counted(job.max_steps, 'step')}, {show_count(job.max_steps * tokens)} tokens · {saves}"),
     ]
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
 

@@ -29,6 +29,7 @@ import xxhash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import read_regular, regular
 from shardwise.spec.foreign import recognise
+from shardwise.spec.units import typed
 
 FORMAT = 1
 CHUNK_BYTES = 16 << 20
@@ -96,6 +97,11 @@ def candidates(directory: str | Path) -> list[tuple[int, Path]]:
     names = os.listdir(root) if root.is_dir() else []
     found = [(int(match[1]), root / name) for name in names if (match := _STEP.fullmatch(name))]
     return sorted(found, reverse=True)
+
+
+def train_again(run: Path) -> str:
+    """The command by which a run goes on from what it has saved; if that is nothing, it begins anew."""
+    return f"shardwise train {'--resume ' if candidates(run / 'checkpoints') else ''}{typed(run)}"
 
 
 def chunk_hashes(blocks: Iterable[memoryview]) -> FileRecord:

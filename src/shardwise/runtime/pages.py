@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import Problem
-from shardwise.spec.units import typed
+from shardwise.runtime.manifest import train_again
 
 LAYOUT = struct.Struct("<8sqqqqddq16s48s64s")
 MAGIC = b"SHWPAGE1"
@@ -142,7 +142,7 @@ def stuck(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem
     what = f"{many} in {one.waiting} of step {one.step} for {waited_s:.0f} s, and no rank is behind the others"
     where = f"phase {one.phase}, host {one.host}; stacks in {run}/hang-step-{one.step}/"
     fix = "look for a failed device or link (nvidia-smi, dmesg; NCCL_DEBUG=INFO shows what NCCL does)"
-    return Problem("HANG001", what, where, f"{fix}; then: shardwise train --resume {typed(run)}")
+    return Problem("HANG001", what, where, f"{fix}; then: {train_again(run)}")
 
 
 def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem | None:
@@ -157,5 +157,5 @@ def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem 
     rest = f"the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there"
     what = f"rank {late.rank} (host {late.host}, pid {late.pid}) {due}; {rest}"
     where = f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/"
-    fix = f"check that process and its disk or network; then: shardwise train --resume {typed(run)}"
+    fix = f"check that process and its disk or network; then: {train_again(run)}"
     return Problem("HANG001", what, where, fix)

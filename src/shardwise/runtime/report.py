@@ -11,7 +11,7 @@ from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.measure import Memory
 from shardwise.runtime.metrics import clock
 from shardwise.spec.plan import Estimate
-from shardwise.spec.units import columns, show_bytes, show_payload, typed
+from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
 """Memory categories that can be told apart by looking at the tensors of the state."""
@@ -69,7 +69,7 @@ class Report:
 
     def markdown(self) -> str:
         """The content of report.md."""
-        done = f"{self.steps} steps, {self.tokens:,} tokens in {self.took}."
+        done = f"{counted(self.steps, 'step')}, {self.tokens:,} tokens in {self.took}."
         lines = [f"# {self.directory.name}", "", done]
         if self.unsaved is not None:
             lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")

@@ -35,6 +35,10 @@ def show_value(value: Any) -> str:
 
 def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> Problem:
     """CFG001. ``fix``: what is known of it."""
+    if dotted in keys.sections:
+        there = [key for key in keys.leaves if key.startswith(f"{dotted}.")]
+        what = f"`{dotted}` is a section, not a key"
+        return Problem("CFG001", what, where, f"name one of its keys: {', '.join(there)}")
     near = keys.nearest(dotted)
     guess = f"did you mean `{near}`?" if near else "remove it; `shardwise schema` lists every key"
     return Problem("CFG001", f"unknown key `{dotted}`", where, fix or guess)
@@ -106,7 +110,7 @@ def _complain(
     fix = f"give {words}"
     choices = [str(option) for option in _choices(schema)]
     if isinstance(value, str) and choices:
-        near = get_close_matches(value, choices, 1)
+        near = get_close_matches(value.lower(), choices, 1)
         fix = f"did you mean `{near[0]}`?" if near else fix
     return Problem(_code(types, schema, value), f"`{name}` must be {words}, got {show_value(value)}", where, fix)
 

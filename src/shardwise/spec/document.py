@@ -71,9 +71,11 @@ def read(path: Path) -> Document:
         what = f"{path} is a directory, not a file"
         raise MissingInputError(Problem("CFG011", what, fix="name the YAML file")) from None
     except (OSError, ValueError) as error:
-        near = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:5]) if os.path.isdir(path.parent) else ""
+        beside = path.parent if os.path.isdir(path.parent) else Path(os.devnull)
+        there = [*beside.glob("*.yaml"), *(recipe.parent for recipe in beside.glob("*/recipe.yaml"))]
+        near = ", ".join(sorted(map(str, there))[:5])
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        fix = f"files there: {near}" if near else "check the path"
+        fix = f"there are: {near}" if near else "check the path"
         raise MissingInputError(Problem("CFG011", f"cannot read {path}: {reason}", fix=fix)) from None
     if len(content) > MAX_BYTES:
         _too_large(str(path), f"is larger than {MAX_BYTES:,} bytes (limit)")

@@ -127,6 +127,8 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
         reading.problems.append(complaints.unknown_key(dotted, where, reading.keys, answer.fix if answer else None))
         return
     alias, leaf = dotted.rpartition(".")[2], key.rpartition(".")[2]
+    if isinstance(value, float) and value > 1 and value.is_integer() and reading.takes(key, "integer"):
+        value = int(value)  # 1e3
     value = translate(key, alias, value)
     if key != dotted:
         unset = value is None and alias != leaf and not reading.takes(key, "null")

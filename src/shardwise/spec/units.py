@@ -26,6 +26,11 @@ def typed(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2,000 steps``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def show_bytes(count: float) -> str:
     """``14.2 GiB``; three significant digits at most."""
     return _scaled(count, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}, " B")
