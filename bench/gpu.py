@@ -38,7 +38,6 @@ from shardwise.data.batch import MicroBatch
 from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
-from shardwise.planner.price import CUDA_RESERVE_BYTES
 from shardwise.planner.search import choose
 from shardwise.runtime.build import build_parts
 from shardwise.runtime.metrics import flops_per_token
@@ -168,7 +167,7 @@ def measure(
         seconds, allocated, reserved = bare_steps(recipe, spec, plan, mesh, asked)
     rate = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len / seconds
     peak = (cluster.device.bf16_flops or 0) * plan.layout.world
-    predicted = plan.estimate.peak_bytes - (CUDA_RESERVE_BYTES if kind == "cuda" else 0)
+    predicted = plan.estimate.allocated_bytes
     loop_s = whole_steps(recipe) if asked.loop and plan.layout.world == 1 else None
     mfu = rate * flops_per_token(spec, plan) / peak if kind == "cuda" and peak else None
     return Result(name, described(plan), seconds, rate, mfu, predicted, allocated, reserved, loop_s)

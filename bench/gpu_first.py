@@ -42,7 +42,6 @@ from shardwise.models.blockwise import Rule
 from shardwise.models.config import ModelSpec
 from shardwise.models.kernels import able
 from shardwise.models.resolve import resolve
-from shardwise.planner.price import CUDA_RESERVE_BYTES
 from shardwise.planner.search import choose
 from shardwise.prove import parity
 from shardwise.runtime.measure import state_bytes
@@ -208,7 +207,7 @@ def memory(on: Device) -> Lines:
             )  # fmt: skip
             plan = choose(recipe, resolve(recipe), local_cluster(nproc=1, device=on.kind))
             most, held = steps_of(on, recipe, plan)
-            predicted = plan.estimate.peak_bytes - (0 if on.rehearse else CUDA_RESERVE_BYTES)
+            predicted = plan.estimate.allocated_bytes
             off = f"{most[0] / predicted - 1:+.1%}"
             says, has = (", ".join(f"{mib(of[key])}" for key in held) for of in (plan.estimate.memory, held))
             how = "compiled" if compiled else "eager"

@@ -23,6 +23,7 @@ from shardwise.spec.recipe import Lora, Parallel, Precision, Recipe, Recompute, 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
 ONE_B = load_spec("meta-llama/Llama-3.2-1B")
 SEVENTY_B = load_spec("meta-llama/Llama-3.1-70B")
+A100S = parse_cluster("8xA100")
 H100S = parse_cluster("8xH100")
 
 
@@ -290,20 +291,11 @@ def test_a_cpu_passes_fewer_logits_at_a_time_than_a_gpu() -> None:
 
 
 def test_a_deterministic_plan_counts_the_workspaces_that_it_takes() -> None:
-    """Flash's backward sums q's gradient in ceil(192 / (b * heads)) copies of [b, s + 128, heads, head_dim] in fp32
-    where it sums in one otherwise; cuBLAS has 32 MiB for each of two threads."""
-    plain = choose(recipe(train=Train(seq_len=4096, global_batch_size=64, micro_batch_size=1)), EIGHT_B, H100S)
-    run = {"deterministic": True}
+    """By how much, tests/planner/test_overhead.py says."""
     train = Train(seq_len=4096, global_batch_size=64, micro_batch_size=1)
-    found = choose(recipe(train=train, run=run), EIGHT_B, H100S)
+    plain, found = (choose(recipe(train=train, run={"deterministic": on}), EIGHT_B, A100S) for on in (False, True))
     assert found.deterministic and not plain.deterministic
-    more = found.estimate.memory["reserve"] - plain.estimate.memory["reserve"]
-    assert more == 64 * 2**20 + 5 * 4 * (4096 + 128) * 32 * 128
-    assert found.estimate.peak_bytes - plain.estimate.peak_bytes == more
-    whole = choose(recipe(train=train, run=run, precision=Precision(compute="fp32")), EIGHT_B, H100S)
-    assert whole.estimate.memory["reserve"] == plain.estimate.memory["reserve"] + 64 * 2**20, "no flash in fp32"
-    cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
-    assert choose(recipe(run=run), ONE_B, cpus).estimate.memory["reserve"] == 0
+    assert found.estimate.memory["cuBLAS workspaces"] > plain.estimate.memory["cuBLAS workspaces"]
 
 
 def test_blocks_are_compiled_on_gpus_unless_something_bars_it() -> None:

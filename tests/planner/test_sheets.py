@@ -11,7 +11,7 @@ from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.families import FULL, SLIDING
 from shardwise.planner import sheets, ship
 from shardwise.planner.price import flops as flops_of_plan
-from shardwise.planner.price import repeated, seen
+from shardwise.planner.price import seen
 from shardwise.planner.trace import trace
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
@@ -101,7 +101,7 @@ def test_a_window_saves_arithmetic_beyond_it() -> None:
 def test_the_weights_of_a_sheet_are_the_models(tied: bool) -> None:
     spec = replace(SPEC, tie_word_embeddings=tied)
     sheet = trace(spec, "wide")
-    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in repeated(sheet))
+    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in sheet.repeated())
     assert total == parameter_count(spec)
 
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from shardwise.methods.head import backward_tensors, forward_tensors
+from shardwise.planner.overhead import attention_bytes
 from shardwise.planner.replay import Event
 from shardwise.planner.tape import Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
+from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import optim
 
 
-def schedule(sheet: Sheet, plan: Plan, rank: int = 0) -> list[Event]:
-    """The events of one step on ``rank``, the state of the model included, from before the first forward."""
-    step = _Step(sheet, plan, rank)
+def schedule(sheet: Sheet, plan: Plan, rank: int = 0, kind: Kind = "cpu") -> list[Event]:
+    """The events of one step on ``rank``, the state of the model included, from before the first forward; with the
+    workspaces of kernels where ``kind`` is cuda."""
+    step = _Step(sheet, plan, rank, kind)
     step.state()
     batches = min(plan.batch.accumulation, 3)
     for index in range(batches):
@@ -31,8 +34,8 @@ def schedule(sheet: Sheet, plan: Plan, rank: int = 0) -> list[Event]:
 
 
 class _Step:
-    def __init__(self, sheet: Sheet, plan: Plan, rank: int) -> None:
-        self.sheet, self.plan, self.rank = sheet, plan, rank
+    def __init__(self, sheet: Sheet, plan: Plan, rank: int, kind: Kind) -> None:
+        self.sheet, self.plan, self.rank, self.kind = sheet, plan, rank, kind
         self.tape = Tape()
         self.b, self.s = plan.batch.micro_batch_size, plan.batch.seq_len
         self.blocks = [sheet.blocks[kind] for kind in sheet.order]
@@ -153,6 +156,9 @@ class _Step:
                     self.tape.make((name, tensor), "activations", sizes[tensor])
                 if tensor in gradients:
                     self.weights.gradient(gradients[tensor], name, (name, tensor))
+            if op.kind == "attention" and self.kind == "cuda":
+                self.tape.make((name, "workspace"), "attention workspace", attention_bytes(unit, op, self.plan))
+                self.tape.free((name, "workspace"))
             for tensor in op.frees:
                 if tensor == unit.gradient_in:
                     self.tape.free(("gradient", name))

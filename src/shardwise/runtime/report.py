@@ -100,9 +100,9 @@ class Report:
 def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
     predicted = estimate.memory
     rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in STATE]
-    rest = sum(value for name, value in predicted.items() if name not in (*STATE, "reserve")) if predicted else None
+    whole = estimate.allocated_bytes if predicted else None
+    rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in STATE)
     rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
-    whole = sum(value for name, value in predicted.items() if name != "reserve") if predicted else None
     rows.append(_row("memory per rank", whole, memory.peak_bytes))
     return rows
 

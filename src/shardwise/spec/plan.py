@@ -22,8 +22,14 @@ MEMORY_CATEGORIES = (
     "activations",
     "logits",
     "buffers",
+    "attention workspace",
+    "cuBLAS workspaces",
+    "allocator rounding",
+    "NCCL buffers",
     "reserve",
 )
+NOT_ALLOCATED = ("allocator rounding", "NCCL buffers", "reserve")
+"""What torch does not count as allocated."""
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 
 
@@ -117,6 +123,11 @@ class Estimate:
     capacity_bytes: int = 0
     traffic: tuple[Traffic, ...] = ()
     flops_per_step: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What of ``memory`` torch counts as allocated."""
+        return sum(size for name, size in self.memory.items() if name not in NOT_ALLOCATED)
 
 
 @dataclass(frozen=True)

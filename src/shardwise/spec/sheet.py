@@ -133,6 +133,11 @@ class Sheet:
         """Every kind of unit once."""
         return (self.stem, *self.blocks, self.tail)
 
+    def repeated(self) -> list[tuple[Unit, int]]:
+        """Every kind of unit with how often it occurs."""
+        blocks = [(block, self.order.count(kind)) for kind, block in enumerate(self.blocks)]
+        return [(self.stem, 1), *blocks, (self.tail, 1)]
+
     def rewritten(self, rewrite: Callable[[Unit], Unit]) -> Sheet:
         """The sheet with every kind of unit replaced by ``rewrite`` of it."""
         blocks = tuple(rewrite(block) for block in self.blocks)

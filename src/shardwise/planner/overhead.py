@@ -1,0 +1,114 @@
+"""What a CUDA device holds beside the tensors of a step: the workspaces of kernels, what the allocator rounds up, the
+buffers of communicators. Constants are those of torch 2.13, FlashAttention 2 and NCCL 2.28, and each says where it
+stands there; a CPU has none of this."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import Op, Sheet, Unit
+
+CUDA_RESERVE_BYTES = 3 * 2**29
+"""CUDA's context and the code of kernels, 0.5 to 1 GiB, and holes between the allocator's blocks: not computed."""
+
+DOCUMENT_TOKENS = 256
+"""How long documents are assumed to be on average where they are masked: the plan does not read the data."""
+FLASH_ROWS = 128
+"""FlashAttention pads each sequence to a multiple of it (``round_multiple(seqlen_q, 128)`` in flash_api.cpp), and makes
+room for as many rows more for each document of a packed batch (``total_q + 128 * batch_size``)."""
+MOST_MULTIPROCESSORS = 192
+"""No GPU has more (H100: 132, B200: 148, RTX PRO 6000: 188); what is computed from it is an upper bound."""
+
+HOPPER_WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS's workspace from Hopper on, and under ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` anywhere
+(``parseChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+EARLIER_WORKSPACE_BYTES = 8 * 2**20 + 128 * 2**10
+"""Before Hopper: ``:4096:2:16:8``, two blocks of 4 MiB and eight of 16 KiB (in the same place)."""
+CUBLAS_HANDLES = 2
+"""A workspace belongs to a handle, and a handle to a thread: that of forward, and that in which autograd runs."""
+
+BLOCK_BYTES = 512
+"""The allocator gives out multiples of it (``kMinBlockSize`` in c10/core/AllocatorConfig.h)."""
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * 2**20, 20 * 2**20
+"""By which the allocator takes memory from the device, for blocks up to 1 MiB and above (``kSmallBuffer`` and
+``large_segment_size_`` in the same file); each stream has segments of its own, of which the last is not full."""
+
+CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * 2**20
+"""What NCCL allocates for each connection of a channel: a buffer for each of its protocols, LL, LL128 and Simple
+(``DEFAULT_LL_BUFFSIZE``, ``DEFAULT_LL128_BUFFSIZE`` and ``DEFAULT_BUFFSIZE`` in src/init.cc)."""
+NVLINK_CHANNELS, PCIE_CHANNELS = 24, 4
+"""Channels of a communicator; NCCL prints them under ``NCCL_DEBUG=INFO``: 16 to 24 where GPUs have NVLink, else 2 to
+4."""
+RING, RING_AND_TREE = 1, 3
+"""Connections of a channel on which a rank receives: rings, for gathers and scatters; for all-reduces trees too, from
+the parent and from a child."""
+
+
+def attention_bytes(unit: Unit, op: Op, plan: Plan) -> int:
+    """Workspace of one call of FlashAttention's backward (``mha_bwd`` and ``mha_varlen_bwd`` in
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), for documents that are masked: ``dq_accum``, the
+    gradient of q summed in fp32 over padded rows and heads padded to a multiple of 32; ``softmax_d``, a number for each
+    row; where queries share key heads, ``dk_expanded`` and ``dv_expanded``, one for each query head. Deterministic,
+    ``dq_accum`` is there once for each multiprocessor that would otherwise add to the same sums. 0 where it is not
+    FlashAttention that computes; other kernels take about as much."""
+    if plan.precision.compute not in ("bf16", "fp16") or len(op.allocates) < 3:
+        return 0
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    (_, heads, _, head_dim), (_, key_heads, _, _) = (unit.tensors[tensor].shape for tensor in op.allocates[:2])
+    assert isinstance(heads, int) and isinstance(head_dim, int)
+    rows = b * s + FLASH_ROWS * b * ceil(s / DOCUMENT_TOKENS)
+    padded = ceil(head_dim / 32) * 32 if head_dim <= 192 else 256
+    copies = ceil(MOST_MULTIPROCESSORS / (b * heads)) if plan.deterministic else 1
+    expanded = 0 if key_heads == heads else 2 * b * s * heads * head_dim * BYTES[plan.precision.compute]
+    return 4 * rows * heads * (padded * copies + 1) + expanded
+
+
+def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int]:
+    """What is there for the whole step, by category of memory."""
+    if cluster.kind != "cuda":
+        return {}
+    recent = cluster.device.capability is None or cluster.device.capability >= (9, 0)
+    workspace = HOPPER_WORKSPACE_BYTES if recent or plan.deterministic else EARLIER_WORKSPACE_BYTES
+    channels = NVLINK_CHANNELS if cluster.device.peer_bytes_per_s else PCIE_CHANNELS
+    return {
+        "cuBLAS workspaces": CUBLAS_HANDLES * workspace,
+        "allocator rounding": _rounding_bytes(costed, plan),
+        "NCCL buffers": sum(communicators(plan)) * channels * CHANNEL_BYTES,
+        "reserve": CUDA_RESERVE_BYTES,
+    }
+
+
+def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
+    """The ends of blocks that no tensor fills, of weights, gradients and both moments, a block for the count of steps
+    of each trained weight, and the last segments of every stream. Activations fill their blocks, or nearly."""
+    total = 0
+    for unit, times in costed.repeated():
+        for weight in unit.weights:
+            size = weight.local_numel(plan.layout, 0, padded=True) * BYTES[weight.dtype]
+            unfilled = -size % BLOCK_BYTES
+            total += times * (4 * unfilled + BLOCK_BYTES if weight.trained else unfilled)
+    return total + _streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
+
+
+def _streams(plan: Plan) -> int:
+    """Streams that allocate: the one that computes; under FSDP2 those in which it gathers and reduces, and of a hybrid
+    plan sums over replicas."""
+    if plan.shard.strategy == "ddp" or plan.layout.dp == 1:
+        return 1
+    return 4 if plan.layout.dp_replicate > 1 else 3
+
+
+def communicators(plan: Plan) -> list[int]:
+    """The connections of a channel of each communicator: that of all ranks, who sum what a step logs; of each axis of a
+    hybrid plan; and where weights are kept after forward by part of the ranks, theirs."""
+    layout = plan.layout
+    if layout.world == 1:
+        return []
+    found = [RING_AND_TREE]
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        found += [RING_AND_TREE, RING]
+    if plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool):
+        found.append(RING)
+    return found
