@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.ir import FallbackKernel
 
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import layer_kinds
@@ -107,3 +109,10 @@ def test_what_a_machine_lacks_is_said_before_the_start() -> None:
     older = replace(cluster, device=replace(cluster.device, name="P100", capability=(6, 0)))
     [problem] = compile.check(spec, Plan(compile=True), older)
     assert problem.what == "torch.compile needs GPUs of capability 7.0 or later, and the P100's is 6.0"
+
+
+def test_inductor_can_call_our_operations() -> None:
+    """It hands on arguments by name, beside its own: one of the same name ends every compiled run in its first step."""
+    taken = set(signature(FallbackKernel.create).parameters)
+    for operation in (torch.ops.shardwise.attention, torch.ops.shardwise.attention_backward):
+        assert taken.isdisjoint(argument.name for argument in operation.default._schema.arguments)

@@ -45,8 +45,9 @@ class MaskSpec:
 
 _MASK = (
     "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, SymInt longest, float? soft_cap, "
-    "float? scale, str kernel='auto'"
+    "float? scale, str pinned='auto'"
 )
+"""No argument may have the name of one of inductor's own for an operation, such as ``kernel``."""
 _COMPUTED_BY: dict[str, Any] = {
     "flash": flash,
     "fa3": flash,
