@@ -82,7 +82,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         (
             ("train", "--seq-len"),
             2,
-            "error[CLI001]: `--seq-len` needs a value\nwhere: the command line\nfix:   `--seq-len <value>`\n",
+            "error[CLI001]: `--seq-len` needs a value\nwhere: the command line\nfix:   `--seq-len VALUE`\n",
         ),
         (
             ("train", "a.yaml", "b.yaml"),

@@ -225,7 +225,7 @@ def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make)
     first = prepare(settings(corpus), out)
     assert prepare(settings(corpus), out).manifest == first.manifest
     (corpus / "4.md").write_text("something else")
-    again = f"shardwise data prepare <the recipe that it was made from> --force --out {out}"
+    again = f"with the recipe that made it: shardwise data prepare RECIPE.yaml --force --out {out}"
     for attempt, fix in (
         (lambda: prepare(settings(corpus), out), "another --out; or the same command with --force, which replaces it"),
         (lambda: prepare(settings(out)), again),

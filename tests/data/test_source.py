@@ -103,7 +103,7 @@ def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert message(caught) == (
         f"error[DATA001]: the Python in {tmp_path} comes without its library's sources: 1 .py files, 6 bytes\n"
         "where: data.path\n"
-        "fix:   data.path=<a directory of text>, or a full Python"
+        "fix:   data.path=DIRECTORY, or a full Python"
     )
 
 

@@ -102,7 +102,7 @@ def _flag(text: str, rest: list[str], keys: Keys) -> str:
             near = keys.nearest(name)
             fix = f"did you mean `--{near.replace('_', '-')}`?" if near else "`shardwise --help` lists them"
             raise _misused(f"unknown option `--{text}`", fix)
-        raise _misused(f"`--{text}` needs a value", f"`--{text} <value>`")
+        raise _misused(f"`--{text}` needs a value", f"`--{text} VALUE`")
     return f"{name}={rest.pop(0)}"
 
 

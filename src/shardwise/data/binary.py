@@ -69,7 +69,9 @@ def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int6
     if wrong.any():
         at = int(wrong.argmax())
         what = f"{part.name}: id {read[at]} at token {before + at:,} >= vocab {vocab_size}"
-        raise DataError(Problem("DATA009", what, str(part.path), "data.tokenizer.path=<the tokenizer of these ids>"))
+        raise DataError(
+            Problem("DATA009", what, str(part.path), "data.tokenizer.path=TOKENIZER, the one that made these ids")
+        )
     ids = read[first - before :]
     closes = ids == eot_id
     if ends is not None:

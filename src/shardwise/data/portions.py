@@ -64,7 +64,7 @@ class Portions:
                 whole.write_whole(self._file, json.dumps({"settings": settings, "portions": laid, "visits": []}))
         self._told = json.loads(self._file.read_text(encoding="utf-8"))
         if self._told["settings"] != settings:
-            what, fix = "the run was started with other data or other streaming settings", "run.name=<another name>"
+            what, fix = "the run was started with other data or other streaming settings", "run.name=another-name"
             raise DataError(Problem("DATA013", what, str(self._file), fix))
         self.count, self._visits = len(self._told["portions"]), self._told["visits"]
         self._starts = [0, *np.cumsum([samples for samples, _ in self._visits]).tolist()]

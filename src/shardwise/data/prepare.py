@@ -244,7 +244,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
         return named
     if ids := next((s for s in (*sources.train, *sources.validation) if s.kind == "ids"), None):
         what = f"{ids.name} holds token ids, but the recipe does not name their tokenizer"
-        raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=<the one that made them>"))
+        raise DataError(Problem("TOK004", what, "data.tokenizer.path", "data.tokenizer.path=TOKENIZER, the ids' own"))
     size = data.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
 
     def train(directory: Path) -> None:
@@ -265,14 +265,14 @@ def _training_texts(sample_tokens: int | None, text_key: str, skip: bool) -> Ite
         faults.settle()
         if (bad := faults.counts["bad"]) and not faults.counts["read"]:
             what = f"none of {bad:,} records has a `{text_key}` to train a tokenizer on"
-            fix = "data.tokenizer.path=<a tokenizer>, or records with text"
+            fix = "data.tokenizer.path=TOKENIZER, or records with text"
             raise DataError(Problem("DATA005", what, "data.path", fix))
     except DataError as error:
         if sample_tokens is None or error.problems[0].code != "DATA005":
             raise
         first = error.problems[0].what.partition("; the same at")[0]
         what = f"the recipe names no tokenizer, and records without a `text` cannot train one: {first}"
-        raise DataError(Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=<the model's>")) from error
+        raise DataError(Problem("TOK004", what, "data.tokenizer", "data.tokenizer.path=TOKENIZER")) from error
 
 
 def _texts(data: Data, sources: Sources, said: Progress, faults: Faults) -> Iterator[str]:
@@ -396,5 +396,5 @@ def _writing(cache: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or cache
         what = f"cannot write {path}: {(error.strerror or str(error)).lower()}"
-        fix = "data.cache=<a directory with room that you may write>"
+        fix = "data.cache=DIRECTORY, one with room that you may write"
         raise OutputError(Problem("OUT002", what, "data.cache", fix)) from error

@@ -80,7 +80,7 @@ def listed(url: str, unknown: int) -> dict[str, int]:
     """The files that ``url`` names, as URLs that name them alone, with their bytes; ``unknown`` where the store does
     not tell. Raises DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
     if _is_dataset(url):
-        what, fix = f"`data.streaming` reads files; `{url}` is a dataset", f"data.path={HUB}<org>/<name>/**/*.parquet"
+        what, fix = f"`data.streaming` reads files; `{url}` is a dataset", f"data.path={HUB}ORG/NAME/**/*.parquet"
         raise ConfigError(Problem("CFG008", what, _WHERE, fix))
     files, found = _listing(url)
     sizes = {files.unstrip_protocol(place): told.get("size", "") for place, told in found.values()}

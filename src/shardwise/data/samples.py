@@ -117,7 +117,7 @@ def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Piec
     elif isinstance(found, formats.Tokens):
         if (largest := max(found.ids)) >= own.vocab_size:
             what = f"id {largest!s:.40} at token {found.ids.index(largest)} >= vocab {own.vocab_size}"
-            raise Fault("DATA009", what, "data.tokenizer.path=<the tokenizer that these ids are of>")
+            raise Fault("DATA009", what, "data.tokenizer.path=TOKENIZER, the one that made these ids")
         ids, labels = np.array(found.ids, dtype=np.int64), np.array(found.labels, dtype=np.int64)
         yield (Encoded(ids, (labels >= 0).astype(np.uint8), 0),)
     else:

@@ -239,5 +239,5 @@ def _stdlib() -> Iterator[Source]:
     total = sum(source.stop for source in sources)
     if total < _STDLIB_LEAST_BYTES:
         what = f"the Python in {root} comes without its library's sources: {len(sources)} .py files, {total:,} bytes"
-        raise MissingInputError(Problem("DATA001", what, _WHERE, "data.path=<a directory of text>, or a full Python"))
+        raise MissingInputError(Problem("DATA001", what, _WHERE, "data.path=DIRECTORY, or a full Python"))
     yield from sources

@@ -217,7 +217,7 @@ class Checkpoints:
             self._writer.set_up_storage_writer(True)
         except OSError as error:
             what = f"cannot write {self.directory}: {os.strerror(error.errno or 0).lower()}"
-            fix = "run.out=<a directory that can be written>"
+            fix = "run.out=DIRECTORY, one that can be written"
             raise OutputError(Problem("OUT002", what, str(self.directory), fix)) from error
 
     def _make_plan(self, tensors: Tensors, layout: object) -> None:

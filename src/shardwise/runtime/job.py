@@ -150,7 +150,7 @@ def settle(job: Job) -> Job:
     if run and run["data"] != data:
         prints = f"(fingerprint {run['data'][:8]}, now {data[:8]})"
         what = f"run {job.recipe.run.name} was started with other data {prints}"
-        fix = "restore the data, or start another run: run.name=<another name>"
+        fix = "restore the data, or start another run: run.name=another-name"
         raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
     job = replace(job, run_id=run_id)

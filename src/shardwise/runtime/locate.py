@@ -37,7 +37,7 @@ def locate(path: Path) -> list[tuple[int, Path]]:
         if found:
             return found
     near = _nearest(path)
-    fix = f"nearest: {near}" if near else "name a run (runs/<name>) or one of its checkpoints"
+    fix = f"nearest: {near}" if near else "name a run (runs/NAME) or one of its checkpoints"
     what = f"no checkpoint in {path} (looked for step-*/{MANIFEST})"
     raise MissingInputError(Problem("CKPT001", what, str(path), fix))
 

@@ -107,7 +107,7 @@ def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
     what = f"the run has checkpoints, but {path.name}, the reference's scores, is missing"
     if others:
         what = f"the run began with other weights or data: these need {path.name}, the run has {', '.join(others)}"
-    fix = "restore what the run began with, or start another run: run.name=<another name>"
+    fix = "restore what the run began with, or start another run: run.name=another-name"
     return Problem("DPO001", what, str(path), fix)
 
 
