@@ -154,11 +154,11 @@ def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
     _, out, _ = shardwise("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "--explain", "why")
     rows = [line.split() for line in out.split("\nwhy\n")[1].split("\n\n")[0].splitlines()]
     settings = [f"{row[0]}={row[1]}" for row in rows if row[0] != "tokens"]
-    assert {"parallel.strategy=zero1", "recompute.mode=none", "compile=false"} < {*settings} and len(settings) == len(
+    assert {"parallel.strategy=zero1", "recompute.mode=none", "compile=true"} < {*settings} and len(settings) == len(
         rows
     ) - 1
     typed = load_recipe(None, settings)
-    assert (typed.parallel.strategy, typed.compile, typed.train.global_batch_size) == ("zero1", False, 32)
+    assert (typed.parallel.strategy, typed.compile, typed.train.global_batch_size) == ("zero1", True, 32)
     theirs = [
         "shard.strategy=zero1",
         "layout.dp_shard=4",
