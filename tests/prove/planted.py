@@ -123,10 +123,14 @@ DRIFT: dict[str, Fault] = {
     ),
     "the root is freed after forward": Fault(sharded_with(reshard_after_forward=True), plan_of("zero3"), "all_gather"),
     "two blocks are one unit": Fault(
-        lambda: patch.object(shard, "units", lambda part: [list(part.layers), part]), plan_of("zero3"), "all_gather"
+        lambda: patch.object(shard, "units", lambda part: [*shard.ends(part), list(part.layers), [part]]),
+        plan_of("zero3"),
+        "all_gather",
     ),
     "the whole model is one unit": Fault(
-        lambda: patch.object(shard, "units", lambda part: [part]), plan_of("zero2"), "reduce_scatter"
+        lambda: patch.multiple(shard, units=lambda part: [[part]], ends=lambda part: ([], [])),
+        plan_of("zero2"),
+        "reduce_scatter",
     ),
     "weights are gathered for every micro-batch": Fault(
         never("set_reshard_after_backward"), plan_of("zero2"), "all_gather"
