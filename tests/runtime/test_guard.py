@@ -84,6 +84,9 @@ def test_the_culprit_has_done_least() -> None:
     assert culprit([status(0, 9, 21), status(1, 9, 20)]) == status(1, 9, 20)
     assert culprit([status(0, 9, 21), status(1, 9, 21)]) is None
     assert culprit([status(0, 9)]) is None
+    assert culprit([replace(status(0, 10), phase=LEFT), status(1, 9), status(2, 9)]) is None, (
+        "who has left waits for none"
+    )
 
 
 def test_a_stopped_process_is_the_culprit(tmp_path: Path) -> None:
@@ -99,6 +102,10 @@ def test_a_stopped_process_is_the_culprit(tmp_path: Path) -> None:
         while not stopped.stopped and time.monotonic() < deadline:
             time.sleep(0.01)
         assert culprit([ours, stopped]) == stopped
+        child.kill()  # as the first rank does that sees it: for the next one it is still the culprit, not a good rank
+        child.wait()
+        behind = replace(ours, rank=2, count=4)
+        assert culprit([ours, stopped, behind]) == stopped
     finally:
         child.kill()
         child.wait()

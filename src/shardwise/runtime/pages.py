@@ -53,6 +53,11 @@ class RankStatus:
         """Whether the process is there, stopped or not; only known on the same host."""
         return self._state() not in ("", "Z", "X")
 
+    @property
+    def died(self) -> bool:
+        """Whether the process is gone without having left; only known on the same host."""
+        return self.host == socket.gethostname() and self.phase != LEFT and not self.runs
+
     def _state(self) -> str:
         """The kernel's letter for what the process does; empty where there is no such process on this host."""
         if self.host != socket.gethostname():
@@ -122,10 +127,12 @@ def read_pages(run_directory: Path, ranks: Iterable[int]) -> list[RankStatus]:
 
 
 def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
-    """The rank that the others wait for: a stopped one, else the one that has done least; None when they are level."""
-    stopped = [status for status in statuses if status.stopped]
-    if stopped:
-        return min(stopped, key=lambda status: status.count)
+    """The rank that the others wait for: one that is stopped, or was until another rank ended it, else the one that has
+    done least; None when they are level. Ranks that have left wait for nobody."""
+    for silent in ([one for one in statuses if one.stopped], [one for one in statuses if one.died]):
+        if silent:
+            return min(silent, key=lambda status: status.count)
+    statuses = [status for status in statuses if status.phase != LEFT]
     if len(statuses) < 2:
         return None
     behind = min(statuses, key=lambda status: status.count)
