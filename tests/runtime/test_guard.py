@@ -82,6 +82,7 @@ def test_pages_can_be_read_by_others(tmp_path: Path) -> None:
 def test_the_culprit_has_done_least() -> None:
     assert culprit([status(0, 9), status(1, 8), status(2, 9)]) == status(1, 8)
     assert culprit([status(0, 9, 21), status(1, 9, 20)]) == status(1, 9, 20)
+    assert culprit([status(0, 8, 21), status(1, 8, 0), status(2, 9, 21)]) == status(1, 8, 0), "of two, by collectives"
     assert culprit([status(0, 9, 21), status(1, 9, 21)]) is None
     assert culprit([status(0, 9)]) is None
     assert culprit([replace(status(0, 10), phase=LEFT), status(1, 9), status(2, 9)]) is None, (

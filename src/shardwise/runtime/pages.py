@@ -135,11 +135,8 @@ def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
     statuses = [status for status in statuses if status.phase != LEFT]
     if len(statuses) < 2:
         return None
-    behind = min(statuses, key=lambda status: status.count)
-    if behind.count < max(status.count for status in statuses):
-        return behind
-    slow = min(statuses, key=lambda status: status.sequence)
-    return slow if slow.sequence < max(status.sequence for status in statuses) else None
+    done = [(status.count, status.sequence) for status in statuses]
+    return statuses[done.index(min(done))] if min(done) < max(done) else None
 
 
 def stuck(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem:
