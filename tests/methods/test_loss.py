@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.data.batch import MicroBatch
+from shardwise.methods import loss as loss_module
 from shardwise.methods import pretrain
+from shardwise.methods.head import joins_products
 from shardwise.methods.loss import linear_cross_entropy, token_losses
 from tests.models.llama import random_model, relative, tokens
 from tests.models.test_decoder import SPEC
@@ -58,6 +60,36 @@ def test_capped_logits(chunk_tokens: int, dtype: torch.dtype) -> None:
         assert relative(ours.grad.double(), theirs) < tolerance
     losses = token_losses(hidden, weight, labels, chunk_tokens, cap)
     torch.testing.assert_close(losses.sum().double(), loss.detach().double(), rtol=1e-6, atol=0)
+
+
+def test_narrow_products_are_added_to_a_wide_sum_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, whose operation stands here in fp32: the gradient of the weight is nearer to the exact one than by
+    way of bf16 products, of which each is rounded."""
+    hidden, weight, labels = inputs()
+    exact = torch.autograd.grad(reference(hidden.bfloat16().double(), weight.bfloat16().double(), labels), weight)[0]
+    calls: list[torch.dtype] = []
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out is total and left.dtype == right.dtype == torch.bfloat16 and out.dtype == out_dtype
+        calls.append(out_dtype)
+        return out.add_(left.float() @ right.float())
+
+    errors = []
+    for joined in (False, True):
+        monkeypatch.setattr(loss_module, "joins_products", lambda device, joined=joined: joined)
+        monkeypatch.setattr(torch, "addmm", addmm)
+        narrow = (inputs(torch.bfloat16)[0].detach(), weight.detach().float().bfloat16().float().requires_grad_())
+        linear_cross_entropy(*narrow, labels, 4).backward()
+        errors.append(relative(narrow[1].grad.double(), exact))
+    assert calls == [torch.float32] * 6 and errors[1] < errors[0] < 0.02
+
+
+def test_torch_has_the_operation_that_adds_a_product_to_a_wide_sum() -> None:
+    """For CUDA alone, in torch 2.11 and 2.13: the sum may have the type of the result."""
+    names = ("self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out")
+    assert tuple(argument.name for argument in torch.ops.aten.addmm.dtype_out._schema.arguments) == names
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype", "CPU")
+    assert joins_products("cuda") and not joins_products("cpu")
 
 
 def test_gradients_against_finite_differences() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
+from shardwise.methods.head import forward_tensors
 from shardwise.models.load import load_spec
-from shardwise.planner.price import least_bytes
-from shardwise.planner.search import MARGIN, choose, settings
-from shardwise.planner.sheets import sheet_of
+from shardwise.planner.price import least_bytes, price
+from shardwise.planner.search import MARGIN, choose, fits, settings
+from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
 from shardwise.spec.layout import Layout
@@ -285,9 +286,36 @@ def test_planning_a_known_model_needs_no_torch() -> None:
 
 
 def test_a_cpu_passes_fewer_logits_at_a_time_than_a_gpu() -> None:
-    """Of a vocabulary of 128,256: at most 256 MiB of fp32 logits on a GPU, on a CPU the fewest there may be."""
+    """Of a vocabulary of 128,256: at most 1 GiB of fp32 logits on a GPU, on a CPU the fewest there may be."""
     chunks = [choose(recipe(), ONE_B, parse_cluster(name)).batch.loss_chunk_tokens for name in ("2xCPU", "2xH100")]
-    assert chunks == [128, 512]
+    assert chunks == [128, 2048]
+
+
+def test_chunks_of_the_loss_on_a_gpu_are_as_large_as_memory_allows() -> None:
+    """Each chunk reads and writes the fp32 gradient of the output weight once more; its logits take 6 bytes each, and
+    beside them the slope's 2. What is chosen is priced, and never is a plan made not to fit by it."""
+    plan = choose(recipe(), ONE_B, H100S)
+    assert plan.batch.loss_chunk_tokens == 2048 and fits(plan)
+    assert plan.why["batch.loss_chunk_tokens"] == "derived: 2,048 x 128,256 logits at a time, 1,002.0 MiB"
+    assert next(p for p in settings(recipe(), ONE_B, H100S) if p.shard == plan.shard).estimate == plan.estimate
+    sheet, peaks = sheet_of(ONE_B, variant(plan.precision)), {}
+    for chunk in (512, 1024, 2048):
+        smaller = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk))
+        peaks[chunk] = price(sheet, smaller, H100S).estimate.peak_bytes
+    assert peaks[2048] == plan.estimate.peak_bytes and peaks[512] < peaks[1024] < peaks[2048]
+    for chunk, peak_bytes in peaks.items():
+        tight = replace(H100S, device=replace(H100S.device, memory_bytes=int(peak_bytes / MARGIN) + 2**20))
+        asked = recipe(parallel=Parallel(strategy="zero1"), recompute=Recompute(mode=plan.remat.mode))
+        found = choose(asked, ONE_B, tight)
+        assert (found.batch.micro_batch_size, found.batch.loss_chunk_tokens) == (plan.batch.micro_batch_size, chunk)
+
+
+def test_on_a_gpu_a_chunks_product_is_added_to_the_sum_as_it_is_made() -> None:
+    """It would be a bf16 [V, d] beside the fp32 one."""
+    plan = choose(recipe(), ONE_B, H100S)
+    costed = techniques.cost(sheet_of(ONE_B, variant(plan.precision)), plan)
+    sizes = [{name: size for name, size, _ in forward_tensors(costed, plan, kind)} for kind in ("cpu", "cuda")]
+    assert sizes[0].pop("product") == 2 * 128_256 * 2048 and sizes[0] == sizes[1]
 
 
 def test_a_deterministic_plan_counts_the_workspaces_that_it_takes() -> None:

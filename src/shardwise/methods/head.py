@@ -12,7 +12,13 @@ Step = tuple[str, int, tuple[str, ...]]
 """(name, bytes made, names freed)."""
 
 
-def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
+def joins_products(device: str) -> bool:
+    """Whether bf16 and fp16 products are added to an fp32 sum as they are made (``out_dtype``, which torch has for CUDA
+    alone), not by way of their own dtype."""
+    return device == "cuda"
+
+
+def forward_tensors(sheet: Sheet, plan: Plan, device: str) -> list[Step]:
     """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number."""
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)
@@ -40,7 +46,7 @@ def forward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
             steps.append(("slope", logits * compute, ()))
         if want_weight and chunks == 1:
             steps.append(("grad_weight", vocabulary * hidden * compute, ()))
-        elif want_weight and narrow:
+        elif want_weight and narrow and not joins_products(device):
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, ("product", "slope", "log_probabilities")))
     steps.append(("loss", wide, ("cast", "factors")))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.methods.head import joins_products
 from shardwise.models.layers import accumulation_dtype
 
 IGNORED = -100
@@ -42,6 +43,14 @@ def _logit_gradient(logs: Tensor, labels: Tensor) -> Tensor:
     supervised = (labels != IGNORED).unsqueeze(-1).to(logs.dtype)
     less = -torch.ones_like(supervised)
     return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), less).mul_(supervised)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``; the total is wider."""
+    if joins_products(total.device.type):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -83,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None and slope.dtype == wide:
                 grad_weight.addmm_(slope.mT, hidden[tokens])
             elif grad_weight is not None:
-                grad_weight += slope.mT @ hidden[tokens]
+                _add_product(grad_weight, slope.mT, hidden[tokens])
             elif want_weight:
                 grad_weight = slope.mT @ hidden
             del logs, slope  # or they would live on while the next chunk's are made

@@ -173,7 +173,7 @@ class _Step:
             self.tape.free((before, self._output(before)))
 
     def loss_forward(self) -> None:
-        for key, size, frees in forward_tensors(self.sheet, self.plan):
+        for key, size, frees in forward_tensors(self.sheet, self.plan, self.kind):
             for other in frees:
                 self.tape.free(("head", other))
             if size:

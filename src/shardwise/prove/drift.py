@@ -13,6 +13,7 @@ from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import variant
 from shardwise.planner.trace import trace
 from shardwise.prove.world import Measured, measure
+from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import optim
@@ -54,10 +55,10 @@ class Drift:
         return self.predicted.peak_bytes / self.measured.peak_bytes - 1
 
 
-def predict(sheet: Sheet, plan: Plan, rank: int = 0) -> Measured:
-    """What the planner says of one rank."""
+def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
+    """What the planner says of one rank, on such a device."""
     costed = techniques.cost(sheet, plan)
-    result = replay(schedule(costed, plan, rank))
+    result = replay(schedule(costed, plan, rank, device))
     sent: Counter[tuple[str, str, int]] = Counter()
     for (axis, kind, _, size), calls in collectives(costed).items():
         sent[axis, kind, size] += calls
