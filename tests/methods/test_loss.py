@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from shardwise.data.batch import MicroBatch
 from shardwise.methods import loss as loss_module
 from shardwise.methods import pretrain
-from shardwise.methods.head import joins_products
 from shardwise.methods.loss import linear_cross_entropy, token_losses
+from shardwise.spec.cluster import joins_products
 from tests.models.llama import random_model, relative, tokens
 from tests.models.test_decoder import SPEC
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -16,7 +17,7 @@ from shardwise.planner.price import least_bytes, price
 from shardwise.planner.search import MARGIN, choose, fits, settings
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
-from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
+from shardwise.spec.cluster import Cluster, Device, Kind, Products, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Traffic
 from shardwise.spec.recipe import Lora, Parallel, Precision, Recipe, Recompute, Train
@@ -314,7 +315,7 @@ def test_on_a_gpu_a_chunks_product_is_added_to_the_sum_as_it_is_made() -> None:
     """It would be a bf16 [V, d] beside the fp32 one."""
     plan = choose(recipe(), ONE_B, H100S)
     costed = techniques.cost(sheet_of(ONE_B, variant(plan.precision)), plan)
-    sizes = [{name: size for name, size, _ in forward_tensors(costed, plan, kind)} for kind in ("cpu", "cuda")]
+    sizes = [{name: size for name, size, _ in forward_tensors(costed, plan, kind)} for kind in get_args(Kind)]
     assert sizes[0].pop("product") == 2 * 128_256 * 2048 and sizes[0] == sizes[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from shardwise.spec.cluster import Kind, joins_products
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 
@@ -12,13 +13,7 @@ Step = tuple[str, int, tuple[str, ...]]
 """(name, bytes made, names freed)."""
 
 
-def joins_products(device: str) -> bool:
-    """Whether bf16 and fp16 products are added to an fp32 sum as they are made (``out_dtype``, which torch has for CUDA
-    alone), not by way of their own dtype."""
-    return device == "cuda"
-
-
-def forward_tensors(sheet: Sheet, plan: Plan, device: str) -> list[Step]:
+def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number."""
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.methods.head import joins_products
 from shardwise.models.layers import accumulation_dtype
+from shardwise.spec.cluster import joins_products
 
 IGNORED = -100
 

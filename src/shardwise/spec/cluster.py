@@ -296,3 +296,9 @@ def _names() -> dict[str, str]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def joins_products(device: str) -> bool:
+    """Whether bf16 and fp16 products are added to an fp32 sum as they are made (``out_dtype``, which torch has for CUDA
+    alone), not by way of their own dtype."""
+    return device == "cuda"
