@@ -32,15 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.runtime.build import build_parts
 from shardwise.runtime.metrics import flops_per_token
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import device_of, process, world
@@ -179,11 +178,8 @@ def bare_steps(
     """Median seconds of a step, and the most bytes allocated and reserved, on this rank."""
     device = device_of(recipe.run.device)
 
-    def loss(model: Any, batch: MicroBatch, denominator: Any) -> Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
     state = random_state(recipe, spec, plan, mesh, device)
-    rules = Rules(plan, recipe.optim, WARM_UP + asked.steps, loss)
+    rules = Rules(plan, mesh, recipe.optim, WARM_UP + asked.steps, finish_of(recipe.method, plan))
     times = []
     for number in range(WARM_UP + asked.steps):
         batches = [random_batch(spec, plan, asked.documents, number).to(device)] * plan.batch.accumulation

@@ -45,6 +45,7 @@ from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.prove import parity
 from shardwise.runtime.measure import state_bytes
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import Rules, step
 from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
@@ -219,12 +220,9 @@ def steps_of(on: Device, recipe: Any, plan: Plan) -> tuple[tuple[int, int], dict
     """Four steps: the most allocated and reserved in the last, and what weights and moments hold."""
     spec = resolve(recipe)
 
-    def loss(model: Any, batch: Any, denominator: Any) -> Tensor:
-        return gpu.pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
     with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
         state = gpu.random_state(recipe, spec, plan, mesh, on.device)
-        rules = Rules(plan, recipe.optim, 10, loss)
+        rules = Rules(plan, mesh, recipe.optim, 10, finish_of(recipe.method, plan))
         for number in range(4):
             if not on.rehearse:
                 torch.cuda.reset_peak_memory_stats(on.device)
@@ -264,12 +262,12 @@ def one_step(on: Device) -> Lines:
     recipe = gpu.recipe_of(asked.model[0], asked.micro_batch[0], asked)
     plan, spec = choose(recipe, resolve(recipe), local_cluster(nproc=1, device=on.kind)), resolve(recipe)
 
-    def loss(model: Any, batch: Any, denominator: Any) -> Tensor:
-        return gpu.pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
     with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
         state = gpu.random_state(recipe, spec, plan, mesh, on.device)
-        rules, batch = Rules(plan, recipe.optim, 20, loss), gpu.random_batch(spec, plan, None, 0).to(on.device)
+        rules, batch = (
+            Rules(plan, mesh, recipe.optim, 20, finish_of(recipe.method, plan)),
+            gpu.random_batch(spec, plan, None, 0).to(on.device),
+        )
 
         def run() -> None:
             step(state, [batch], batch.ids.numel(), rules)

@@ -42,19 +42,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import pretrain
 from shardwise.models import hf, init
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes, to_hf
 from shardwise.planner import search
 from shardwise.planner.products import measured
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import Rules, step
-from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Matmul, Plan
-from shardwise.spec.recipe import Optim, Parallel, Precision, Recipe, Recompute, Run, Train
+from shardwise.spec.recipe import Method, Optim, Parallel, Precision, Recipe, Recompute, Run, Train
+from shardwise.techniques.meshes import meshes
 
 SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
 SEQ_LEN = 512
@@ -116,16 +116,15 @@ def plan_of(name: str, rows: int) -> Plan:
 
 def shardwise(plan: Plan) -> Step:
     """The product: the runtime's step over the parts that the techniques made."""
-    mesh = mesh_of(plan.layout, "cpu")
-    state = build(Recipe(optim=OPTIM), SPEC, plan, mesh, torch.device("cpu"))
-    chunk = plan.batch.loss_chunk_tokens
-    rules = Rules(plan, OPTIM, 10_000, lambda model, batch, count: pretrain.loss(model, batch, chunk, count))  # type: ignore[arg-type]
+    groups = meshes(plan.layout, "cpu")
+    state = build(Recipe(optim=OPTIM), SPEC, plan, groups, torch.device("cpu"))
+    rules = Rules(plan, groups, OPTIM, 10_000, finish_of(Method(), plan))
 
     def train(ids: torch.Tensor) -> float:
         labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
         batch = MicroBatch(ids, labels, positions, None, ids.shape[1])
-        supervised, _ = count_supervised(batch.supervised_tokens())
+        supervised, _ = count_supervised(groups, batch.supervised_tokens())
         return step(state, [batch], supervised, rules).loss
 
     return train

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.world import Measured, Sent
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
-from shardwise.runtime.measure import CONTROL_BYTES, Meter, axis_names, state_bytes
+from shardwise.runtime.measure import CONTROL_BYTES, Meter, state_bytes
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import Rules, step
-from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Optim, Recipe
+from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.techniques.meshes import meshes
 from shardwise.techniques.slices import local
 
 CPU = torch.device("cpu")
@@ -92,12 +92,9 @@ def pair(rank: int, world: int, spec: ModelSpec, plan: Plan, backend: str) -> tu
 def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
     """Three meters' steps on random tokens. Tensors that a collective's thread lets go of late stand on top of a peak,
     more or less as the machine is busy: the lowest peak is the program's own."""
-    mesh, result = mesh_of(plan.layout, "cpu"), Measured()
+    groups, result = meshes(plan.layout, "cpu"), Measured()
     gradients: dict[str, Tensor] = {}
     losses = []
-
-    def loss(model: Any, batch: MicroBatch, denominator: float) -> Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
 
     def enter(phase: str) -> None:
         if phase == "clip" and state.step == 0:
@@ -106,13 +103,16 @@ def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
             storages = [local(p.grad).untyped_storage() for p in state.trained() if p.grad is not None]
             result.state["gradients"] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    state = build(Recipe(), spec, plan, mesh, CPU)
-    rules, meters = Rules(plan, Optim(), 10, loss, enter), [Meter(mesh, CPU) for _ in range(3)]
+    state = build(Recipe(), spec, plan, groups, CPU)
+    rules, meters = (
+        Rules(plan, groups, Optim(), 10, finish_of(Method(), plan), enter),
+        [Meter(groups, CPU) for _ in range(3)],
+    )
     for meter in meters:
         for _ in range(Meter.MEMORY_STEP):
             batches = random_batches(spec, plan, rank)
-            with meter.measuring(state), sends(axis_names(mesh)) as sent:
-                supervised, _ = reduce.count_supervised(sum(b.supervised_tokens() for b in batches))
+            with meter.measuring(state), sends(groups.axis_names()) as sent:
+                supervised, _ = reduce.count_supervised(groups, sum(b.supervised_tokens() for b in batches))
                 losses.append(step(state, batches, supervised, rules).loss)
     result.sent, result.peak_bytes = sent, min(meter.memory.peak_bytes for meter in meters if meter.memory)
     result.state |= state_bytes(state)

@@ -72,7 +72,7 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
     from shardwise.runtime import loop
 
     at = [0]
-    true_launch, true_loss = loop.launch, pretrain.loss
+    true_launch, true_finish = loop.launch, pretrain.finish
 
     def launch(state: Any, *args: Any) -> Any:
         at[0] = state.step + 1
@@ -82,14 +82,14 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
             file.write(json.dumps([at[0], before, [*hashes(state), updates(state)]]) + "\n")
         return launched
 
-    def loss(*args: Any) -> Any:
-        value = true_loss(*args)
+    def finish(*args: Any, **given: Any) -> Any:
+        value = true_finish(*args, **given)
         if rank != who or at[0] not in steps:
             return value
         mark(directory, f"{factor}-{at[0]}")
         return value * float(factor)
 
-    loop.launch, pretrain.loss = launch, loss
+    loop.launch, pretrain.finish = launch, finish
 
 
 def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:

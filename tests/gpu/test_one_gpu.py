@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import pretrain
 from shardwise.models import attention, blockwise, kernels
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
@@ -21,11 +20,13 @@ from shardwise.planner.trace import trace
 from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
 from shardwise.runtime.build import build
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import Rules, launch, step
 from shardwise.runtime.transfer import Upload
 from shardwise.spec import plan as plans
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from shardwise.spec.recipe import Optim, Recipe
+from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.techniques.meshes import Meshes
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -134,16 +135,17 @@ def test_loss_and_gradients_are_those_of_a_cpu(
     assert found.loss.error < 1e-2 and found.turn.error < 3e-3, found
 
 
+def rules_of(plan: Plan) -> Rules:
+    return Rules(plan, Meshes(), Optim(), 10, finish_of(Method(), plan))
+
+
 def peak_bytes(plan: Plan, device: torch.device) -> int:
     """The most that torch had allocated in the third step."""
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated(device)
 
-    def loss(model: Any, batch: MicroBatch, denominator: float) -> Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
-    state = build(Recipe(), LARGE, plan, None, device)
-    rules, shape = Rules(plan, Optim(), 10, loss), (plan.batch.micro_batch_size, plan.batch.seq_len)
+    state = build(Recipe(), LARGE, plan, Meshes(), device)
+    rules, shape = rules_of(plan), (plan.batch.micro_batch_size, plan.batch.seq_len)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats(device)
         ids = torch.randint(LARGE.vocab_size, shape, device=device)
@@ -158,10 +160,7 @@ def test_no_step_waits_for_the_device(alone: torch.device, precision: Precision,
     """torch raises at whatever would; the first step may fill tables and set up workspaces."""
     plan = Plan(batch=Batch(2, 2, 512, 256), precision=precision, optim=kept)
 
-    def loss(model: Any, batch: MicroBatch, denominator: float) -> Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
-    state, rules, upload = build(Recipe(), ONE, plan, None, alone), Rules(plan, Optim(), 10, loss), Upload(alone)
+    state, rules, upload = build(Recipe(), ONE, plan, Meshes(), alone), rules_of(plan), Upload(alone)
     before = None
     for number in range(4):
         torch.cuda.set_sync_debug_mode("error" if number else "default")

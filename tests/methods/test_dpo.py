@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +26,11 @@ from shardwise.methods.loss import linear_cross_entropy
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf import to_hf_name
+from shardwise.runtime import passes
 from shardwise.runtime.evaluate import evaluate_pairs
-from shardwise.spec.recipe import Data, Method, Tokenizer
+from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.recipe import Data, Method, Recipe, Tokenizer
+from shardwise.techniques.meshes import Meshes
 from tests.methods.test_loss import inputs, reference
 from tests.models.llama import pair, random_config
 
@@ -121,6 +127,11 @@ def plain_losses(margins: list[Tensor], method: Method) -> list[Tensor]:
     return [-(1 - wrong) * right.log() - wrong * left.log() for right, left in terms]
 
 
+def loss_of(model: nn.Module, batch: MicroBatch, chunk_tokens: int, pairs: float, method: Method) -> Tensor:
+    finish = partial(dpo.finish, denominator=pairs, chunk_tokens=chunk_tokens, method=method)
+    return passes.forward([model], batch, finish)
+
+
 def scored(packs: Packs, first: nn.Module) -> Packs:
     """With what the reference says of each pair, found by our own pass: one window after another, packed."""
     ours = Decoder(pair_spec(first)).double()
@@ -130,7 +141,8 @@ def scored(packs: Packs, first: nn.Module) -> Packs:
     with torch.no_grad():
         for k in range(len(packs)):
             batch = collate([packs[k]])
-            known[packs.pairs(k)] = dpo.ratios(pretrain.evaluate(ours, batch, 40), batch).numpy()
+            losses = passes.infer([ours], batch, partial(pretrain.score, chunk_tokens=40))
+            known[packs.pairs(k)] = dpo.ratios(losses, batch).numpy()
     assert not np.isnan(known).any()
     return Packs(packs.store, SEQ_LEN, known)
 
@@ -152,7 +164,7 @@ def test_loss_and_gradients(packs: Packs, seed: int, chunk_tokens: int, method: 
     assert sum(batch.terms() for batch in batches) == PAIRS
     total = 0.0
     for batch in batches:
-        loss = dpo.loss(ours, batch, chunk_tokens, float(PAIRS), method)
+        loss = loss_of(ours, batch, chunk_tokens, float(PAIRS), method)
         loss.backward()
         total += loss.item()
     margins = plain_margins(theirs, first, sides(known))
@@ -173,18 +185,19 @@ def test_at_the_reference_itself(packs: Packs) -> None:
     known = scored(packs, first)
     ours = Decoder(pair_spec(first)).double()
     ours.load_state_dict({name: first.state_dict()[to_hf_name(name)] for name in ours.state_dict()})
-    loss = dpo.loss(ours, collate([known[0]]), 32, float(len(known.pairs(0))), METHODS[0])
+    loss = loss_of(ours, collate([known[0]]), 32, float(len(known.pairs(0))), METHODS[0])
     assert abs(loss.item() - float(np.log(2))) < 1e-12
     loss.backward()
     assert float(ours.head.weight.grad.norm()) > 1e-3
 
 
-def test_validation(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation(packs: Packs) -> None:
     """Loss, accuracy and margin of the rewards over windows with padding among them."""
-    monkeypatch.setattr("shardwise.runtime.evaluate.sum_over_world", lambda numbers: None)
     ours, theirs, first = models(2)
     known, method = scored(packs, first), METHODS[1]
-    found = evaluate_pairs([ours], evaluation(known, Share(0, 1, 3)), 50, torch.device("cpu"), method)
+    plan, recipe = Plan(batch=Batch(loss_chunk_tokens=50)), Recipe(method=method)
+    job: Any = SimpleNamespace(plan=plan, recipe=recipe, device=torch.device("cpu"), meshes=Meshes())
+    found = evaluate_pairs(job, [ours], evaluation(known, Share(0, 1, 3)))
     with torch.no_grad():
         margins = plain_margins(theirs, first, sides(known))
         losses = plain_losses(margins, method)
@@ -193,7 +206,7 @@ def test_validation(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.accuracy == sum(float(margin) > 0 for margin in margins) / PAIRS and 0 < found.accuracy < 1
     assert abs(found.reward_margin - method.beta * float(torch.stack(margins).mean())) < 1e-10
     beyond = list(evaluation(known, Share(1, 2, len(known))))  # the first rank has all there is
-    none = evaluate_pairs([ours], beyond, 50, torch.device("cpu"), method)
+    none = evaluate_pairs(job, [ours], beyond)
     assert len(beyond) == 1 and none.pairs == 0 and np.isnan(none.loss)
     assert str(found).startswith(f"loss {found.loss:.4f}, accuracy ") and str(found).endswith(f"({PAIRS} pairs)")
 
@@ -227,7 +240,7 @@ def test_bf16(packs: Packs) -> None:
     known = scored(packs, first)
     batch: MicroBatch = collate([known[k] for k in range(len(known))])
     narrow = deepcopy(ours).bfloat16()
-    losses = [dpo.loss(model, batch, 50, float(PAIRS), METHODS[0]) for model in (ours, narrow)]
+    losses = [loss_of(model, batch, 50, float(PAIRS), METHODS[0]) for model in (ours, narrow)]
     for loss in losses:
         loss.backward()
     assert losses[1].dtype == torch.float32

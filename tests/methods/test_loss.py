@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from shardwise.data.batch import MicroBatch
 from shardwise.methods import loss as loss_module
 from shardwise.methods import pretrain
 from shardwise.methods.loss import linear_cross_entropy, token_losses
+from shardwise.models.attention import MaskSpec
+from shardwise.runtime import passes
 from shardwise.spec.cluster import joins_products
 from tests.models.llama import random_model, relative, tokens
 from tests.models.test_decoder import SPEC
@@ -184,12 +188,12 @@ def test_pretraining_loss_is_the_sum_over_the_denominator(documents: Tensor | No
     labels = torch.cat([torch.cat([piece[1:], piece.new_tensor([-100])]) for piece in ids.flatten().split(lengths)])
     positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 40)
     batch = MicroBatch(ids, labels.view(2, 40), positions, documents, max(lengths))
-    loss = pretrain.loss(model, batch, 32, 123.0)
+    loss = passes.forward([model], batch, partial(pretrain.finish, denominator=123.0, chunk_tokens=32))
     expected = torch.zeros((), dtype=torch.float64)
     for piece, label in zip(ids.flatten().split(lengths), labels.split(lengths), strict=True):
-        alone = model(piece[None], torch.arange(len(piece))[None], pretrain.MaskSpec())
+        alone = model(piece[None], torch.arange(len(piece))[None], MaskSpec())
         expected = expected + F.cross_entropy(alone[0], label, reduction="sum") / 123.0
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    losses = pretrain.evaluate(model, batch, 32)
+    losses = passes.infer([model], batch, partial(pretrain.score, chunk_tokens=32))
     torch.testing.assert_close(losses.sum() / 123.0, expected, rtol=1e-12, atol=0)
     assert not losses.requires_grad and bool((losses[batch.labels == -100] == 0).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from shardwise.data.prepare import prepare
 from shardwise.methods import pretrain
 from shardwise.models.config import from_hf
 from shardwise.models.decoder import Decoder
+from shardwise.runtime import passes
 from shardwise.spec.recipe import Data, Tokenizer
 
 DIMENSIONS = {
@@ -58,7 +60,7 @@ def train(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor], in
     supervised = sum(batch.supervised_tokens() for batch in batches)
     total = 0.0
     for batch in batches:
-        loss = pretrain.loss(model, batch, 64, float(supervised))
+        loss = passes.forward([model], batch, partial(pretrain.finish, denominator=float(supervised), chunk_tokens=64))
         loss.backward()
         total += loss.item()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

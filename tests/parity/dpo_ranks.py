@@ -19,14 +19,14 @@ from shardwise.data.stream import stream
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.runtime import reduce
-from shardwise.runtime.begin import loss_of
 from shardwise.runtime.build import build
 from shardwise.runtime.job import Job
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.step import Rules, step
-from shardwise.runtime.world import mesh
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run
+from shardwise.techniques.meshes import meshes
 
 CPU = torch.device("cpu")
 SEQ_LEN = 48
@@ -41,7 +41,8 @@ def recipe_of(directory: Path, name: str = "run") -> Recipe:
 
 def job_of(directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> Job:
     """The run as :func:`open_job` would give it."""
-    return Job(recipe_of(directory), plan, spec, load(directory / "pairs"), CPU, steps)
+    groups = meshes(plan.layout, "cpu")
+    return Job(recipe_of(directory), plan, spec, load(directory / "pairs"), CPU, steps, groups=groups)
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def one(
         shutil.rmtree(job.directory, ignore_errors=True)
         job.directory.mkdir(parents=True)
     dist.barrier()
-    state = build(job.recipe, spec, plan, mesh(plan.layout, "cpu"), CPU)
+    state = build(job.recipe, spec, plan, job.meshes, CPU)
     phases: list[str] = []
     job = refer(job, state.parts, phases.append)
     assert set(phases) == {"evaluate"}
@@ -83,12 +84,12 @@ def one(
         if phase == "clip" and state.step == 0:
             gradients.update(parity.full_gradients(state))
 
-    rules = Rules(plan, parity.OPTIM, parity.MAX_STEPS, loss_of(job.recipe, plan.batch.loss_chunk_tokens), enter)
+    rules = Rules(plan, job.meshes, parity.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
     assert isinstance(job.windows, Packs)
     batches, losses, norms = stream(job.windows, job.order, job.share), [], []
     for _ in range(steps):
         batch = next(batches)
-        stats = step(state, batch.micro_batches, reduce.count_supervised(batch.terms)[0], rules)
+        stats = step(state, batch.micro_batches, reduce.count_supervised(job.meshes, batch.terms)[0], rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
     weights = {name: parity.full(parameter.detach()) for name, parameter in state.parameters().items()}
@@ -106,5 +107,5 @@ def scores(rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int) 
     if rank == 0:
         job.directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = build(job.recipe, spec, plan, mesh(plan.layout, "cpu"), CPU)
+    state = build(job.recipe, spec, plan, job.meshes, CPU)
     return dict(refer(job, state.parts, lambda phase: None).references)

@@ -21,7 +21,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import reduce
+from shardwise.runtime import passes, reduce
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.replicas import Replicas
@@ -29,7 +29,8 @@ from shardwise.techniques.slices import local
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]
-finish, agree, loss = Replicas.finish, reduce.agree, pretrain.loss
+finish, agree, loss = Replicas.finish, reduce.agree, pretrain.finish
+forward = passes.forward
 squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.synchronise
 
 
@@ -41,20 +42,20 @@ def mean_over_replicas(self: Replicas) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def clip_by_the_local_norm(local: Tensor, share: Tensor) -> Tensor:
-    return torch.stack([local, agree(local, share)[1]])
+def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor) -> Tensor:
+    return torch.stack([local, agree(meshes, local, share)[1]])
 
 
-def loss_over_accumulation(model: Any, batch: MicroBatch, chunk: int, denominator: float) -> Tensor:
-    return loss(model, batch, chunk, denominator * 4)
+def loss_over_accumulation(hidden: Tensor, head: Any, batch: MicroBatch, denominator: float, **given: Any) -> Tensor:
+    return loss(hidden, head, batch, denominator * 4, **given)
 
 
 def sees_other_documents(batch: MicroBatch) -> MaskSpec:
     return MaskSpec()
 
 
-def no_positions(model: Any, batch: MicroBatch, chunk: int, denominator: float) -> Tensor:
-    return loss(model, replace(batch, positions=torch.zeros_like(batch.positions)), chunk, denominator)
+def no_positions(parts: Any, batch: MicroBatch, score: Any) -> Tensor:
+    return forward(parts, replace(batch, positions=torch.zeros_like(batch.positions)), score)
 
 
 def last_micro_batch_only(parts: Any, plan: Plan, *, last: bool) -> None:
@@ -94,11 +95,11 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("hsdp", 4, FP64),
     ),
     "each rank divides by its own tokens": (
-        lambda plan: patch.object(reduce, "count_supervised", lambda tokens: (tokens * plan.layout.dp, False)),
+        lambda plan: patch.object(reduce, "count_supervised", lambda meshes, tokens: (tokens * plan.layout.dp, False)),
         plan("zero2", 2, FP64),
     ),
     "the loss is divided by the accumulation too": (
-        lambda plan: patch.object(pretrain, "loss", loss_over_accumulation),
+        lambda plan: patch.object(pretrain, "finish", loss_over_accumulation),
         plan("zero1", 2, FP64, accumulation=4),
     ),
     "clipping by the local norm": (
@@ -122,7 +123,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("zero2", 2, FP64),
     ),
     "positions are ignored": (
-        lambda plan: patch.object(pretrain, "loss", no_positions),
+        lambda plan: patch.object(passes, "forward", no_positions),
         plan("ddp", 2, FP64),
     ),
     "gradients of early micro-batches are lost": (
@@ -142,7 +143,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("ddp", 2, FP64, accumulation=4),
     ),
     "two ranks read the same rows": (
-        lambda plan: patch("shardwise.spec.layout.Layout.dp_rank", lambda self, rank: 0),
+        lambda plan: patch("shardwise.techniques.meshes.Meshes.index", lambda self, group: 0),
         plan("zero3", 2, FP64),
     ),
 }

@@ -91,8 +91,8 @@ def agree_twice(*given: Any) -> Any:
     return agree(*given)
 
 
-def full_logits(model: Any, batch: Any, chunk_tokens: int, denominator: float) -> Tensor:
-    logits = model(batch.ids, batch.positions, pretrain.mask(batch))
+def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Tensor:
+    logits = functional.linear(hidden, head.weight.to(hidden.dtype))
     return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator
 
 
@@ -151,7 +151,7 @@ DRIFT: dict[str, Fault] = {
         "reduce_scatter",
     ),
     "weights stay in fp32 instead of bf16": Fault(
-        lambda: patch.object(precision, "apply", lambda parts, plan, mesh: parts),
+        lambda: patch.object(precision, "apply", lambda parts, plan, meshes: parts),
         plan_of("zero3", precision=Precision("bf16", "bf16")),
         "weights:",
     ),
@@ -172,7 +172,7 @@ DRIFT: dict[str, Fault] = {
     ),
     "norms save wide copies": Fault(wide_norm, plan_of("zero3", precision=BF16), "saved for backward"),
     "all logits are kept": Fault(
-        lambda: patch.object(pretrain, "loss", full_logits), plan_of("ddp"), "saved for backward"
+        lambda: patch.object(pretrain, "finish", full_logits), plan_of("ddp"), "saved for backward"
     ),
     "nothing is recomputed": Fault(
         lambda: patch.object(torch.utils.checkpoint, "checkpoint", lambda function, *given, **named: function(*given)),

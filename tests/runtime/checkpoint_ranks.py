@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import DataError
 from shardwise.runtime import checkpoint, commit
 from shardwise.runtime.checkpoint import Checkpoints, Event
 from shardwise.runtime.storage import ShardReader, ShardWriter
@@ -63,6 +64,24 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in ((left[name], right[name]) for name in left)
     )
+
+
+def stages(rank: int, world: int, directory: str, forget: str = "") -> tuple[bool, list[str]]:
+    """Two ranks with other layers each and one tensor of both: saved, loaded from, and whether everything came back.
+    Nobody asks for ``forget``; then the codes and texts of what is wrong."""
+
+    def part(seed: int) -> dict[str, Tensor]:
+        state, last = values(seed), rank == world - 1
+        mine = [name for name in state if name == "model.scale" or ("head" in name or "up" in name) == last]
+        return {name: state[name] for name in mine}
+
+    Checkpoints(directory, Checkpoint(asynchronous=False), "run").save(part(1), {"step": 1}, 1)
+    found = {name: tensor for name, tensor in part(2).items() if not forget or forget not in name}
+    try:
+        Checkpoints(directory, Checkpoint(), "run").resume(found, log=lambda line: None)
+    except DataError as error:
+        return False, [f"{problem.code} {problem.what}" for problem in error.problems]
+    return all(torch.equal(found[name].view(-1), value.view(-1)) for name, value in part(1).items()), []
 
 
 def save(rank: int, world: int, directory: str, layout: str, step: int, **settings: Any) -> list[Event]:

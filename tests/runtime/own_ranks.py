@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +21,7 @@ from shardwise.runtime import world as processes
 from shardwise.runtime.storage import ShardWriter
 from shardwise.spec.plan import Plan
 from shardwise.techniques import shard
+from shardwise.techniques.meshes import Meshes, meshes
 from tests.runtime.checkpoint_ranks import changed
 
 EXAMPLES = {"transformers": transformers_loop.main, "vision": vision_loop.main}
@@ -33,8 +33,8 @@ def started(world: int, nodes: int = 1) -> Iterator[None]:
     me = replace(processes.process(), world_size=world, local_world_size=world // nodes)
 
     @contextmanager
-    def joined(plan: Plan) -> Iterator[DeviceMesh | None]:
-        yield processes.mesh(plan.layout, "cpu")
+    def joined(plan: Plan) -> Iterator[Meshes]:
+        yield meshes(plan.layout, "cpu")
 
     with changed() as patch:
         patch(processes, "process", lambda: me)
@@ -83,7 +83,7 @@ def mixed(rank: int, world: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     with started(world):
         plan = own.plan("ddp")
-        model = own.parallelize(Mixed(), plan, processes.mesh(plan.layout, "cpu"))
+        model = own.parallelize(Mixed(), plan, meshes(plan.layout, "cpu"))
         own.backward(model, model(rows(0)[0].float()).square().mean())
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -143,7 +143,7 @@ def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: i
     with started(world, nodes):
         plan = own.plan(strategy, compute=compute)  # type: ignore[arg-type]
         model = Routed()
-        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"), whole=["experts"])
+        own.parallelize(model, plan, meshes(plan.layout, "cpu"), whole=["experts"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         present, each = [], 4 // world
         for step in range(len(ROUTES)):
@@ -166,7 +166,7 @@ def apart(rank: int, world: int, strategy: str, whole: Sequence[str] = (), able:
         if not able:
             patch(shard, "reduce_unused", lambda part: False)
         plan = own.plan(strategy)  # type: ignore[arg-type]
-        model = own.parallelize(Forked(), plan, processes.mesh(plan.layout, "cpu"), whole)
+        model = own.parallelize(Forked(), plan, meshes(plan.layout, "cpu"), whole)
         try:
             own.backward(model, model(rows(0)[0].float(), rank).square().mean())
         except TrainingError as error:
@@ -179,7 +179,7 @@ def averaged(rank: int, world: int, directory: str) -> dict[str, Tensor]:
     with started(world):
         plan = own.plan("ddp")
         model = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(6), nn.Identity()) for _ in range(3)))
-        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
+        own.parallelize(model, plan, meshes(plan.layout, "cpu"))
         checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
         if checkpoints.resume() is None:
             model(rows(rank)[0].float())
@@ -212,7 +212,7 @@ def stopped(rank: int, world: int, strategy: str, directory: str, asked_at: int)
     before = signal.getsignal(signal.SIGTERM)
     with started(world):
         plan = own.plan(strategy)  # type: ignore[arg-type]
-        model = own.parallelize(Mixed().float(), plan, processes.mesh(plan.layout, "cpu"))
+        model = own.parallelize(Mixed().float(), plan, meshes(plan.layout, "cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
         drawn = Drawn(rank)
@@ -244,7 +244,7 @@ def resumed_at_once(rank: int, world: int, directory: str) -> int:
     write = ShardWriter.write_data
     with started(world), changed() as patch:
         patch(ShardWriter, "write_data", slowly)
-        model = own.parallelize(Mixed().float(), own.plan(), processes.mesh(own.plan().layout, "cpu"))
+        model = own.parallelize(Mixed().float(), own.plan(), meshes(own.plan().layout, "cpu"))
         checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
         checkpoints.save(1)
         step: int = (checkpoints.resume() or {"step": 0})["step"]
@@ -269,7 +269,7 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
     with started(world, settings.pop("nodes", 1)):
         plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
         model = Model().double()
-        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"), units=units)
+        own.parallelize(model, plan, meshes(plan.layout, "cpu"), units=units)
         assert {name for name in units if isinstance(model.get_submodule(name), FSDPModule)} == set(units)
         optimizer = own.optimizer(model, learning_rate=1e-2)
         first, checkpoints = 0, None

@@ -18,17 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import DataError, ShardwiseError
-from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
-from shardwise.models.decoder import Decoder
-from shardwise.runtime import agree, build, exchange, export, generate, measure, reduce, world
+from shardwise.runtime import agree, build, exchange, export, generate, measure, reduce
 from shardwise.runtime.end import until_asked
 from shardwise.runtime.guard import StopRequest
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, StepStats, step
+from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
-from shardwise.spec.recipe import Optim, Recipe
+from shardwise.spec.recipe import Method, Optim, Recipe
 from shardwise.techniques import optim
+from shardwise.techniques.meshes import meshes
 from shardwise.techniques.slices import local, local_slice
 from tests.parity.cases import TIED, UNTIED
 
@@ -66,7 +67,7 @@ def slices_fit(rank: int, ranks: int, replicas: int, shape: tuple[int, ...]) -> 
 def state_of(plan: Plan, settings: Optim) -> TrainState:
     """The tied tiny model, built as a run builds it."""
     recipe = Recipe.model_validate({"optim": settings.model_dump()})
-    return build.build(recipe, TIED, plan, world.mesh(plan.layout, "cpu"), CPU)
+    return build.build(recipe, TIED, plan, meshes(plan.layout, "cpu"), CPU)
 
 
 def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[float, dict[str, Tensor]]:
@@ -77,8 +78,9 @@ def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[f
         grad = torch.empty_like(parameter)
         local(grad).copy_(whole[local_slice(parameter)])
         parameter.grad = grad
-    squares = reduce.local_squares(state.trained(), ranks)
-    norm = reduce.agree(squares, torch.zeros((), dtype=torch.float64))[0].sqrt()
+    groups = meshes(plan.layout, "cpu")
+    squares = reduce.local_squares(state.trained(), groups.size("stage"))
+    norm = reduce.agree(groups, squares, torch.zeros((), dtype=torch.float64))[0].sqrt()
     reduce.scale_gradients(state.trained(), reduce.clip_factor(norm, max_norm))
     grads = {name: p.grad for name, p in state.parameters().items()}
     return float(norm), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
@@ -93,10 +95,19 @@ def verdicts(rank: int, ranks: int, bad: int | None, stopping: int | None) -> tu
     """What the ranks agree on when rank ``bad`` has a NaN and rank ``stopping`` wants to stop; and a count."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan if rank == bad else 1.0)
+    groups = meshes(Layout(dp_replicate=ranks), "cpu")
     squares = reduce.local_squares([weight], ranks)
-    verdict = reduce.agree(squares, torch.zeros(()))
-    count, stop = reduce.count_supervised(rank + 1, stop=rank == stopping)
+    verdict = reduce.agree(groups, squares, torch.zeros(()))
+    count, stop = reduce.count_supervised(groups, rank + 1, stop=rank == stopping)
     return bool(verdict.isfinite().all()), stop, count
+
+
+def counted(rank: int, ranks: int, stopping: int) -> tuple[int, bool, list[float]]:
+    """Two ranks of tensor parallelism read the same 10 or 11 tokens and compute the same loss, 0.25; each holds its own
+    part of the norm, 1."""
+    groups = meshes(Layout(dp_shard=2, tp=2), "cpu")
+    tokens, stop = reduce.count_supervised(groups, 10 + groups.index("batch"), stop=rank == stopping)
+    return tokens, stop, reduce.agree(groups, torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.25)).tolist()
 
 
 ROWS, LENGTH, STEPS = 8, 12, 4
@@ -119,10 +130,7 @@ def part(batch: MicroBatch, start: int, length: int) -> MicroBatch:
 
 
 def rules_of(plan: Plan, settings: Optim) -> Rules:
-    def loss(model: Decoder, batch: MicroBatch, denominator: float) -> Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
-    return Rules(plan, settings, STEPS, loss)  # type: ignore[arg-type]
+    return Rules(plan, meshes(plan.layout, "cpu"), settings, STEPS, finish_of(Method(), plan))
 
 
 def few_steps(
@@ -136,9 +144,9 @@ def few_steps(
     size = own // plan.batch.accumulation
     stats = []
     for number in range(steps):
-        start = plan.layout.dp_rank(rank) * own
+        start = rules.meshes.index("batch") * own
         batches = [part(rows(number), start + k * size, size) for k in range(plan.batch.accumulation)]
-        supervised, _ = reduce.count_supervised(sum(batch.supervised_tokens() for batch in batches))
+        supervised, _ = reduce.count_supervised(rules.meshes, sum(batch.supervised_tokens() for batch in batches))
         norm_weight = local(state.parameters()["norm.weight"].detach())
         kept = norm_weight.clone()
         if number == poison and rank == ranks - 1:
@@ -177,9 +185,9 @@ def gathered_names(rank: int, ranks: int, plan: Plan) -> tuple[list[str], bool]:
 def traffic_of_a_step(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
     """What the second step sends, by axis and kind."""
     settings = Optim()
-    mesh = world.mesh(plan.layout, "cpu")
-    state = build.build(Recipe(), TIED, plan, mesh, CPU)
-    meter, rules = measure.Meter(mesh, CPU), rules_of(plan, settings)
+    groups = meshes(plan.layout, "cpu")
+    state = build.build(Recipe(), TIED, plan, groups, CPU)
+    meter, rules = measure.Meter(groups, CPU), rules_of(plan, settings)
     for number in range(2):
         with meter.measuring(state):
             step(state, [part(rows(number), rank, 1)], 10, rules)
@@ -203,7 +211,7 @@ class NoTokenizer:
 def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan, spec: ModelSpec = UNTIED) -> None:
     """Read a model's directory into this layout and export it again."""
     recipe = Recipe.model_validate({"model": {"path": source}})
-    state = build.build(recipe, spec, plan, world.mesh(plan.layout, "cpu"), CPU)
+    state = build.build(recipe, spec, plan, meshes(plan.layout, "cpu"), CPU)
     export.export(state.parameters(), spec, NoTokenizer(), Path(target), torch.float32)  # type: ignore[arg-type]
     dist.barrier()
 
@@ -211,9 +219,9 @@ def copy_model(rank: int, ranks: int, source: str, target: str, plan: Plan, spec
 def why_not_read(rank: int, ranks: int, source: str, plan: Plan) -> str:
     """What is wrong with a model's directory, as this rank tells it when a run begins."""
     recipe = Recipe.model_validate({"model": {"path": source}})
-    mesh = world.mesh(plan.layout, "cpu")
+    groups = meshes(plan.layout, "cpu")
     try:
-        agree.together(lambda: build.build(recipe, UNTIED, plan, mesh, CPU))
+        agree.together(lambda: build.build(recipe, UNTIED, plan, groups, CPU))
     except DataError as error:
         return str(error)
     return ""
@@ -235,7 +243,11 @@ def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:
 
 def validate_until_asked(rank: int, ranks: int, who: int, at: int) -> tuple[list[int], bool]:
     """The batches of 5 that are evaluated where rank ``who`` is asked to stop during batch ``at``; do all know?"""
-    stop, job, log = StopRequest(), SimpleNamespace(device=CPU), Mock()
+    stop, job, log = (
+        StopRequest(),
+        SimpleNamespace(device=CPU, meshes=meshes(Layout(dp_replicate=ranks), "cpu")),
+        Mock(),
+    )
     seen: list[int] = []
     for batch in until_asked(range(5), 5, job, log, stop):  # type: ignore[arg-type]
         seen.append(batch)  # type: ignore[arg-type]

@@ -198,18 +198,18 @@ def test_figures_come_a_step_late_and_before_a_checkpoint(root: Path, monkeypatc
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """The loss is NaN in ``steps``."""
-    launch, true, at = loop.launch, pretrain.loss, [0]
+    launch, true, at = loop.launch, pretrain.finish, [0]
 
     def launching(state: Any, *args: Any) -> Any:
         at[0] = state.step + 1
         return launch(state, *args)
 
-    def loss(*args: Any) -> Tensor:
-        value = true(*args)
+    def finish(*args: Any, **given: Any) -> Tensor:
+        value = true(*args, **given)
         return value * torch.nan if at[0] in steps else value
 
     monkeypatch.setattr(loop, "launch", launching)
-    monkeypatch.setattr(pretrain, "loss", loss)
+    monkeypatch.setattr(pretrain, "finish", finish)
 
 
 @pytest.mark.parametrize(("allowed", "stops_at", "launched"), [(0, 5, 6), (1, 6, 6), (2, 7, 7)])

@@ -20,6 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Precision, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import fourbit
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.quantised import NF4_PARTS
 from tests.models import foreign
 from tests.parity.cases import TIED, UNTIED
@@ -49,7 +50,7 @@ def test_a_pinned_kernel_computes_attention(kind: str, pin: str, monkeypatch: py
         return chosen(q, rule)
 
     monkeypatch.setattr(attention, "_kernel", kept)
-    [model] = build.build_parts(spec, Plan(attention=pin), None, torch.device("cpu"))
+    [model] = build.build_parts(spec, Plan(attention=pin), Meshes(), torch.device("cpu"))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     model(ids, ids, attention.MaskSpec()).sum().backward()
     assert asked == [pin] * 2 * spec.num_hidden_layers
@@ -113,7 +114,7 @@ def test_turned_weights_in_four_bits_and_their_magnitudes(tmp_path: Path) -> Non
     theirs.save_pretrained(tmp_path)
     recipe = Recipe.model_validate({"model": {"path": str(tmp_path)}})
     plan = Plan(lora=Lora(4, 8.0, nf4=True, dora=True))
-    state = build.build(recipe, foreign.spec_of("gpt2"), plan, None, torch.device("cpu"))
+    state = build.build(recipe, foreign.spec_of("gpt2"), plan, Meshes(), torch.device("cpu"))
     found = state.parameters()
     for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         kept = fourbit.quantise(theirs.get_parameter(f"transformer.h.1.{layer}.weight").detach().T.contiguous())

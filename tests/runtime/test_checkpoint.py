@@ -88,6 +88,13 @@ def test_what_is_replicated_is_written_once(ranks: RankPool, tmp_path: Path) -> 
     assert set(map(str, sizes.values())) == {str({name: t.numel() for name, t in sorted(values(0).items())})}
 
 
+def test_ranks_that_hold_other_layers_save_and_load_them_together(ranks: RankPool, tmp_path: Path) -> None:
+    """Names are compared over all ranks: what another one asks for is not unexpected, what nobody does is."""
+    assert ranks.run(work.stages, str(tmp_path / "whole"), world=2) == [(True, [])] * 2
+    for _, problems in ranks.run(work.stages, str(tmp_path / "less"), "model.head.bias", world=2):
+        assert [text[:62] for text in problems] == ["CKPT003 0 missing, 1 unexpected (model.head.bias)"]
+
+
 def test_stock_dcp_drives_the_storage_pair(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(work.stock, str(tmp_path), world=4) == [True] * 4
     assert [verdict.problem for verdict in verify(tmp_path)] == [None]

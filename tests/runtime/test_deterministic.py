@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
-from shardwise.runtime.begin import loss_of
 from shardwise.runtime.build import build
 from shardwise.runtime.loop import train
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import Rules
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat
 from shardwise.spec.plan import Optim as PlanOptim
 from shardwise.spec.recipe import Optim, Recipe
+from shardwise.techniques.meshes import Meshes
 from tests.runtime.small_run import numbers, plan, recipe, train_here
 
 SPEC = ModelSpec("deterministic", 64, 32, 48, 2, 2, 1, 16, tie_word_embeddings=True)
@@ -59,9 +60,10 @@ def test_a_step_does_nothing_that_torch_would_refuse_on_a_gpu(given: Plan) -> No
     made = Recipe.model_validate({"method": {"name": "dpo"}} if given.loss == "dpo" else {})
     where = {"batch": Batch(2, 2, 16, 24), "precision": Precision("bf16"), "deterministic": True}
     plan = Plan(**{**vars(given), **where})
-    state = build(made, SPEC, plan, None, torch.device("cpu"))
+    state = build(made, SPEC, plan, Meshes(), torch.device("cpu"))
     with Names() as names:
-        fit.check_fit(state, Rules(plan, Optim(), 10, loss_of(made, 24)), SPEC.vocab_size, torch.device("cpu"))
+        rules = Rules(plan, Meshes(), Optim(), 10, finish_of(made.method, plan))
+        fit.check_fit(state, rules, SPEC.vocab_size, torch.device("cpu"))
     assert {"attention", "attention_backward", "mm"} <= names.seen and len(names.seen) > 20
     refused = {name for name in names.seen for mark in REFUSED if mark in name or name == "put_"}
     assert not refused

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import TrainingError
-from shardwise.methods import pretrain
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import Rules
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.spec.plan import Optim as PlanOptim
-from shardwise.spec.recipe import Optim, Recipe
+from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.techniques.meshes import Meshes
 
 SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
 CUDA = (
@@ -85,16 +86,15 @@ def test_on_a_gpu_it_is_told_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -
 def test_the_fit_check_makes_an_update_that_changes_nothing(kind: PlanOptim, weights: Any) -> None:
     plan = Plan(batch=Batch(2, 2, 16, 24), precision=Precision("bf16", weights), optim=kind)
 
-    def loss(model: Any, batch: Any, denominator: float) -> torch.Tensor:
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
-    state = build(Recipe(), SPEC, plan, None, torch.device("cpu"))
+    state = build(Recipe(), SPEC, plan, Meshes(), torch.device("cpu"))
     for parameter in state.trained():
         parameter.detach().view(-1)[:2] = torch.tensor([-0.0, 3e-39])
     updates: list[float] = []
     state.optimizer.register_step_post_hook(lambda *given: updates.append(max(g["lr"] for g in given[0].param_groups)))
     before = {name: value.clone() for name, value in state.tensors().items()}
-    fit.check_fit(state, Rules(plan, Optim(), 10, loss), SPEC.vocab_size, torch.device("cpu"))
+    fit.check_fit(
+        state, Rules(plan, Meshes(), Optim(), 10, finish_of(Method(), plan)), SPEC.vocab_size, torch.device("cpu")
+    )
     assert updates == [0.0]
     for name, value in state.tensors().items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name

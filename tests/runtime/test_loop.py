@@ -346,16 +346,16 @@ def test_a_signal_stops_a_validation(
     """The last one, or one between two steps: what was trained is saved, and a resumed run does the rest."""
     changes = {"evaluate": {"eval_steps": eval_steps, "max_batches": 6}}
     made = recipe(root, f"stopped-validation-{step}", **changes)
-    true, seen = pretrain.evaluate, []
+    true, seen = pretrain.score, []
 
-    def evaluate_and_ask(*args: Any) -> Any:
+    def score_and_ask(*args: Any, **given: Any) -> Any:
         seen.append(args)
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return true(*args)
+        return true(*args, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, "evaluate", evaluate_and_ask)
+        patch.setattr(pretrain, "score", score_and_ask)
         with pytest.raises(PreemptedError, match=rf"asked to stop \(SIGINT\): saved at step {step} of 8"):
             train_here(made)
     assert len(seen) == 2

@@ -17,6 +17,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Estimate, Plan, Shard, Traffic
 from shardwise.spec.units import show_bytes
+from shardwise.techniques.meshes import Meshes
 from tests.parity.cases import TIED
 from tests.runtime import rank_work
 
@@ -30,7 +31,7 @@ def test_the_peak_is_that_of_torchs_allocations() -> None:
     optimizer = torch.optim.AdamW(layer.parameters())
     optimizer.state[layer.weight] = {name: torch.zeros(512, 512) for name in ("exp_avg", "exp_avg_sq")}
     state = TrainState([layer], optimizer)
-    meter = Meter(None, torch.device("cpu"))
+    meter = Meter(Meshes(), torch.device("cpu"))
     for _ in range(4):
         with meter.measuring(state):
             kept = torch.zeros(MIB)

@@ -83,3 +83,9 @@ def test_pieces_cover_a_range_once() -> None:
         for pieces in range(1, 6):
             parts = [cut((3, 3 + length), pieces, index) for index in range(pieces)]
             assert [n for start, stop in parts for n in range(start, stop)] == list(range(3, 3 + length))
+
+
+@pytest.mark.parametrize("stopping", [0, 3])
+def test_what_ranks_read_alike_is_counted_once(ranks: RankPool, stopping: int) -> None:
+    """Tokens and losses once for each group of tensor parallelism; squares of all ranks; a wish to stop of any rank."""
+    assert ranks.run(rank_work.counted, stopping, world=4) == [(21, True, [4.0, 0.5])] * 4

@@ -7,12 +7,12 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_700,
+    "spec": 1_725,
     "models": 2_700,
     "data": 3_100,
     "methods": 400,
     "techniques": 3_550,
-    "planner": 3_000,
+    "planner": 2_975,
     "runtime": 4_500,
     "prove": 900,
     "launch": 650,

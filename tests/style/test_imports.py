@@ -50,6 +50,7 @@ WITH_TORCH = {
     "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",
     "shardwise.techniques.rounding",
+    "shardwise.techniques.meshes",
     "shardwise.techniques.slices",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""

@@ -34,10 +34,10 @@ def two_and_one(rank: int, ranks: int, plan: Plan, directory: str) -> tuple[dict
 
 
 def train(state: TrainState, rank: int, plan: Plan, start: int, end: int) -> None:
-    own = ROWS // plan.layout.dp
+    own, rules = ROWS // plan.layout.dp, rules_of(plan, SETTINGS)
     for number in range(start, end):
-        batch = part(rows(number), plan.layout.dp_rank(rank) * own, own)
-        step(state, [batch], reduce.count_supervised(batch.supervised_tokens())[0], rules_of(plan, SETTINGS))
+        batch = part(rows(number), rules.meshes.index("batch") * own, own)
+        step(state, [batch], reduce.count_supervised(rules.meshes, batch.supervised_tokens())[0], rules)
 
 
 def whole(state: TrainState) -> dict[str, Tensor]:

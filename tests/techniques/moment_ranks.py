@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import own
-from shardwise.runtime import world as processes
+from shardwise.techniques.meshes import meshes
 from shardwise.techniques.moments import AdamW8bit
 from shardwise.techniques.rounding import RoundedAdamW
 from tests.runtime.own_ranks import started
@@ -22,7 +22,7 @@ def train(rank: int, world: int, strategy: str, steps: int, directory: str, kind
         plan = own.plan(strategy)  # type: ignore[arg-type]
         model = nn.Sequential(nn.Linear(300, 37), nn.Linear(37, 150))
         model.to(torch.bfloat16 if kind == "bf16 all" else None)
-        own.parallelize(model, plan, processes.mesh(plan.layout, "cpu"))
+        own.parallelize(model, plan, meshes(plan.layout, "cpu"))
         optimizer = (
             AdamW8bit(model.parameters(), lr=0.01)
             if kind == "8 bit"

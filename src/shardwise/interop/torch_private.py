@@ -24,6 +24,15 @@ def forget_sharding() -> None:
     _clear_sharding_prop_cache()
 
 
+def is_strided(placement: object) -> bool:
+    """Whether a dim was cut by an axis of the mesh after it had been cut by a later axis, as FSDP2 cuts what tensor
+    parallelism has cut. In torch 2.13 this placement is no ``Shard``; without its name such a cut would be overlooked,
+    and each rank would be taken to hold more than it does."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
 def fake_store() -> Any:
     """A store for the ``fake`` backend, whose collectives return at once and move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -17,27 +17,22 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods.loss import linear_cross_entropy, token_losses
-from shardwise.models.attention import MaskSpec
-from shardwise.models.foreign import Model
+from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.spec.recipe import Method
 
 
-def loss(model: Model, batch: MicroBatch, chunk_tokens: int, denominator: float, method: Method) -> Tensor:
+def finish(
+    hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int, method: Method
+) -> Tensor:
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
-    cap, answers, references = model.spec.final_soft_cap, batch.answers, batch.references
-    assert answers is not None and references is not None
-
-    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        scored = token_losses(hidden, weight, batch.labels, chunk_tokens, cap)
-        margins = ratios(scored, batch) - references
-        slopes = slope(margins, method)
-        factors = torch.stack([-slopes, slopes], 1).flatten()[answers].to(scored.dtype)
-        value = pair_losses(margins, method).sum().to(scored.dtype)
-        weighed = linear_cross_entropy(hidden, weight, batch.labels, chunk_tokens, cap, factors)
-        return (weighed - weighed.detach() + value) / denominator
-
-    return model(batch.ids, batch.positions, MaskSpec(documents=batch.documents, longest=batch.longest), finish)
+    assert batch.answers is not None and batch.references is not None
+    scored = token_losses(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap)
+    margins = ratios(scored, batch) - batch.references
+    slopes = slope(margins, method)
+    factors = torch.stack([-slopes, slopes], 1).flatten()[batch.answers].to(scored.dtype)
+    value = pair_losses(margins, method).sum().to(scored.dtype)
+    weighed = linear_cross_entropy(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap, factors)
+    return (weighed - weighed.detach() + value) / denominator
 
 
 def ratios(losses: Tensor, batch: MicroBatch) -> Tensor:

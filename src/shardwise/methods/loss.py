@@ -6,15 +6,35 @@ backward pass scales them (Hsu et al., "Liger Kernel", 2024). So a loss can be p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.models.layers import accumulation_dtype
+from shardwise.data.batch import MicroBatch
+from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
 
 IGNORED = -100
+Finish = Callable[[Tensor, "Output", MicroBatch, float], Tensor]
+"""(hidden [b,s,d], output layer, micro-batch, denominator) -> the sum of its terms / denominator, a scalar."""
+Score = Callable[[Tensor, "Output", MicroBatch], Tensor]
+"""(hidden [b,s,d], output layer, micro-batch) -> whatever is asked of them."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output layer as a method finds it: its weight [V,d], and what caps its logits."""
+
+    weight: Tensor
+    soft_cap: float | None
+
+
+def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
+    """[..,V] in fp32 of hidden [..,d], whole."""
+    return soft_cap((hidden @ head.weight.to(hidden.dtype).T).float(), head.soft_cap)
 
 
 def _log_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def least_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> int:
     the end, or what stands between forward and backward of the last micro-batch."""
     state = sum(optim.state_bytes(costed, plan, 0).values()) + sum(standing_bytes(costed, plan, cluster).values())
     gathered = waiting = 0
-    if plan.shard.strategy == "ddp" or plan.layout.dp == 1:
+    if not plan.sharded:
         gradients = waiting = sum(shard.gradient_bytes(costed, plan).values())
     else:
         groups = shard.groups(costed, plan).values()
@@ -83,9 +83,7 @@ def traffic(sheet: Sheet, layout: Layout) -> tuple[Traffic, ...]:
 
 def link(axis: str, layout: Layout) -> str:
     """``node`` where all ranks of a group share one, else ``network``."""
-    name, _, part = axis.partition("/")
-    spans = {"dp_replicate": layout.dp, "dp_shard": int(part or layout.dp_shard)}  # neighbours in rank that it reaches
-    return "network" if spans.get(name, layout.world) > layout.ranks_per_node else "node"
+    return "network" if layout.reach(axis) > layout.ranks_per_node else "node"
 
 
 def seen(s: int, window: int | None) -> int:

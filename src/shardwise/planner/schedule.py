@@ -40,9 +40,8 @@ class _Step:
         self.b, self.s = plan.batch.micro_batch_size, plan.batch.seq_len
         self.blocks = [sheet.blocks[kind] for kind in sheet.order]
         self.sizes = {id(unit): [tensor.bytes(self.b, self.s) for tensor in unit.tensors] for unit in sheet.units}
-        sharded = plan.shard.strategy != "ddp" and plan.layout.dp > 1
         self.idle = {i for i, block in enumerate(self.blocks) if not block.backward}
-        self.weights: Weights = (Sharded if sharded else Replicated)(self.tape, sheet, plan)
+        self.weights: Weights = (Sharded if plan.sharded else Replicated)(self.tape, sheet, plan)
 
     def state(self) -> None:
         for category, size in optim.state_bytes(self.sheet, self.plan, self.rank).items():

@@ -25,22 +25,10 @@ def wire_s(traffic: Iterable[Traffic], layout: Layout, cluster: Cluster) -> floa
     groups that pass through a node share."""
     link_bytes_per_s, total = cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S, 0.0
     for sent in traffic:
-        ranks, groups = group(sent.axis, layout)
+        ranks, groups = layout.size(sent.axis), layout.groups_per_node(sent.axis)
         ring_bytes = sent.bytes * PASSES[cluster.kind].get(sent.kind, 1) * (ranks - 1) / ranks
         seconds = ring_bytes / link_bytes_per_s if layout.ranks_per_node > 1 else 0.0
         if sent.link == "network":
             seconds = max(seconds, groups * ring_bytes / cluster.network_bytes_per_s)
         total += seconds
     return total
-
-
-def group(axis: str, layout: Layout) -> tuple[int, int]:
-    """Ranks of one group of ``axis``, and how many groups have a rank on the same node."""
-    name, _, part = axis.partition("/")
-    per_node = layout.ranks_per_node
-    if name == "dp_replicate":
-        return layout.dp_replicate, min(layout.dp_shard, per_node)
-    if name == "dp_shard":
-        ranks = int(part or layout.dp_shard)
-        return ranks, max(1, per_node // ranks)
-    return layout.world, 1

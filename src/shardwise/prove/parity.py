@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE, Sample
-from shardwise.methods import pretrain
+from shardwise.methods.pretrain import mask
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.foreign import Model, model_of
@@ -29,13 +29,14 @@ from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules, step
-from shardwise.runtime.world import mesh
 from shardwise.spec.plan import Lora, Number, Plan
-from shardwise.spec.recipe import Optim, Recipe, Run
+from shardwise.spec.recipe import Method, Optim, Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.fourbit import dequantise, quantise
+from shardwise.techniques.meshes import Meshes, meshes
 from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.quantised import NF4_PARTS
 
@@ -188,22 +189,19 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
     """One training under ``plan`` in the default process group, on ``device``; the trace is on the CPU."""
     job = job_of(spec, plan, steps)
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
-    state = build(recipe, spec, plan, mesh(plan.layout, "cpu" if device.type == "cpu" else "cuda"), device)
+    groups = meshes(plan.layout, device.type)
+    state = build(recipe, spec, plan, groups, device)
     gradients: dict[str, Tensor] = {}
 
     def enter(phase: str) -> None:
         if phase == "clip" and state.step == 0:
             gradients.update(full_gradients(state))
 
-    def loss(model: nn.Module, batch: MicroBatch, denominator: float) -> Tensor:
-        assert isinstance(model, Model)
-        return pretrain.loss(model, batch, plan.batch.loss_chunk_tokens, denominator)
-
-    rules = Rules(plan, OPTIM, MAX_STEPS, loss, enter)
+    rules = Rules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan), enter)
     losses, norms = [], []
     for number in range(steps):
-        batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), rank, plan)]
-        supervised, _ = reduce.count_supervised(sum(b.supervised_tokens() for b in batches))
+        batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), groups, plan)]
+        supervised, _ = reduce.count_supervised(groups, sum(b.supervised_tokens() for b in batches))
         stats = step(state, batches, supervised, rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
@@ -230,10 +228,10 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone().cpu()
 
 
-def share_of_rank(rows: Sequence[Sample], rank: int, plan: Plan) -> list[MicroBatch]:
+def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[MicroBatch]:
     """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
     size, count = plan.batch.micro_batch_size, plan.batch.accumulation
-    first = plan.layout.dp_rank(rank) * size * count
+    first = groups.index("batch") * size * count
     return [collate(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
 
 
@@ -320,7 +318,7 @@ def merged(parameters: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, compute: torch.dtype) -> Tensor:
     """Mean loss over the supervised tokens, from full logits, with every weight cast to ``compute``."""
     cast = {name: weight.to(compute) for name, weight in weights.items()}
-    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, pretrain.mask(batch)))
+    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)))
     wide = torch.promote_types(compute, torch.float32)
     total = functional.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.flatten(), reduction="sum")
     return total / batch.supervised_tokens()

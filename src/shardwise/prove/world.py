@@ -8,34 +8,33 @@ nobody has written, as what other ranks would have sent, holds small numbers; no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
-from shardwise.methods import dpo, pretrain
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.foreign import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.measure import CONTROL_BYTES, axis_names, collective, group_name, payload_bytes
+from shardwise.runtime.measure import CONTROL_BYTES, collective, group_name, payload_bytes
+from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.world import mesh as mesh_of
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Optim
 from shardwise.techniques import optim
+from shardwise.techniques.meshes import Meshes, meshes
 from shardwise.techniques.slices import local
 
 SMALL = 2**20
@@ -49,12 +48,12 @@ Sent = Counter[tuple[str, str, int]]
 
 
 @contextmanager
-def fake_world(layout: Layout, rank: int = 0) -> Iterator[DeviceMesh | None]:
+def fake_world(layout: Layout, rank: int = 0) -> Iterator[Meshes]:
     """A default process group of ``layout.world`` ranks, this process being ``rank``, whose collectives do nothing."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=layout.world)
     try:
         with fresh_sharding_propagation():
-            yield mesh_of(layout, "cpu")
+            yield meshes(layout, "cpu")
     finally:
         dist.destroy_process_group()
 
@@ -141,19 +140,21 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
     settings = Optim()
     if fake is None:
         fake = parameter_count(spec) > SMALL
-    with fake_world(plan.layout, rank) as mesh:
-        tracker = Tracker(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, axis_names(mesh))
+    with fake_world(plan.layout, rank) as groups:
+        tracker = Tracker(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.axis_names())
         with watch_resizes(tracker.resize):
-            parts = _parts(spec, plan, mesh, tracker)
+            parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
-                _step(state, plan, settings, lambda phase: None, 1)  # FSDP2 sets itself up in its first forward
+                method = Method(name="dpo") if plan.loss == "dpo" else Method()
+                rules = steps.Rules(plan, groups, settings, 100, finish_of(method, plan))
+                _step(state, rules, 1)  # FSDP2 sets itself up in its first forward
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
-                return _measured_step(state, plan, settings, tracker)
+                return _measured_step(state, rules, tracker)
 
 
-def _parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, tracker: Tracker) -> list[torch.nn.Module]:
+def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: Tracker) -> list[torch.nn.Module]:
     """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
     with torch.device("meta"):
         parts: list[torch.nn.Module] = [model_of(spec)]
@@ -162,10 +163,10 @@ def _parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, tracker: Tracke
         with tracker.fake or nullcontext(), tracker:
             allocate(parts, spec, torch.device("cpu"))
 
-    return techniques.apply(parts, plan, mesh, fill)
+    return techniques.apply(parts, plan, groups, fill)
 
 
-def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Tracker) -> Measured:
+def _measured_step(state: TrainState, rules: steps.Rules, tracker: Tracker) -> Measured:
     result = Measured()
     before: list[int] = []
 
@@ -178,7 +179,7 @@ def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Trac
             gradients = [p.grad for p in state.trained() if p.grad is not None]
             result.state["gradients"] = _storage_bytes(gradients)
 
-    _step(state, plan, settings, enter, plan.batch.accumulation)
+    _step(state, replace(rules, enter=enter), rules.plan.batch.accumulation)
     result.sent = Counter(tracker.sent)
     result.peak_bytes = tracker.peak_bytes
     result.state["weights"] = _storage_bytes(list(state.parameters().values()))
@@ -187,7 +188,8 @@ def _measured_step(state: TrainState, plan: Plan, settings: Optim, tracker: Trac
     return result
 
 
-def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str], None], micro_batches: int) -> None:
+def _step(state: TrainState, rules: steps.Rules, micro_batches: int) -> None:
+    plan = rules.plan
     shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
     batches = [
         MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0) for _ in range(micro_batches)
@@ -196,14 +198,8 @@ def _step(state: TrainState, plan: Plan, settings: Optim, enter: Callable[[str],
         for batch in batches:
             batch.answers, batch.references = torch.zeros(shape, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
 
-    def loss(model: Any, batch: MicroBatch, denominator: float) -> torch.Tensor:
-        chunk = plan.batch.loss_chunk_tokens
-        if plan.loss == "dpo":
-            return dpo.loss(model, batch, chunk, denominator, Method())
-        return pretrain.loss(model, batch, chunk, denominator)
-
-    steps.reduce.count_supervised(1)
-    steps.step(state, batches, 1, steps.Rules(plan, settings, 100, loss, enter))
+    steps.reduce.count_supervised(rules.meshes, 1)
+    steps.step(state, batches, 1, rules)
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import ConfigError
-from shardwise.methods import dpo, pretrain
 from shardwise.runtime import fit
 from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
@@ -20,16 +18,16 @@ from shardwise.runtime.header import header
 from shardwise.runtime.job import Job
 from shardwise.runtime.locate import check_length
 from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token
+from shardwise.runtime.passes import announce_reduce, finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import keep_first_sample
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Loss, Rules, announce_reduce
+from shardwise.runtime.step import Rules
 from shardwise.runtime.track import Subject, track
 from shardwise.spec.cluster import find_device
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe
-from shardwise.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -43,23 +41,16 @@ class Start:
     claim: Claim | None = None
 
 
-def loss_of(recipe: Recipe, chunk: int) -> Loss:
-    """The loss of the recipe's method, over ``chunk`` tokens at a time."""
-    if recipe.pairs:
-        return lambda model, batch, pairs: dpo.loss(model, batch, chunk, pairs, recipe.method)  # type: ignore[arg-type]
-    return lambda model, batch, tokens: pretrain.loss(model, batch, chunk, tokens)  # type: ignore[arg-type]
-
-
-def begin(job: Job, mesh: DeviceMesh | None, watch: Guard, start: Start) -> tuple[Job, TrainState, Rules, Checkpoints]:
+def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, Rules, Checkpoints]:
     """The job with its reference, the state to train on from, what is fixed for each step, and where checkpoints go."""
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
-    loss = loss_of(job.recipe, plan.batch.loss_chunk_tokens)
-    rules = Rules(plan, job.recipe.optim, job.max_steps, loss, watch.enter, job.recipe.run.seed)
+    finish = finish_of(job.recipe.method, plan)
+    rules = Rules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
-        state = together(lambda: build(job.recipe, job.spec, plan, mesh, job.device))
+        state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device))
     checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)

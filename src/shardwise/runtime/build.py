@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import techniques
 from shardwise.models import attention, hf, init, peft
@@ -19,26 +18,27 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import fourbit, optim
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.quantised import NF4_PARTS
 from shardwise.techniques.slices import local, local_slice
 
 
-def build(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> TrainState:
+def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> TrainState:
     """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
-    parts = build_parts(spec, plan, mesh, device)
+    parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     return TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
 
 
-def build_parts(spec: ModelSpec, plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> list[nn.Module]:
+def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> list[nn.Module]:
     """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet."""
     with torch.device("meta"):
         model = model_of(spec)
     model.kernel = plan.attention
     attention.prepare(device, plan.attention)
     parts: list[nn.Module] = [model]
-    return techniques.apply(parts, plan, mesh, lambda parts: allocate(parts, spec, device))
+    return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device))
 
 
 def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
     wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for name, shape in parameter_shapes(spec).items():
-        if name not in parameters:  # kept in 4 bits, which take the whole weight to find
+        if f"{name.removesuffix('weight')}codes" in parameters:  # 4 bits, which take the whole weight to find
             wanted[name], shapes[name] = tuple(slice(0, size) for size in shape), shape
     derived = (*NF4_PARTS, "lora_m")  # follow from a weight
     wanted = {name: part for name, part in wanted.items() if name.rpartition(".")[2] not in derived}

@@ -293,19 +293,22 @@ class Checkpoints:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
         crew = self.crew
 
-        def look() -> tuple[Manifest, Tensors]:
+        def look() -> list[str]:
             record = manifest.read(directory)
             if record.run_id != self.run_id and not any_run:
                 what = f'{directory.name} belongs to run "{record.run_id}", this is run "{self.run_id}"'
                 fix = f"--resume {directory} if that is what you want"
                 raise Rejected(Problem("CKPT013", what, str(directory), fix))
             tensors = wanted(record.tensors) if callable(wanted) else wanted
-            compare(record.tensors, _signature(tensors), str(directory))
-            return record, tensors
+            seen.append((record, tensors))
+            return [name for name in record.tensors if name not in tensors]
 
         seen: list[tuple[Manifest, Tensors]] = []
-        crew.each(lambda: seen.append(look()))
+        others = crew.each(look)  # a rank may hold some layers of the model only
+        unwanted = crew.first(lambda: sorted(set.intersection(*map(set, others))))
         record, tensors = seen[0]
+        known = {name: record.tensors[name] for name in record.tensors if name in tensors or name in unwanted}
+        crew.each(lambda: compare(known, _signature(tensors), str(directory)))
         names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
         crew.each(lambda: manifest.check_files(directory, record, names))
         crew.each(lambda: fill(directory, record, tensors))

@@ -21,7 +21,6 @@ from shardwise.runtime.locate import best, newest
 from shardwise.runtime.manifest import step_name, train_again, whole
 from shardwise.runtime.measure import Meter
 from shardwise.runtime.metrics import Log
-from shardwise.runtime.reduce import sum_over_world
 from shardwise.runtime.report import Report
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.sample import earlier_sample, sample, shown
@@ -54,8 +53,7 @@ def validate(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Valida
     share = replace(job.share, accumulation=1)
     total = -(-len(job.evaluated) // (share.dp * share.micro_batch_size))
     batches = until_asked(evaluation(windows, share, numbers=job.evaluated), total, job, log, stop)
-    given = (state.parts, batches, job.plan.batch.loss_chunk_tokens, job.device)
-    found = evaluate_pairs(*given, job.recipe.method) if job.recipe.pairs else evaluate(*given)
+    found = (evaluate_pairs if job.recipe.pairs else evaluate)(job, state.parts, batches)
     return None if stop.everywhere else found
 
 
@@ -65,7 +63,7 @@ def until_asked(
     """Pass ``batches`` on, with a bar, until any rank is asked to stop. Ranks end at the same batch: they vote."""
     for done, batch in enumerate(batches):
         asked = torch.tensor(float(bool(stop)), device=job.device)
-        sum_over_world(asked)
+        job.meshes.sum(asked, "world")
         stop.everywhere = bool(asked)
         if stop.everywhere:
             return

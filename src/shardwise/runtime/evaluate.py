@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.stream import EvaluationBatch
-from shardwise.methods import dpo, pretrain
-from shardwise.runtime.reduce import sum_over_world
-from shardwise.spec.recipe import Method
+from shardwise.methods import dpo
+from shardwise.runtime import passes
+from shardwise.runtime.job import Job
+from shardwise.techniques import shard
 
 
 @dataclass(frozen=True)
@@ -63,50 +63,31 @@ class Preference:
         return f"{said} ({self.pairs:,} pairs)"
 
 
-@torch.no_grad()
-def evaluate(
-    parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch], chunk_tokens: int, device: torch.device
-) -> Validation:
+def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch]) -> Validation:
     """Every rank passes its own batches, equally many; the result is the same on all. Changes nothing."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for batch in batches:
-        losses = pretrain.evaluate(parts[0], batch.micro_batch.to(device), chunk_tokens)  # type: ignore[arg-type]
+        losses = passes.infer(parts, batch.micro_batch.to(job.device), passes.score_of(job.plan))
         sums[0] += losses.double().sum()
         sums[1] += batch.supervised_tokens
         sums[2] += batch.text_bytes
-    reshard(parts)
-    sum_over_world(sums)
+    shard.reshard(parts)
+    job.meshes.total(sums)
     nats, tokens, text_bytes = sums.tolist()
     return Validation(nats, int(tokens), text_bytes)
 
 
-@torch.no_grad()
-def evaluate_pairs(
-    parts: Sequence[nn.Module],
-    batches: Iterable[EvaluationBatch],
-    chunk_tokens: int,
-    device: torch.device,
-    method: Method,
-) -> Preference:
+def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch]) -> Preference:
     """As :func:`evaluate`, of pairs of answers that know what the reference says of them."""
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    sums, method = torch.zeros(4, dtype=torch.float64, device=job.device), job.recipe.method
     for batch in batches:
-        micro = batch.micro_batch.to(device)
+        micro = batch.micro_batch.to(job.device)
         assert micro.references is not None
-        losses = pretrain.evaluate(parts[0], micro, chunk_tokens)  # type: ignore[arg-type]
+        losses = passes.infer(parts, micro, passes.score_of(job.plan))
         margins = dpo.ratios(losses, micro) - micro.references
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])
-    reshard(parts)
-    sum_over_world(sums)
+    shard.reshard(parts)
+    job.meshes.total(sums)
     *totals, count = sums.tolist()
     return Preference(*(total / count if count else math.nan for total in totals), int(count))
-
-
-def reshard(parts: Sequence[nn.Module]) -> None:
-    """Free gathered weights after a forward pass that no backward follows: until then FSDP2 shows whole parameters in
-    place of the shards."""
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

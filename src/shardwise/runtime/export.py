@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
+from shardwise.data.batch import MicroBatch
 from shardwise.errors import Problem, TrainingError
+from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
-from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.foreign import Model, model_of
 from shardwise.models.roles import is_adapter
+from shardwise.runtime import passes
 from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.checkpoint import read
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora, nf4
 from shardwise.techniques import precision as precisions
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.numbers import torch_type
 
 
@@ -96,7 +99,7 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     with torch.device("meta"):
         model = model_of(spec)
     for technique in (lora, precisions, nf4):
-        technique.apply([model], plan, None)
+        technique.apply([model], plan, Meshes())
     allocate([model], spec, torch.device("cpu"))
     if adapters is not None:  # their own values are the checkpoint's, not those that they began with
         fill([model], spec, recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})}), plan)
@@ -123,7 +126,8 @@ def merge(model: Model, adapters: Lora) -> str:
     """Add every adapter into its layer and take it away; the words to report. The model must then say the same as
     before, and no layer may be what it was unless its adapter is zero: what a narrow type rounds away is an error."""
     ids = torch.arange(32).remainder(model.spec.vocab_size).view(1, -1)
-    before = model(ids, torch.arange(32).view(1, -1), MaskSpec()).float()
+    batch = MicroBatch(ids, ids, torch.arange(32).view(1, -1), None, 0)
+    before = passes.infer([model], batch, logits)
     lost, count = [], 0
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
@@ -138,7 +142,7 @@ def merge(model: Model, adapters: Lora) -> str:
             lost.append(name)
         module.weight.copy_(merged)
         lora.detach(module)
-    after = model(ids, torch.arange(32).view(1, -1), MaskSpec()).float()
+    after = passes.infer([model], batch, logits)
     error = float((after - before).norm() / before.norm())
     allowed = 50 * torch.finfo(model.head.weight.dtype).eps
     if lost or not error <= allowed:

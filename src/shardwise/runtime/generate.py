@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data import tokens
+from shardwise.data.batch import MicroBatch
 from shardwise.data.chat import Asked
 from shardwise.errors import Problem, TrainingError
-from shardwise.models.attention import MaskSpec
+from shardwise.methods.loss import Output, logits
 from shardwise.models.config import ModelSpec, learnt_positions
-from shardwise.models.layers import soft_cap
-from shardwise.runtime.evaluate import reshard
+from shardwise.runtime import passes
+from shardwise.techniques import shard
 from shardwise.techniques.compile import suspended
 
 LENGTHS = 32
@@ -33,7 +34,6 @@ class Sampling:
     eot_id: int | None = None
 
 
-@torch.no_grad()
 def generate(
     parts: Sequence[nn.Module],
     prompt: Sequence[int],
@@ -47,35 +47,34 @@ def generate(
     ``first`` (Crew.first) the first rank draws for all, so that an error in drawing is everybody's."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
-    spec: ModelSpec = parts[0].spec  # type: ignore[assignment]
+    spec: ModelSpec = parts[-1].spec  # type: ignore[assignment]
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
     try:
         for _ in range(min(room, sampling.max_new_tokens)):
             with suspended():  # or it would be compiled for the lengths that it meets
-                logits = last_logits(parts[0], ids, device)
-            chosen = first(partial(choose, logits, sampling.temperature, draw))
+                scores = last_logits(parts, ids, device)
+            chosen = first(partial(choose, scores, sampling.temperature, draw))
             if chosen == sampling.eot_id:
                 break
             ids.append(chosen)
             if over(ids[len(prompt) :]):
                 break
     finally:
-        reshard(parts)
+        shard.reshard(parts)
     return ids[len(prompt) :]
 
 
-def last_logits(model: nn.Module, ids: list[int], device: torch.device) -> Tensor:
+def last_logits(parts: Sequence[nn.Module], ids: list[int], device: torch.device) -> Tensor:
     """Logits [V] of the token after ``ids``, in fp32 on the host. The text is filled up, after what is asked for, which
     therefore does not see it: kernels are compiled, and kept, for every length that they meet."""
     length = len(ids)
 
-    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden[0, length - 1] @ weight.to(hidden.dtype).T
+    def last(hidden: Tensor, head: Output, batch: MicroBatch) -> Tensor:
+        return logits(hidden[0, length - 1], head)
 
     text = torch.tensor([[*ids, *ids[-1:] * (-length % LENGTHS)]], dtype=torch.int64, device=device)
     positions = torch.arange(text.shape[1], device=device)[None].clamp(max=length - 1)
-    logits: Tensor = model(text, positions, MaskSpec(), finish)
-    return soft_cap(logits.float(), model.spec.final_soft_cap).cpu()  # type: ignore[union-attr, arg-type]
+    return passes.infer(parts, MicroBatch(text, text, positions, None, 0), last).cpu()
 
 
 def choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:

@@ -34,6 +34,7 @@ from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.techniques.meshes import Meshes
 
 KEPT = ("data",)
 """The keys of :func:`identity`."""
@@ -45,7 +46,7 @@ SAVES_A_RUN = 10
 class Job:
     """A run as one rank sees it. ``run_id`` binds checkpoints to the run. ``references``: of pairs, the scores of the
     initial model, by split (runtime/reference.py). ``portions``: of streamed data, of which the first is
-    ``prepared``."""
+    ``prepared``. ``groups``: once the ranks have met."""
 
     recipe: Recipe
     plan: Plan
@@ -56,6 +57,7 @@ class Job:
     run_id: str = ""
     references: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     portions: Portions | None = None
+    groups: Meshes | None = None
 
     @property
     def directory(self) -> Path:
@@ -64,6 +66,12 @@ class Job:
     @property
     def rank(self) -> int:
         return process().rank
+
+    @property
+    def meshes(self) -> Meshes:
+        """The groups of the run: only once the ranks have met."""
+        assert self.groups is not None
+        return self.groups
 
     @cached_property
     def windows(self) -> Windows | Packs:
@@ -84,7 +92,7 @@ class Job:
     def evaluated(self) -> range:
         """The windows of the validation text that are read."""
         limit, windows = self.recipe.evaluate.max_batches, self.held_out
-        rows = None if limit is None else limit * self.share.micro_batch_size * self.share.dp
+        rows = None if limit is None else limit * self.plan.batch.micro_batch_size * self.plan.layout.dp
         return range(0) if windows is None else evaluated(windows, rows)
 
     @property
@@ -94,8 +102,8 @@ class Job:
     @property
     def share(self) -> Share:
         """The part of every batch that this rank reads."""
-        batch, layout = self.plan.batch, self.plan.layout
-        return Share(layout.dp_rank(self.rank), layout.dp, batch.micro_batch_size, batch.accumulation)
+        batch, meshes = self.plan.batch, self.meshes
+        return Share(meshes.index("batch"), meshes.size("batch"), batch.micro_batch_size, batch.accumulation)
 
     @property
     def save_steps(self) -> int:
@@ -111,7 +119,8 @@ class Job:
     def _interval(self, steps: int | None, per_epoch: int | None) -> int | None:
         if per_epoch is None:
             return steps
-        return max(1, steps_per_epochs(self.windows, self.share.global_batch_size, 1) // per_epoch)
+        size = self.plan.batch.global_batch_size(self.plan.layout.dp)
+        return max(1, steps_per_epochs(self.windows, size, 1) // per_epoch)
 
     @cached_property
     def tokenizer(self) -> tokens.Tokenizer:
@@ -142,7 +151,7 @@ def device_kind(recipe: Recipe) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def settle(job: Job) -> Job:
+def settle(job: Job, meshes: Meshes) -> Job:
     """Agree on the run's identity: as an earlier start of the run left it in ``run.json``, else decided now by rank 0.
     Raises DataError DATA013 when the data are not those of the run. From here on torch computes as the plan says."""
     run = from_first(lambda: read_run(job.directory))
@@ -153,7 +162,7 @@ def settle(job: Job) -> Job:
         fix = "restore the data, or start another run: run.name=another-name"
         raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
-    job = replace(job, run_id=run_id)
+    job = replace(job, run_id=run_id, groups=meshes)
     torch.set_float32_matmul_precision(job.plan.precision.matmul)
     if job.plan.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.plan.deterministic)

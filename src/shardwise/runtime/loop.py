@@ -39,17 +39,17 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
     with (
         guard.watching(job.directory, process(), recipe.run.timeout_s, start.claim) as watch,
         guard.stop_requests() as stop,
-        world(plan.layout, device_kind(recipe), recipe.run.timeout_s, watch) as mesh,
+        world(plan.layout, device_kind(recipe), recipe.run.timeout_s, watch) as meshes,
         explain_memory(plan, job.device, watch.doing),
     ):
         agree(recipe, plan)
-        job = settle(job)
-        job, state, rules, checkpoints = begin(job, mesh, watch, start)
+        job = settle(job, meshes)
+        job, state, rules, checkpoints = begin(job, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
         log = open_log(job, state)
         books = Books(job, state, log, checkpoints, after_step)
         with log, profile, saving(checkpoints, log), books, collecting() as collect:
-            meter, upload = Meter(mesh, job.device), Upload(job.device)
+            meter, upload = Meter(meshes, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
             validation = None
@@ -60,7 +60,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 batch = watch.fetch(number, batches)
                 profiled = number in profile.steps
                 with profile.step(number) if profiled else meter.measuring(state):
-                    supervised, stopping = count_supervised(batch.terms, bool(stop))
+                    supervised, stopping = count_supervised(meshes, batch.terms, bool(stop))
                     launched = launch(state, upload(batch.micro_batches), supervised, rules)
                 state.cursor = batch.cursor
                 watch.enter("logging")

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.reporting import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.techniques.compile import suspended
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.slices import local
 
 KINDS = {
@@ -103,13 +103,6 @@ def record_traffic() -> Iterator[list[Call]]:
         yield recorder.calls
 
 
-def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """From the names of process groups to the axes that they run along."""
-    if mesh is None or mesh.mesh_dim_names is None:
-        return {}
-    return {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names}
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes of torch's allocations on one rank. ``state`` by category at the step's start, ``peak_bytes`` at its worst;
@@ -167,11 +160,11 @@ class Meter:
     TRAFFIC_STEP = 2
     MEMORY_STEP = 3
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(self, meshes: Meshes, device: torch.device) -> None:
         self.memory: Memory | None = None
         self.traffic: dict[tuple[str, str], tuple[int, int]] = {}
         self.measured = False
-        self._axes = axis_names(mesh)
+        self._axes = meshes.axis_names()
         self._device = device
         self._steps = 0
 

@@ -37,9 +37,7 @@ from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -55,9 +53,11 @@ from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_MESHES: WeakKeyDictionary[nn.Module, Meshes] = WeakKeyDictionary()
 _STATES = "$states"
 """The key of a checkpoint's facts that holds the states of other objects; no argument of ``save`` has such a name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
@@ -111,8 +111,8 @@ def _check_words(**given: object) -> None:
 
 
 @contextmanager
-def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
-    """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields the mesh."""
+def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[Meshes]:
+    """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields its groups."""
     with processes.world(plan.layout, "cuda" if torch.cuda.is_available() else "cpu", timeout_s) as mesh:
         yield mesh
 
@@ -120,7 +120,7 @@ def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[DeviceMesh | None]:
 def parallelize(
     module: nn.Module,
     plan: Plan,
-    mesh: DeviceMesh | None,
+    mesh: Meshes | None,
     whole: Collection[str] = (),
     units: Collection[str] = (),
 ) -> nn.Module:
@@ -136,16 +136,16 @@ def parallelize(
     """
     routed = {id(block) for name in whole for block in _submodule(module, name, "whole").modules()}
     apart = [_unit(module, name) for name in units]
+    meshes = mesh or Meshes()
     wide = torch.float64 if plan.precision.compute == "fp64" else None
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
-    shard.apply(compilation.apply(remat.apply([module], plan, mesh), plan, mesh), plan, mesh, routed, apart)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        meshes.broadcast(tensor.detach(), "world")
+    shard.apply(compilation.apply(remat.apply([module], plan, meshes), plan, meshes), plan, meshes, routed, apart)
     if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
         _autocast(module, torch.bfloat16)
-    _USAGES[module] = Usage(module, plan.layout.dp, zeros_sent=shard.reduce_unused(module))
-    _PLANS[module] = plan
+    _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
+    _PLANS[module], _MESHES[module] = plan, meshes
     return module
 
 
@@ -221,10 +221,10 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
 def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
     """Scale the gradients down to ``max_norm`` (None: not at all); the true norm over all ranks before that. Infinite
     or NaN gradients are left as they are: look at what is returned."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    meshes = _MESHES[module]
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    norm = reduce.local_squares(parameters, ranks)
-    reduce.sum_over_world(norm)
+    norm = reduce.local_squares(parameters, meshes.size("stage"))
+    meshes.sum(norm, "world")
     norm.sqrt_()
     reduce.scale_gradients(parameters, torch.where(norm.isfinite(), reduce.clip_factor(norm, max_norm), 1.0))
     return float(norm)
@@ -299,9 +299,8 @@ class Checkpoints:
             if event.kind not in ("committed", "removed"):
                 warnings.warn(f"checkpoint of step {event.step} {event.kind}: {event.what}", stacklevel=2)
         changing = {f"model.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for buffer in changing.values():  # or some would be saved as one rank has them, some as another
-                dist.broadcast(buffer, 0)
+        for buffer in changing.values():  # or some would be saved as one rank has them, some as another
+            _MESHES[self.module].broadcast(buffer, "world")
         states = {_STATES: self._objects.collect(self._kept.crew)} if self._objects.objects else {}
         self._kept.save(self.tensors() | changing, {"step": step, **plain, **states}, step)
 

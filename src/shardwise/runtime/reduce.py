@@ -7,33 +7,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.slices import local, replication
 
 
-def count_supervised(tokens: int, stop: bool = False) -> tuple[int, bool]:
+def count_supervised(meshes: Meshes, tokens: int, stop: bool = False) -> tuple[int, bool]:
     """The supervised tokens of the whole optimizer step, the sum of each rank's ``tokens`` (over its micro-batches),
     and whether any rank wants to ``stop``. One all-reduce of 16 bytes between the hosts, while their devices may still
     compute the step before."""
-    numbers = torch.tensor([tokens, int(stop)])
-    sum_over_world(numbers)
+    numbers = torch.tensor([tokens if meshes.counts else 0, int(stop)])
+    meshes.sum(numbers, "world")
     total, stops = numbers.tolist()
     return total, stops > 0
-
-
-def sum_over_world(numbers: Tensor) -> None:
-    """Sum ``numbers`` over all ranks, in place; one process sends nothing."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(numbers)
 
 
 def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     """Sum over this rank's gradient shards of |g|^2 / replication: a scalar in fp64, each norm taken in at least fp32.
 
-    Summed over all ``ranks`` it is the square of the true global norm. Padding is not part of a local shard, and a tied
-    parameter is one parameter, so neither counts twice.
+    ``ranks``: of this rank's stage. Summed over the world it is the square of the true global norm. Padding is not part
+    of a local shard, and a tied parameter is one parameter, so neither counts twice.
     """
     groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     seen: set[int] = set()
@@ -53,12 +47,13 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
 
 
-def agree(squares: Tensor, loss: Tensor) -> Tensor:
+def agree(meshes: Meshes, squares: Tensor, loss: Tensor) -> Tensor:
     """[square of the gradient norm, mean loss] over all ranks, fp64, on the device of ``loss``, which is this rank's
     share of the mean: one all-reduce of 16 bytes. A NaN or infinity anywhere reaches every rank, so all of them skip or
     none does."""
-    numbers = torch.stack([squares.to(loss.device), loss.detach().double().reshape(())])
-    sum_over_world(numbers)
+    share = loss.detach().double().reshape(())
+    numbers = torch.stack([squares.to(loss.device), share if meshes.counts else torch.zeros_like(share)])
+    meshes.sum(numbers, "world")
     return numbers
 
 

@@ -22,17 +22,16 @@ from torch import nn
 from shardwise.data.pack import Packs
 from shardwise.data.stream import evaluation
 from shardwise.errors import DataError, Problem
-from shardwise.methods import dpo, pretrain
+from shardwise.methods import dpo
 from shardwise.models import tensorfile
+from shardwise.runtime import passes
 from shardwise.runtime.build import weights_directory
-from shardwise.runtime.evaluate import reshard
 from shardwise.runtime.job import Job
 from shardwise.runtime.manifest import candidates
 from shardwise.runtime.metrics import clock
-from shardwise.runtime.reduce import sum_over_world
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
-from shardwise.techniques import lora
+from shardwise.techniques import lora, shard
 
 Scores = dict[str, NDArray[np.float64]]
 """By split, for each pair: log p(chosen) - log p(rejected), NaN where it is not read."""
@@ -62,7 +61,6 @@ def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
     return replace(job, references=scores)
 
 
-@torch.no_grad()
 def score(
     job: Job, parts: Sequence[nn.Module], windows: Packs, numbers: Sequence[int], enter: Callable[[str], None]
 ) -> NDArray[np.float64]:
@@ -74,11 +72,11 @@ def score(
         for batch in evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers):
             enter("evaluate")
             micro = batch.micro_batch.to(job.device)
-            losses = pretrain.evaluate(parts[0], micro, job.plan.batch.loss_chunk_tokens)  # type: ignore[arg-type]
+            losses = passes.infer(parts, micro, passes.score_of(job.plan))
             assert micro.references is not None
             sums[micro.references.long()] = dpo.ratios(losses, micro)
-    reshard(parts)
-    sum_over_world(sums)
+    shard.reshard(parts)
+    job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()
     return found
 

@@ -1,28 +1,22 @@
-"""One optimizer step: the only place that knows the order of micro-batches."""
+"""One optimizer step."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.models.blocks import blocks
-from shardwise.runtime import reduce
+from shardwise.runtime import passes, reduce
+from shardwise.runtime.passes import Rules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
-from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Optim
 from shardwise.techniques import optim, shard
-
-Loss = Callable[[nn.Module, MicroBatch, float], Tensor]
-"""(model, micro-batch, denominator) -> the sum of its terms / denominator, a scalar that can be propagated."""
+from shardwise.techniques.meshes import Meshes
 
 
 @dataclass(frozen=True)
@@ -64,18 +58,6 @@ class Launched:
         return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, **told)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/guard.py)."""
-
-    plan: Plan
-    optim: Optim
-    max_steps: int
-    loss: Loss
-    enter: Callable[[str], None] = lambda phase: None
-    seed: int = 0
-
-
 def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> StepStats:
     """:func:`launch` a step and wait for its figures."""
     return launch(state, batches, supervised, rules).settle(state)
@@ -89,14 +71,14 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     so that gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by
     all ranks alike.
     """
-    plan, layout = rules.plan, rules.plan.layout
+    plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:
-        draw_anew(rules.seed, state.step, layout)
+        draw_anew(rules.seed, state.step, meshes)
     loss = accumulate(state, batches, supervised, rules)
     shard.finish(state.parts)
     rules.enter("clip")
     parameters = state.trained()
-    figures = reduce.agree(reduce.local_squares(parameters, layout.world // layout.pp), loss)
+    figures = reduce.agree(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)
     finite = figures.isfinite().all()
     scale = state.scale.on(loss.device)[0].double()
     factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale
@@ -109,38 +91,20 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     optim.update(state.optimizer, ~finite, None if multiply else factor)
     state.optimizer.zero_grad(set_to_none=True)
     figures = torch.cat([figures, state.scale.update(finite)])
-    tokens = plan.batch.global_batch_size(layout.dp) * plan.batch.seq_len
+    tokens = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     state.advance(tokens)
     counts = tokens, state.tokens, supervised
     known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=plan.loss == "dpo")
     return Launched(known, Figures(figures))
 
 
-def draw_anew(seed: int, number: int, layout: Layout) -> None:
-    """What is dropped follows from the seed, the step and the rank, so that a resumed run drops the same."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(((seed * 1_000_003 + number) * layout.dp + layout.dp_rank(rank)) % 2**63)
+def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
+    """What is dropped follows from the seed, the step and the rows, so that a resumed run drops the same."""
+    torch.manual_seed(((seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")) % 2**63)
 
 
 def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Tensor:
     """Forward and backward of every micro-batch: leaves the reduced gradients in place (after ``shard.finish``) and
     returns this rank's share of the mean loss, a detached scalar."""
-    shares = []
-    for index, batch in enumerate(batches):
-        shard.synchronise(state.parts, rules.plan, last=index == len(batches) - 1)
-        rules.enter("forward")
-        loss = rules.loss(state.parts[0], batch, float(max(1, supervised)))
-        rules.enter("backward")
-        (loss * state.scale.on(loss.device)[0] if state.scale.enabled else loss).backward()
-        shares.append(loss.detach().double())
-    return sum(shares[1:], start=shares[0])
-
-
-def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
-    """Tell ``enter`` when backward leaves the head for the blocks: from there on gradients are being reduced."""
-
-    def watch(block: nn.Module, args: object, out: Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda grad: enter("reduce"))
-
-    blocks(parts[-1])[-1].register_forward_hook(watch)
+    scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
+    return passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)

@@ -26,16 +26,17 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import Problem, TrainingError
 from shardwise.runtime.exchange import all_gather
 from shardwise.runtime.guard import StopRequest
+from shardwise.techniques.meshes import Meshes
 
 
 class Usage:
     """Watches a parallelized ``module``; made by every rank before its first forward."""
 
-    def __init__(self, module: nn.Module, ranks: int, zeros_sent: bool) -> None:
+    def __init__(self, module: nn.Module, meshes: Meshes, zeros_sent: bool) -> None:
         """``zeros_sent``: gradients that a rank does not have are reduced as zeros. Where this torch cannot, all ranks
         must have the same ones."""
         self.zeros_sent = zeros_sent
-        self.ranks = ranks
+        self.meshes, self.ranks = meshes, meshes.size("world")
         self.request: StopRequest | None = None
         self.stop = False
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -45,7 +46,7 @@ class Usage:
         self._reached: set[str] = set()
         self._events: list[str] = []
         self._watched: set[int] = set()
-        if ranks == 1:
+        if self.ranks == 1:
             return
         self._watch("", module)
         for name, unit in module.named_modules():
@@ -71,7 +72,7 @@ class Usage:
         order = [*crc32("\n".join(events).encode()).to_bytes(4, "little")]
         bits = [int(name in self._used) for name in names]
         told = torch.tensor([*bits, int(asked), *order, *(255 - byte for byte in order)], dtype=torch.uint8)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meshes.groups["world"])
         numbers = told.tolist()
         if [255 - byte for byte in numbers[-4:]] != numbers[-8:-4]:
             raise TrainingError(_apart(events))

@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import abort_groups, set_timeout
 from shardwise.runtime import exchange
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
+from shardwise.techniques.meshes import Meshes, meshes
 
 DeviceKind = Literal["cpu", "cuda"]
 T = TypeVar("T")
@@ -92,10 +92,8 @@ def take_device() -> None:
 
 
 @contextmanager
-def world(
-    layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | None = None
-) -> Iterator[DeviceMesh | None]:
-    """Join the process group and yield the mesh over the axes larger than 1 (None when there is none).
+def world(layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | None = None) -> Iterator[Meshes]:
+    """Join the process group and yield the groups of ``layout``.
 
     Collectives fail after ``timeout_s``; under ``watch`` those of NCCL only after its ``nccl_timeout_s``, for NCCL ends
     the process from a thread of its own, before anybody can say why. An error is told to ``watch`` before the groups
@@ -121,8 +119,8 @@ def world(
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        made = mesh(layout, kind)
-        for group in (dist.group.WORLD, *(made.get_all_groups() if made is not None else ())):
+        made = meshes(layout, kind)
+        for group in {dist.group.WORLD, *made.groups.values()}:
             set_timeout(group, timeout_s, watch.nccl_timeout_s if watch and kind == "cuda" else None)
         yield made
         dist.barrier()
@@ -170,14 +168,6 @@ def from_first(make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, on every rank."""
     made: T = exchange.broadcast(make() if dist.get_rank() == 0 else None)
     return made
-
-
-def mesh(layout: Layout, kind: DeviceKind) -> DeviceMesh | None:
-    """The device mesh of ``layout`` over the ranks of the default process group."""
-    axes = layout.axes()
-    if not axes:
-        return None
-    return init_device_mesh(kind, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
 
 
 def _wrong_world(layout: Layout, world_size: int) -> Problem:

@@ -1,4 +1,4 @@
-"""How the ranks are arranged: a degree for each axis of the mesh."""
+"""How the ranks are arranged: a degree for each axis of the mesh, and who forms a group with whom."""
 
 from __future__ import annotations
 
@@ -9,11 +9,32 @@ from typing import Literal
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Mesh order, outermost first: neighbours in rank number are neighbours on the last axes."""
+GROUPS: dict[str, tuple[Axis, ...]] = {
+    "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "batch": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "dp_shard": ("dp_shard",),
+    "cp": ("cp",),
+    "tp": ("tp",),
+}
+"""The axes along which the ranks of a group differ.
+
+world   all ranks
+stage   those with the same part of the model: each of its parameters is whole, or cut, among them
+loss    those whose tokens differ: what is counted is counted once over them
+batch   those that read different rows
+fsdp    those over which a sharded strategy cuts the weights
+"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node)."""
+    """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node). A group is named as
+    in ``GROUPS``; ``dp_shard/4`` means the 4 neighbours on that axis."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -25,12 +46,17 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.size("world")
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks in all: those that see different samples."""
-        return self.dp_replicate * self.dp_shard
+        return self.size("batch")
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which a sharded strategy cuts the weights."""
+        return self.size("fsdp")
 
     def degree(self, axis: Axis) -> int:
         degree: int = vars(self)[axis]
@@ -38,13 +64,49 @@ class Layout:
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
-        return tuple((axis, self.degree(axis)) for axis in AXES if axis != "ep" and self.degree(axis) > 1)
+        return tuple((axis, self.degree(axis)) for axis in GROUPS["world"] if self.degree(axis) > 1)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
-        inner = prod(self.degree(a) for a in AXES[AXES.index(axis) + 1 :] if a != "ep")
-        return rank // inner % self.degree(axis)
+        return rank // self._stride(axis) % self.degree(axis)
 
-    def dp_rank(self, rank: int) -> int:
-        """The index of ``rank`` among the data-parallel ranks: which share of a batch it reads."""
-        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+    def size(self, group: str) -> int:
+        """How many ranks a group has."""
+        name, _, part = group.partition("/")
+        return int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+
+    def index(self, rank: int, group: str) -> int:
+        """The number of ``rank`` within its group."""
+        found = 0
+        for axis in GROUPS[group]:
+            found = found * self.degree(axis) + self.coordinate(rank, axis)
+        return found
+
+    def members(self, group: str) -> list[list[int]]:
+        """The ranks of every group of this name."""
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world):
+            own = sum(self.coordinate(rank, axis) * self._stride(axis) for axis in GROUPS[group])
+            found.setdefault(rank - own, []).append(rank)
+        return list(found.values())
+
+    def counts(self, rank: int) -> bool:
+        """Whether a sum over the world takes tokens and losses from ``rank``: one of the ranks that compute the same
+        loss, in the last stage."""
+        return self.coordinate(rank, "pp") == self.pp - 1 and self.coordinate(rank, "tp") == 0
+
+    def reach(self, group: str) -> int:
+        """How many neighbours in rank number a group extends over."""
+        name, _, part = group.partition("/")
+        outermost = GROUPS[name][0]
+        return self._stride(outermost) * (int(part) if part else self.degree(outermost))
+
+    def groups_per_node(self, group: str) -> int:
+        """How many groups of this name have a rank on the same node."""
+        stride = self._stride(GROUPS[group.partition("/")[0]][-1])
+        return min(self.ranks_per_node, stride) * max(1, self.ranks_per_node // self.reach(group))
+
+    def _stride(self, axis: Axis) -> int:
+        """How far neighbours on ``axis`` are apart in rank number."""
+        world = GROUPS["world"]
+        return prod(self.degree(inner) for inner in world[world.index(axis) + 1 :])

@@ -151,6 +151,11 @@ class Plan:
     format: int = 1
 
     @property
+    def sharded(self) -> bool:
+        """Whether weights are cut over the ranks of a group ``fsdp``."""
+        return self.shard.strategy != "ddp" and self.layout.fsdp > 1
+
+    @property
     def kept(self) -> str:
         """What weights and moments are kept in, in words."""
         moments = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights

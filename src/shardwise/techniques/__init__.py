@@ -16,7 +16,8 @@ from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, r
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
 
@@ -61,7 +62,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def apply(
     parts: list[nn.Module],
     plan: Plan,
-    mesh: DeviceMesh | None,
+    meshes: Meshes,
     allocate: Callable[[list[nn.Module]], None] = lambda parts: None,
 ) -> list[nn.Module]:
     """The effect of the whole plan on the model's parts. The optimizer is built later, on what this returns.
@@ -72,7 +73,7 @@ def apply(
     for technique in ORDER:
         if technique is shard and plan.shard.strategy == "ddp":
             allocate(parts)
-        parts = technique.apply(parts, plan, mesh)
+        parts = technique.apply(parts, plan, meshes)
         if technique is shard and plan.shard.strategy != "ddp":
             allocate(parts)
     return parts

@@ -22,7 +22,8 @@ from shardwise.spec.sheet import Sheet
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 RECOMPILE_LIMIT = 64
 """Graphs of a block before torch gives up, 8 unless set: kinds of layers (window, rotation) times training and
@@ -53,7 +54,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     import torch
 
     from shardwise.models.decoder import Decoder

@@ -25,7 +25,8 @@ from shardwise.techniques.pruning import prune
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 
 def frozen(name: str, plan: Plan) -> bool:
@@ -103,7 +104,7 @@ def _held(unit: Unit, plan: Plan, prefix: str) -> frozenset[str]:
     return frozenset(weight.name for weight in unit.weights if frozen(prefix + weight.name, plan))
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     for part in parts:
         for name, parameter in part.named_parameters():
             if frozen(name, plan):

@@ -31,8 +31,9 @@ from shardwise.techniques.quantised import nf4_rows_at_once
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
+
+    from shardwise.techniques.meshes import Meshes
 
 
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
@@ -116,7 +117,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     lora = plan.lora
     if lora is None:
         return sheet
-    gathered = "compute" if plan.shard.strategy != "ddp" and plan.layout.dp > 1 else "weights"
+    gathered = "compute" if plan.sharded else "weights"
     return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
 
 
@@ -288,7 +289,7 @@ def _renamed(op: Op, old: int, new: int) -> Op:
     return dataclasses.replace(op, reads=reads, frees=frees)
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns."""
     if plan.lora is None:
         return parts

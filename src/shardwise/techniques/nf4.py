@@ -24,7 +24,8 @@ from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_onc
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 
 SHARDS_BYTES = (2, 13)
@@ -95,7 +96,7 @@ def _small(unit: Unit, number: str) -> Unit:
     return draft.done(weights)
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Puts bytes in the place of each weight, to be filled by :func:`shardwise.runtime.build.fill`."""
     if plan.lora is None or not plan.lora.nf4:
         return parts

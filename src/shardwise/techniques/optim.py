@@ -28,8 +28,9 @@ from shardwise.techniques.quantised import moment_bytes, quantised
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+
+    from shardwise.techniques.meshes import Meshes
 
 UNDECAYED = frozenset({"norm", "bias", "lora_m"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
@@ -66,7 +67,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, step=(*sheet.step, *2 * [Collective("all_reduce", "world", "control", 16)]))
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Nothing: the optimizer is built on the finished parts (:func:`build`)."""
     return parts
 

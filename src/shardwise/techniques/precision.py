@@ -26,7 +26,8 @@ from shardwise.techniques.patterns import rewrite
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -108,7 +109,7 @@ def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Number]:
     return {module: number for module, number in types.items() if number != plan.precision.compute}
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
     from torch import nn
 

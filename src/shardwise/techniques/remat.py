@@ -23,8 +23,9 @@ from shardwise.spec.sheet import Op, Sheet
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.checkpoint import CheckpointPolicy
+
+    from shardwise.techniques.meshes import Meshes
 
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
@@ -61,7 +62,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 
 
-def apply(parts: list[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> list[nn.Module]:
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 

@@ -35,7 +35,8 @@ from shardwise.techniques.replicas import Replicas, buckets
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.techniques.meshes import Meshes
 
 _REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 
@@ -190,35 +191,31 @@ def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
 def apply(
     parts: list[nn.Module],
     plan: Plan,
-    mesh: DeviceMesh | None,
+    meshes: Meshes,
     whole: Set[int] = frozenset(),
     apart: Sequence[nn.Module] = (),
 ) -> list[nn.Module]:
     """``whole``: the ids of blocks that are no units of their own, and so belong to the root; ``apart``: what is a
     unit beside the blocks. A parameter of no dims cannot be cut: it is replicated under every strategy."""
-    from torch import distributed as dist
-
-    if mesh is None or plan.layout.dp == 1:
+    if plan.layout.dp == 1:
         return parts
     wire = torch_type(plan.precision.reduce)
     for part in parts:
         named = dict(part.named_parameters())
         if plan.shard.strategy == "ddp":
-            _REPLICAS[part] = Replicas(named.items(), mesh.get_group("dp_replicate"), plan.shard.bucket_bytes, wire)
+            _REPLICAS[part] = Replicas(named.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
             continue
         scalars = {name: parameter for name, parameter in named.items() if parameter.ndim == 0}
-        _fully_shard(part, plan, mesh, whole, apart)
+        _fully_shard(part, plan, meshes, whole, apart)
         if scalars:
-            assert plan.layout.dp == plan.layout.world and dist.group.WORLD is not None
-            _REPLICAS[part] = Replicas(scalars.items(), dist.group.WORLD, plan.shard.bucket_bytes, wire)
+            _REPLICAS[part] = Replicas(scalars.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
     return parts
 
 
-def _fully_shard(part: nn.Module, plan: Plan, mesh: DeviceMesh, whole: Set[int], apart: Sequence[nn.Module]) -> None:
+def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], apart: Sequence[nn.Module]) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    hybrid = plan.layout.dp_replicate > 1
-    dp_mesh = mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
+    dp_mesh = meshes.mesh("dp_replicate", "dp_shard")
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
     scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
     reduce = torch_type(plan.precision.reduce)
@@ -286,6 +283,17 @@ def finish(parts: Sequence[nn.Module]) -> None:
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].finish()
+
+
+def reshard(parts: Sequence[nn.Module]) -> None:
+    """Free gathered weights after a forward pass that no backward follows: until then FSDP2 shows whole parameters in
+    place of the shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def reduce_unused(part: nn.Module) -> bool:

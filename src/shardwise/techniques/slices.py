@@ -8,6 +8,8 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.interop.torch_private import is_strided
+
 
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor (the same memory), or the tensor itself."""
@@ -16,16 +18,24 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
     """For each dim the range of the global tensor that is held here. Shards are cut as ``torch.chunk`` cuts: equal
-    pieces, rounded up, and what is left (perhaps nothing) for the last ranks."""
+    pieces, rounded up, and what is left (perhaps nothing) for the last ranks. So every slice is one range, also of a
+    dim that is cut twice."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
             return tuple(slice(0, 0) for _ in ranges)
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                ranges[placement.dim] = cut(ranges[placement.dim], tensor.device_mesh.size(axis), coordinate[axis])
+        for axis, dim in cuts(tensor):
+            ranges[dim] = cut(ranges[dim], tensor.device_mesh.size(axis), coordinate[axis])
     return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def cuts(tensor: DTensor) -> list[tuple[int, int]]:
+    """(mesh axis, dim) of every cut, in the order in which they were made: in that of the mesh, and last what FSDP2 has
+    cut of a dim that was cut before."""
+    placed = list(enumerate(tensor.placements))
+    first = [(axis, kind.dim) for axis, kind in placed if isinstance(kind, Shard) and not is_strided(kind)]
+    return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]
 
 
 def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:
@@ -39,6 +49,4 @@ def replication(tensor: Tensor, ranks: int) -> int:
     """On how many of the ``ranks`` each element of ``tensor`` is held."""
     if not isinstance(tensor, DTensor):
         return ranks
-    mesh = tensor.device_mesh
-    shards = prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
-    return ranks // shards
+    return ranks // prod(tensor.device_mesh.size(axis) for axis, _ in cuts(tensor))

@@ -1,0 +1,94 @@
+"""The only callers of the model, and the only place that knows the order of micro-batches and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batch import MicroBatch
+from shardwise.methods import dpo, pretrain
+from shardwise.methods.loss import Finish, Output, Score
+from shardwise.models.blocks import blocks
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Method, Optim
+from shardwise.techniques import shard
+from shardwise.techniques.meshes import Meshes
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/guard.py)."""
+
+    plan: Plan
+    meshes: Meshes
+    optim: Optim
+    max_steps: int
+    finish: Finish
+    enter: Callable[[str], None] = lambda phase: None
+    seed: int = 0
+
+
+def finish_of(method: Method, plan: Plan) -> Finish:
+    """The loss of ``method``, over as many tokens at a time as ``plan`` says."""
+    chunk = plan.batch.loss_chunk_tokens
+    if method.name == "dpo":
+        return partial(dpo.finish, chunk_tokens=chunk, method=method)
+    return partial(pretrain.finish, chunk_tokens=chunk)
+
+
+def score_of(plan: Plan) -> Score:
+    """The loss of each token, without gradients; over as many at a time."""
+    return partial(pretrain.score, chunk_tokens=plan.batch.loss_chunk_tokens)
+
+
+def train(
+    parts: Sequence[nn.Module], batches: Sequence[MicroBatch], rules: Rules, denominator: float, scale: Tensor | None
+) -> Tensor:
+    """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves the reduced gradients in
+    place (after ``shard.finish``) and returns the sum of the losses, a detached scalar."""
+
+    def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Tensor:
+        return rules.finish(hidden, head, batch, denominator)
+
+    shares = []
+    for index, batch in enumerate(batches):
+        shard.synchronise(parts, rules.plan, last=index == len(batches) - 1)
+        rules.enter("forward")
+        loss = forward(parts, batch, score)
+        rules.enter("backward")
+        (loss if scale is None else loss * scale).backward()
+        shares.append(loss.detach().double())
+    return sum(shares[1:], start=shares[0])
+
+
+@torch.no_grad()
+def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
+    """Forward alone. Gathered weights stay gathered until ``shard.reshard``."""
+    return forward(parts, batch, score)
+
+
+def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
+    """What ``score`` makes of the model's hidden states, called within the output layer."""
+    [model] = parts  # one stage
+    spec: ModelSpec = model.spec  # type: ignore[assignment]
+
+    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
+        return score(hidden, Output(weight, spec.final_soft_cap), batch)
+
+    scored: Tensor = model(batch.ids, batch.positions, pretrain.mask(batch), finish)
+    return scored
+
+
+def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
+    """Tell ``enter`` when backward leaves the head for the blocks: from there on gradients are being reduced."""
+
+    def watch(block: nn.Module, args: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: enter("reduce"))
+
+    blocks(parts[-1])[-1].register_forward_hook(watch)
