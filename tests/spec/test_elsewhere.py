@@ -14,6 +14,25 @@ from shardwise.spec.load import read_recipe, recipe_schema
 KEYS = keys_of(recipe_schema())
 ROOT = Path(__file__).parents[2]
 
+_TITLES = {
+    "instead": "Written as another key",
+    "automatic": "Not needed: ignored with a notice",
+    "missing": "Not supported",
+}
+_HEAD = """# Coming from axolotl, TRL, transformers, LLaMA-Factory or torchtune
+
+A recipe accepts many of their keys unchanged, flat or in the right section, and says how it read them. For every other
+key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
+are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored with a notice.
+
+`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables from which this page is generated:
+`python -m tests.spec.test_elsewhere > docs/migrating.md`.
+
+## Accepted unchanged
+
+| their key | is read as |
+|---|---|"""
+
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 load_in_8bit: false
@@ -227,8 +246,8 @@ def test_a_misspelt_key_is_still_told_as_one(tmp_path: Path) -> None:
 
 
 def test_the_page_is_made_of_the_table() -> None:
-    """Make it again: python -m shardwise.spec.elsewhere > docs/migrating.md"""
-    assert (ROOT / "docs" / "migrating.md").read_text() == elsewhere.page()
+    """Make it again: python -m tests.spec.test_elsewhere > docs/migrating.md"""
+    assert (ROOT / "docs" / "migrating.md").read_text() == page()
 
 
 def test_every_argument_of_transformers_trainer_has_an_answer() -> None:
@@ -244,3 +263,22 @@ def test_every_argument_of_transformers_trainer_has_an_answer() -> None:
         if n not in taken and not KEYS.canonical(n) and n not in KEYS.sections and not elsewhere.find(n)
     ]
     assert bare == []
+
+
+def page() -> str:
+    """docs/migrating.md."""
+    text = [_HEAD]
+    for key, names in sorted(other_names().items()):
+        text.append(f"| {' '.join(f'`{name}`' for name in names)} | `{key}` |")
+    for kind, title in _TITLES.items():
+        text += ["", f"## {title}", "", "| key | of | |", "|---|---|---|"]
+        for answer in elsewhere.answers():
+            if answer.kind == kind:
+                keys = " ".join(f"`{key}`" for key in sorted(answer.keys.split()))
+                said = answer.say if kind == "missing" else answer.fix
+                text.append(f"| {keys} | {answer.of} | {said} |")
+    return "\n".join(text) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

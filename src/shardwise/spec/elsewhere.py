@@ -6,7 +6,7 @@
 
 Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) and those of ``accepts`` ask for nothing, and
 are left out too; where ``accepts`` has true (``shuffle``), turning it off asks for something.
-``python -m shardwise.spec.elsewhere`` prints docs/migrating.md.
+docs/migrating.md is made of this table (tests/spec/test_elsewhere.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-
-from shardwise.spec.keys import other_names
 
 OFF = (None, False, "", "no", "none", 0)
 
@@ -70,41 +68,3 @@ def answered_whole(name: str) -> bool:
     """Whether there is one answer for a whole section of another system (``fsdp_config``), and none for keys in it
     (torchtune's ``dataset``; LLaMA-Factory's is a name)."""
     return name in _by_key() and not any(key.startswith(f"{name}.") for key in _by_key())
-
-
-def page() -> str:
-    """docs/migrating.md."""
-    text = [_HEAD]
-    for key, names in sorted(other_names().items()):
-        text.append(f"| {' '.join(f'`{name}`' for name in names)} | `{key}` |")
-    for kind, title in _TITLES.items():
-        text += ["", f"## {title}", "", "| key | of | |", "|---|---|---|"]
-        for answer in answers():
-            if answer.kind == kind:
-                keys = " ".join(f"`{key}`" for key in sorted(answer.keys.split()))
-                said = answer.say if kind == "missing" else answer.fix
-                text.append(f"| {keys} | {answer.of} | {said} |")
-    return "\n".join(text) + "\n"
-
-
-_TITLES = {
-    "instead": "Written as another key",
-    "automatic": "Not needed: ignored with a notice",
-    "missing": "Not supported",
-}
-_HEAD = """# Coming from axolotl, TRL, transformers, LLaMA-Factory or torchtune
-
-A recipe accepts many of their keys unchanged, flat or in the right section, and says how it read them. For every other
-key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
-are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored with a notice.
-
-`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables from which this page is generated:
-`python -m shardwise.spec.elsewhere > docs/migrating.md`.
-
-## Accepted unchanged
-
-| their key | is read as |
-|---|---|"""
-
-if __name__ == "__main__":
-    print(page(), end="")
