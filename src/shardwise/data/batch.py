@@ -37,28 +37,28 @@ class MicroBatch:
     references: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on ``device``; asynchronous where the memory is pinned."""
+        """A copy on ``device``, asynchronous if the memory is pinned."""
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
 
     def pinned(self) -> MicroBatch:
-        """The same in memory that a GPU can read by itself."""
+        """A copy in pinned memory."""
         return replace(self, **{name: value.pin_memory() for name, value in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """The tensors that are not None, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def supervised_tokens(self) -> int:
-        """Labels that are learnt."""
+        """The number of labels that are trained on."""
         return int((self.labels != IGNORE).sum())
 
     def terms(self) -> int:
-        """What the loss is a mean over: labels that are learnt, or pairs of answers."""
+        """What the loss is a mean over: supervised labels, or pairs of answers."""
         return self.supervised_tokens() if self.references is None else len(self.references)
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay windows of one length under each other."""
+    """Stack windows of equal length."""
     lengths = [length for sample in samples for length in sample.segments]
     rows = zip(*((sample.ids, sample.labels, sample.positions) for sample in samples), strict=True)
     ids, labels, positions = (torch.stack([torch.from_numpy(row) for row in part]) for part in rows)

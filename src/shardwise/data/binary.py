@@ -1,7 +1,7 @@
-"""Token ids that others prepared: Megatron's ``.bin`` with its ``.idx``, and nanoGPT's ``.bin`` (bare uint16).
+"""Token ids prepared by other programs: Megatron's ``.bin`` with its ``.idx``, and nanoGPT's ``.bin`` (plain uint16).
 
-The ids are taken as they are. A document ends where the ``.idx`` says, or at the end-of-text; one that does not end
-with the end-of-text gets it, and empty ones are left out.
+The ids are used unchanged. Documents end where the ``.idx`` says, or else at end-of-text; a document without an
+end-of-text at its end gets one, and empty documents are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fault(path: Path, what: str) -> DataError:
 
 
 def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]:
-    """The type of the ids and, from an index, the ends of documents in tokens. Raises DATA010."""
+    """The dtype of the ids and, if there is an index, where documents end, in tokens. Raises DATA010."""
     size = path.stat().st_size
     index = index_of(path)
     if index is None:
@@ -59,8 +59,8 @@ def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]
 
 
 def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """The ids of one part, the ends in them of the documents that close there (end-of-text included), and how many
-    documents were empty. Raises DATA009 for an id that the tokenizer does not have."""
+    """The ids of one part, the positions in it where documents end (after their end-of-text), and how many documents
+    were empty. Raises DATA009 for an id that the tokenizer does not have."""
     dtype, ends = _layout(part.path)
     first, stop = part.start // dtype.itemsize, part.stop // dtype.itemsize
     before = max(first - 1, part.source.start // dtype.itemsize)
@@ -81,7 +81,7 @@ def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int6
     if part.stop == part.source.stop and len(ids) > 0:
         closes[-1] = True
     missing = closes & (ids != eot_id)
-    # An end-of-text that follows a document's end, or the beginning of all, closes nothing.
+    # An end-of-text directly after the end of a document, or at the very beginning, ends an empty document.
     previous_closes = np.concatenate([[first == before or _closed(read[0], first, ends, eot_id)], closes[:-1]])
     hollow = closes & ~missing & previous_closes
     ids = np.insert(ids, np.flatnonzero(missing) + 1, eot_id)

@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The window of each sample: the first that has room, samples taken from the longest to the shortest (equal ones
-    in their order). ``lengths`` are 1 to ``capacity``.
+    """The window of each sample: the first with enough room, taking samples from the longest to the shortest (equal
+    lengths in their order). ``lengths`` are 1 to ``capacity``.
 
-    Samples of one length are placed at once: a window with room r takes r // length of them, from the first window on.
-    That is where one after another would go, and a million samples take seconds.
+    Samples of equal length are placed together: a window with room r takes r // length of them, from the first window
+    on. The result is the same as placing them one by one, and a million samples take seconds.
     """
     order = np.argsort(-lengths, kind="stable")
     windows = np.empty(len(lengths), dtype=np.int64)

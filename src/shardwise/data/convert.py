@@ -1,8 +1,8 @@
-"""Other kinds of files as jsonl: a record a line, made once into the cache, in bounded memory.
+"""Converts other file formats to jsonl (one record per line), once, into the cache, in bounded memory.
 
-Compressed jsonl, json (a list of objects), csv and tsv, parquet and arrow. So there is one reader of records, one way
-to cut a file among processes, and one numbering: line n of what is made is line n of compressed jsonl, csv and tsv (a
-record of several lines stands in its last) and record n of the others.
+The formats are compressed jsonl, json (a list of objects), csv and tsv, parquet and arrow. So there is one reader of
+records, one way to divide a file among processes, and one numbering: line n of the result is line n of compressed
+jsonl, csv and tsv (a record of several lines is at its last line) and record n of the other formats.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ WHOLE_BYTES = 256 * 2**20
 HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
 _NO_RECORD = object()
-"""Becomes an empty line, which keeps the numbering of lines."""
+"""Becomes an empty line, so that line numbers stay those of the source file."""
 VERSION = 3
-"""Of what is made of a file: it is kept in the cache, and made anew when this changes."""
+"""The version of the conversion: cached results of another version are not used."""
 
 
 def to_jsonl(source: Source, cache: Path) -> Source:
-    """``source`` itself, or its jsonl in the cache. Raises DATA004 to DATA008 for files that cannot be read."""
+    """``source`` itself if it needs no conversion, else its jsonl in the cache. Raises DATA004 to DATA008 for files
+    that cannot be read."""
     if source.kind != "other":
         return source
     stat = source.path.stat()
@@ -80,10 +81,10 @@ def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> 
 
 
 def _plain(value: Any) -> Any:
-    """As JSON, what the cells of tables hold beside texts, numbers and lists: binary ones are UTF-8, dates and times as
-    ISO 8601 writes them, decimals and durations (in seconds) numbers. Of bytes that are no UTF-8 the first that is not
-    becomes a lone surrogate, which is refused (DATA006) where it would be trained on and nowhere else: a column of
-    images does no harm."""
+    """The JSON form of values in tables that are not strings, numbers or lists: binary values are decoded as UTF-8,
+    dates and times become ISO 8601 strings, decimals and durations (in seconds) numbers. Bytes that are not UTF-8 are
+    cut after the first invalid byte, which becomes a lone surrogate: an error (DATA006) only if the value would be
+    trained on, so that a column of images does no harm."""
     match value:
         case bytes():
             try:

@@ -1,5 +1,5 @@
-"""How much an epoch and a run are: from samples to windows to steps, and what to set where that is little. No torch
-here: the launcher asks before any rank starts."""
+"""The length of an epoch and of a run, from samples to windows to steps, and what to change if it is short. Imports no
+torch: the launcher uses it before any rank starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.spec.recipe import Data, Recipe, Train
 from shardwise.spec.units import counted
 
 DEFAULT_STEPS = 1000
-"""Of a run whose recipe says neither steps nor epochs."""
+"""The steps of a run whose recipe sets neither steps nor epochs."""
 
 FEW_STEPS = 20
-"""In an epoch: with fewer, a mean over many samples moves the weights a few times."""
+"""An epoch of fewer steps gets a warning: it updates the weights only a few times."""
 _ENOUGH_STEPS = 100
 _MULTIPLE = 8
 

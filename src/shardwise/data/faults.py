@@ -1,4 +1,4 @@
-"""Bad records: what is wrong with each, in which line; the first of them are reported together, or all are left out."""
+"""Bad records: what is wrong with each, and on which line. The first ones are reported together, or all are skipped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST = 20
 """Bad records that are reported at once."""
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 FAULT_KEY = "\0fault"
-"""The only key of what stands in the place of a row that could not be made a record: what is wrong with it."""
+"""The only key of an object that replaces a row which could not become a record; its value says what is wrong."""
 LINE = "<line>"
-"""In a remedy: the number of the line."""
+"""A placeholder for the line number in the text of a fix."""
 
 
 class Fault(Exception):
-    """What is wrong with one record: a code, what, and a remedy. ``offset``: the byte of the file where it is; None:
-    that of the record."""
+    """What is wrong with one record: a code, a description and a fix. ``offset``: its byte in the file; None: where the
+    record starts."""
 
     def __init__(self, code: str, what: str, fix: str, offset: int | None = None) -> None:
         super().__init__(what)
@@ -33,7 +33,8 @@ class Fault(Exception):
 
 
 def not_unicode(error: UnicodeEncodeError) -> Fault:
-    """What is wrong with a text that cannot be encoded. Bytes of a table that are no UTF-8 came as lone surrogates."""
+    """What is wrong with a text that cannot be encoded. Bytes in tables that are not UTF-8 arrive as lone
+    surrogates."""
     point = ord(error.object[error.start])
     if 0xDC80 <= point <= 0xDCFF:
         fix = "write the column as UTF-8 text, or leave the record out"
@@ -42,7 +43,7 @@ def not_unicode(error: UnicodeEncodeError) -> Fault:
 
 
 def not_utf8(path: Path) -> str:
-    """How to make ``path`` UTF-8. UTF-16 says what it is by its first bytes, Latin-1 is a guess."""
+    """The command that converts ``path`` to UTF-8. UTF-16 is recognised by its first bytes; Latin-1 is a guess."""
     with open_regular(path) as file:
         marked = file.read(2) in UTF16
     recode = f"-t utf-8 {typed(path)} > {typed(path.stem + '-utf8' + path.suffix)}"
@@ -51,7 +52,7 @@ def not_utf8(path: Path) -> str:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """One of them. ``where``: the file, as the user knows it; ``whole``: a text file, which is never left out."""
+    """One bad record. ``where``: the file that the user named; ``whole``: a text file, which is never skipped."""
 
     code: str
     name: str
@@ -63,7 +64,7 @@ class BadRecord:
 
 
 class BadRecords(DataError):
-    """The first bad records that were met."""
+    """The first bad records that were found."""
 
     def __init__(self, *found: BadRecord) -> None:
         self.found = found[:MOST]
@@ -74,7 +75,7 @@ class BadRecords(DataError):
 
 
 def _problems(found: Sequence[BadRecord]) -> list[Problem]:
-    """A problem each; records of a file that have the same fault share one."""
+    """One problem for each record; records of a file with the same fault share one."""
     alike: dict[tuple[str, ...], list[BadRecord]] = {}
     for bad in found:
         alike.setdefault((bad.code, bad.where, bad.what), []).append(bad)
@@ -94,9 +95,9 @@ def _problems(found: Sequence[BadRecord]) -> list[Problem]:
 
 
 class Faults:
-    """The bad records of what is being read: left out and counted by code (``skip``), or gathered, and raised as
-    BadRecords when there are enough of them or ``settle`` is called. A text file is not a record: it is never left
-    out."""
+    """Collects bad records while files are read. With ``skip`` they are left out and counted by code; otherwise they
+    are raised as BadRecords, once there are enough of them or ``settle`` is called. A text file is not a record and is
+    never left out."""
 
     def __init__(self, skip: bool = False) -> None:
         self.skip = skip
@@ -106,14 +107,15 @@ class Faults:
 
     @contextmanager
     def watch(self, source: Source, offset: int) -> Iterator[None]:
-        """A Fault in the block is one of the record at byte ``offset``; the rest of the block is left out."""
+        """A Fault raised in the block is attributed to the record at byte ``offset``; the rest of the block is
+        skipped."""
         try:
             yield
         except Fault as fault:
             self.add(source, offset, fault)
 
     def add(self, source: Source, offset: int, fault: Fault) -> None:
-        """Count or gather one."""
+        """Count or collect one fault."""
         if self.skip and source.kind == "jsonl":
             self.counts.update(("bad", fault.code))
             return

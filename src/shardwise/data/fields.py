@@ -14,8 +14,8 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a record keeps its messages, and a message its role and its content (a dotted name reaches into an object);
-    ``roles``: what a role is called in the data, and here. Empty: as the known formats have it."""
+    """The names of a record's list of messages, and of a message's role and content (a dotted name reaches into an
+    object); ``roles``: pairs of a role's name in the data and its name here. Empty: the name in the known formats."""
 
     messages: str = ""
     role: str = ""
@@ -24,12 +24,12 @@ class Fields:
 
     @classmethod
     def of(cls, data: Data) -> Self:
-        """Those of a recipe."""
+        """The fields that a recipe names."""
         keys = (data.messages_key or "", data.role_key or "", data.content_key or "")
         return cls(*keys, tuple(sorted(data.roles.items())))
 
     def rename(self, record: Record) -> Record:
-        """The record in the words of the format ``messages``. Raises Fault DATA005 where a field is not there."""
+        """The record renamed to the format ``messages``. Raises Fault DATA005 if a field is missing."""
         if self == Fields():
             return record
         key = self.messages or "messages"
@@ -63,7 +63,7 @@ class Fields:
 
 
 def _reach(value: Record, dotted: str, setting: str, where: str) -> Any:
-    """The field of this name, or the field within fields."""
+    """The field with this name, or the nested field that the dots lead to."""
     if dotted in value:
         return value[dotted]
     found: Any = value

@@ -38,13 +38,13 @@ from shardwise.spec.units import typed
 
 DEFAULT_VOCAB_SIZE = 4096
 SAMPLES_VERSION = 1
-"""Of how records become samples: equal records, rules and versions give equal samples."""
+"""The version of how records become samples: equal records, rules and versions give equal samples."""
 _VERSIONS = [store.FORMAT, convert.VERSION, tokens.TRAINED_VERSION]
-"""Of what else is done on the way to tokens."""
+"""The versions of everything else that decides which tokens a text becomes."""
 _MOST_FILES = 1000
-"""Of which a check reads the first records."""
+"""A check reads the first records of at most this many files."""
 _TRAINING_TEXT_BYTES = 2**29
-"""A tokenizer is trained on at most about this much, taken evenly from all of the text."""
+"""A tokenizer is trained on at most about this much text, sampled evenly from all of it."""
 
 
 @remote.of_their_urls()
@@ -56,11 +56,12 @@ def prepare(
     sample_tokens: int | None = None,
     trust_s: float = 0.0,
 ) -> store.Prepared:
-    """Make the prepared form of ``data``, or find it. ``out``: put it there, not into the cache; ``force``: make it
-    anew; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
+    """Prepare ``data``, or find them already prepared. ``out``: the target directory, instead of the cache; ``force``:
+    prepare again; ``sample_tokens``: records become samples for fine-tuning, packed into windows of that many tokens;
     ``trust_s``: see :func:`remote.bring`. Raises DATA001 to DATA009, DATA012, DATA014 to DATA016 and CHAT001 to CHAT003
-    for what is read, DATA013 and TOK002 for what stands already, TOK003 and TOK004 for the tokenizer, SEC009 for a chat
-    template, CFG008 for a source that is streamed, OUT001 and OUT002 for the place; then nothing is left over."""
+    for the sources, DATA013 and TOK002 for prepared data that are already there, TOK003 and TOK004 for the tokenizer,
+    SEC009 for a chat template, CFG008 for a streamed source, OUT001 and OUT002 for the target; an error leaves no
+    files."""
     said: Progress = progress or (lambda stage, done, total: None)
     cache = _cache(data)
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
@@ -95,13 +96,13 @@ def _cache(data: Data) -> Path:
 
 
 def open_tokenizer(data: Data) -> tokens.Tokenizer | None:
-    """The tokenizer that the settings name. None: they name none."""
+    """The tokenizer that the settings name, or None if they name none."""
     named = data.tokenizer
     return None if named.path is None else tokens.load(named.path, _cache(data), named.revision)
 
 
 def check_sources(data: Data) -> None:
-    """That there is something to prepare; nothing is read or written. Raises DATA001, DATA008 and DATA016."""
+    """Check that there is something to prepare, without reading or writing. Raises DATA001, DATA008 and DATA016."""
     if not (isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser())):
         for paths in (data.path, data.validation_path or data.path):
             here = remote.check(paths)
@@ -110,9 +111,9 @@ def check_sources(data: Data) -> None:
 
 
 def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
-    """Read the first records of each file as :func:`prepare` will, and keep nothing: what became of them, ``read`` in
-    all. What lies elsewhere is not fetched, and where no tokenizer is named only texts are read. Raises BadRecords, and
-    what the tokenizer and the chat template raise."""
+    """Read the first records of each file as :func:`prepare` would, and write nothing. Returns the counts of each
+    outcome; ``read`` is the total. Remote files are not fetched, and without a tokenizer only the texts are read.
+    Raises BadRecords, and the errors of tokenizer and template."""
     counts: Counter[str] = Counter()
     named = [data.path, data.validation_path or data.path]
     if isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser()):
@@ -138,7 +139,7 @@ def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
 
 
 def _sources(data: Data, cache: Path, records: bool) -> Sources:
-    """What is read, other kinds of files made into jsonl first."""
+    """The sources to read; files of other formats are converted to jsonl first."""
 
     def found(paths: str | list[str]) -> list[Source]:
         return [convert.to_jsonl(one, cache) for one in source.find(paths, records)]
@@ -154,7 +155,7 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
 
 
 def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
-    """What decides the tokens, beside the sources."""
+    """The settings that affect the tokens, in addition to the sources."""
     keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer", "on_bad_sample"}
     if data.mixture_weights is not None:
         keys.add("mixture_weights")
@@ -164,7 +165,7 @@ def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
 
 
 def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | None:
-    """How records become samples. A tokenizer without a template does no harm until there is a conversation."""
+    """How records become samples. A missing chat template is an error only once a record is a conversation."""
     if sample_tokens is None:
         return None
     template = None
@@ -175,7 +176,7 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
 
 
 def _stats(sources: Sources, data: Data) -> list[list[Any]]:
-    """What tells cheaply that nothing changed since the last time."""
+    """Sizes and times of all inputs: cheap to compare, to see that nothing changed since the last run."""
     named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
     local = [Path(data.tokenizer.path or "", name).expanduser() for name in tokens.KEPT]
     beside = [Path(data.chat_template or "").expanduser(), *(path.with_suffix(".idx") for path, _ in named)]
@@ -184,7 +185,7 @@ def _stats(sources: Sources, data: Data) -> list[list[Any]]:
 
 
 def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
-    """The facts of each source file, its checksum among them."""
+    """Path, size, time and checksum of each source file."""
     facts: dict[Path, dict[str, Any]] = {}
     for path in (s.original for s in (*sources.train, *sources.validation)):
         if path not in facts:
@@ -195,8 +196,7 @@ def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
 
 
 def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
-    """The first file whose content is no longer what it was. Files that are gone do not count: prepared data may
-    travel alone."""
+    """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
     for facts in files:
         path = Path(facts["path"])
         if not path.is_file():
@@ -210,7 +210,7 @@ def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
 
 @dataclass(frozen=True)
 class _Ingredients:
-    """What prepared data are made of. ``files``: the facts of each source file."""
+    """Everything that goes into prepared data. ``files``: what :func:`_files` returns."""
 
     data: Data
     sources: Sources
@@ -219,7 +219,7 @@ class _Ingredients:
     rules: Rules | None = None
 
     def identity(self, group: Sequence[Source]) -> list[list[Any]]:
-        """Names and contents, wherever the files lie."""
+        """Names and contents, but not the location of the files."""
         mixed = self.data.mixture_weights is not None
         told: list[list[Any]] = []
         for s in group:
@@ -238,7 +238,7 @@ class _Ingredients:
 
 
 def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenizer:
-    """The tokenizer that the settings name, trained first where they name none."""
+    """The tokenizer that the settings name; if they name none, one trained on the data."""
     data, sources = of.data, of.sources
     if (named := open_tokenizer(data)) is not None:
         return named
@@ -258,7 +258,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
 
 @contextmanager
 def _training_texts(sample_tokens: int | None, text_key: str, skip: bool) -> Iterator[Faults]:
-    """Around reading texts to train a tokenizer on, of which there must be some: records of conversations have none."""
+    """Wraps reading the texts on which a tokenizer is trained. Raises if there are none, as in conversations."""
     faults = Faults(skip)
     try:
         yield faults
@@ -289,13 +289,13 @@ def _texts(data: Data, sources: Sources, said: Progress, faults: Faults) -> Iter
 
 def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Progress) -> None:
     data, sources = of.data, of.sources
-    # A jsonl file of which a share is held out is in both; it is read once.
+    # A jsonl file with a held-out share is in both lists, but is read only once.
     held = tuple(s for s in sources.validation if s.kind != "jsonl" or not sources.share)
     with becoming(target) as directory, ExitStack() as files_open:
         (directory / "tokenizer").mkdir()
         tokenizer.copy_to(directory / "tokenizer")
         if data.chat_template is not None and of.rules is not None and of.rules.template is not None:
-            # What the model is tuned on is what its users must speak: it goes with the tokenizer into the export.
+            # The exported model must be used with the template that it was tuned on, so the template is saved too.
             (directory / "tokenizer" / "chat_template.jinja").write_text(of.rules.template, encoding="utf-8")
         names = ("train", "validation")
         writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
@@ -340,7 +340,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
 
 
 def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
-    """True, or DATA013 or TOK002: what stands there was made of something else."""
+    """True; raises DATA013 or TOK002 if the data at ``target`` were prepared from something else."""
     manifest = store.load(target).manifest
     _check_tokenizer(target, manifest, tokenizer)
     if manifest.fingerprint != fingerprint:
@@ -382,7 +382,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
 
 
 def _refuse_foreign(target: Path) -> None:
-    """``--out`` is replaced only where it is ours."""
+    """Raise OUT001 if ``target`` holds anything but prepared data, which alone may be replaced."""
     if target.exists() and not store.is_prepared(target) and (target.is_file() or any(target.iterdir())):
         what = f"{target} exists and is not prepared data; nothing is overwritten"
         raise OutputError(Problem("OUT001", what, "--out", "another --out"))
@@ -390,7 +390,7 @@ def _refuse_foreign(target: Path) -> None:
 
 @contextmanager
 def _writing(cache: Path) -> Iterator[None]:
-    """Say where writing failed, in place of an OSError."""
+    """Turns an OSError into OUT002, which says where writing failed."""
     try:
         yield
     except OSError as error:

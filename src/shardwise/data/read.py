@@ -1,8 +1,7 @@
-"""Reading sources in units: groups of lines that are the same however many processes read them, in bounded memory.
+"""Reads sources in units, in bounded memory. The units do not depend on the number of processes that read them.
 
-A unit is a list of sources (bytes of files) of about ``UNIT_BYTES`` together; it owns the lines that start in those
-bytes. A long file is cut into several units, so that processes can share it; a text file stays one document across
-them.
+A unit is a list of byte ranges of files, of about ``UNIT_BYTES`` in total, with all lines that start in them. A long
+file is divided into several units, so that processes can share it; a text file is still one document.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _KINDS = {type(None): "null", bool: "a boolean", float: "a number", list: "a lis
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document: ``last`` closes it. Texts are cut after line ends into pieces of about 256 KiB, so that a
-    tokenizer never holds a long document at once. ``held_out`` says which split it belongs to, for documents of a
-    jsonl file."""
+    """Part of a document; ``last`` marks its final one. Texts are cut after line ends into pieces of about 256 KiB, so
+    that a tokenizer never holds a whole long document. ``held_out``: a document of a jsonl file that belongs to
+    validation."""
 
     text: str
     last: bool
@@ -57,12 +56,12 @@ class Part:
 
     @property
     def continues(self) -> bool:
-        """It begins inside a document that an earlier part opened."""
+        """Whether it begins inside a document that started in an earlier part."""
         return self.source.kind == "text" and self.start > self.source.start
 
 
 def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
-    """Cut and group ``sources``; their order stays."""
+    """Divide and group ``sources``, in their order."""
     result: list[tuple[Part, ...]] = []
     group: list[Part] = []
     room = UNIT_BYTES
@@ -96,7 +95,7 @@ def _lines(part: Part, faults: Faults) -> Iterator[tuple[int, bytes]]:
             file.seek(part.start - 1)
             _pass_line(file, part.stop)
         while (offset := file.tell()) < part.stop and (line := file.readline(LINE_BYTES + 1)):
-            if offset == 0 and line.startswith(UTF16):  # every line is wrong; the file is
+            if offset == 0 and line.startswith(UTF16):  # reported once for the whole file
                 what = f"{part.name} is UTF-16, not UTF-8"
                 raise DataError(Problem("DATA006", what, str(part.source.original), not_utf8(part.path)))
             if len(line) > LINE_BYTES:
@@ -108,7 +107,7 @@ def _lines(part: Part, faults: Faults) -> Iterator[tuple[int, bytes]]:
 
 
 def _pass_line(file: BinaryIO, stop: int) -> None:
-    """Go to the end of the line in which the file stands, or past ``stop``: what starts there is another part's."""
+    """Move to the end of the current line, or past ``stop``: lines that start there belong to another part."""
     while file.tell() < stop and (piece := file.readline(_PIECE_BYTES)):
         if piece.endswith(b"\n"):
             return
@@ -133,7 +132,7 @@ def _text(part: Part, faults: Faults) -> Iterator[Piece]:
 
 
 def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
-    """Cut a text into pieces: after a line end, else before a space, where there is one."""
+    """Cut a text into pieces: after a line end, or else before a space, if there is one."""
     start = 0
     while len(text) - start > 2 * _PIECE_BYTES:
         stop = start + _PIECE_BYTES
@@ -145,8 +144,8 @@ def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
 
 
 def _documents(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, bytes, bool]]:
-    """(offset, line, held out) for each line of jsonl that is to be read: a source that is read more than once has its
-    held-out documents once, and of one read in part some are passed over."""
+    """(offset, line, held out) for each line of jsonl to be read. Of a source that is read more than once, held-out
+    documents are read once; of a source that is read in part, some documents are skipped."""
     source = part.source
     for offset, line in _lines(part, faults):
         if not line.strip():
@@ -173,7 +172,7 @@ def records(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, dic
 def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     """The text of one line of jsonl. Raises Fault DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8),
     DATA007 (too deep)."""
-    # As floats, integers of any length are read in linear time.
+    # Parsed as floats: parsing a very long integer would take quadratic time.
     record = _object(part, offset, line, float, f'{{"{text_key}": "..."}}')
     if text_key not in record:
         texts = [key for key, value in record.items() if isinstance(value, str)]

@@ -1,4 +1,4 @@
-"""From records to encoded samples: formats, chat template, masks, and what is too long or not usable."""
+"""From records to encoded samples: formats, chat template, masks, and samples that are too long or unusable."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ tokenizer_of = cache(tokens.open_directory)
 
 
 _Pieces = tuple[Rendered | Encoded, ...]
-"""A sample in pieces, which are encoded apart or are encoded already."""
+"""The pieces of a sample: texts that are encoded separately, or pieces that are encoded already."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A sample on its way to the tokenizer."""
+    """A sample that waits to be tokenised."""
 
     offset: int
     held_out: bool
     pieces: _Pieces
 
     def texts(self) -> list[Rendered]:
-        """What is not encoded yet."""
+        """The pieces that are not encoded yet."""
         return [piece for piece in self.pieces if isinstance(piece, Rendered)]
 
 
@@ -95,7 +95,7 @@ def encode(part: Part, tokenizer: Path, rules: Rules, share: float, faults: Faul
 
 
 def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
-    """What a record becomes: of pairs two, else one or more."""
+    """The samples of a record: two if it is a pair of answers, else one or more."""
     record = rules.fields.rename(record)
     if not rules.pairs:
         yield from _lay(formats.parse(record, rules.form, rules.train_on, rules.text_key), tokenizer, rules)
@@ -143,7 +143,7 @@ def _finish(
 
 
 def _join(pieces: list[Encoded]) -> Encoded:
-    """The sample of ``pieces``. Nothing comes before its first token, so that is never learnt."""
+    """The sample that ``pieces`` make up. Its first token has no predecessor and is never trained on."""
     ids = np.concatenate([piece.ids for piece in pieces])
     supervised = np.concatenate([piece.supervised for piece in pieces])
     whole = Encoded(ids, supervised, sum(piece.text_bytes for piece in pieces))
@@ -160,11 +160,12 @@ def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
 
 
 def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[Encoded]:
-    """Both answers within ``seq_len`` together, or nothing; cut, each has half of it, and what the other leaves.
+    """Both answers, in at most ``seq_len`` tokens together, or nothing. If they are cut, each gets half of it, and what
+    the other does not need.
 
-    They are supervised from the first token in which they differ: before it both have the same probabilities, whose
-    difference is nothing. That is also where a token lies across the end of the prompt in one of them. Raises Fault
-    CHAT002 where they do not differ, or one has no supervised tokens.
+    They are supervised from the first token in which they differ: the tokens before it have the same probabilities in
+    both and cancel out. This also covers a token that contains the end of the prompt and the start of one answer.
+    Raises Fault CHAT002 if they do not differ, or one has no supervised tokens.
     """
     chosen, rejected = (side.ids for side in pair)
     least = min(len(chosen), len(rejected))
@@ -184,7 +185,7 @@ def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[E
 
 
 def _within(samples: list[Encoded], room: list[int], rules: Rules, counts: Counter[str]) -> list[Encoded]:
-    """``samples`` of at most ``room`` tokens each; none: they are left out."""
+    """``samples``, each cut to its ``room`` in tokens; empty if they are dropped."""
     length = sum(len(sample.ids) for sample in samples)
     if length <= rules.seq_len:
         return samples
@@ -204,6 +205,6 @@ def _cut(sample: Encoded, most: int) -> Encoded:
 
 
 def _learn(sample: Encoded, ids: NDArray[np.int64], supervised: NDArray[np.uint8]) -> Encoded:
-    """``sample`` with fewer supervised tokens: of the bytes of its text it keeps an even share."""
+    """``sample`` with fewer supervised tokens, and with a proportional share of its text bytes."""
     text_bytes = round(sample.text_bytes * int(supervised.sum()) / max(int(sample.supervised.sum()), 1))
     return Encoded(ids, supervised, text_bytes)

@@ -1,4 +1,4 @@
-"""From units of text to token shards: tokenised by processes, written by one, in the order of the units."""
+"""From units of text to token shards: several processes tokenise, one writes, in the order of the units."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from shardwise.errors import DataError, MissingInputError, Problem
 
 SHARD_TOKENS = 2**27
 _FURTHER_UNITS = 64
-"""That are read after the first with bad records: 128 MiB."""
+"""So many more units (128 MiB) are read after the first one with bad records, to report theirs too."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How every unit is tokenised. ``splits``: where documents go that are not, and that are, held out while
-    reading. ``rules``: records become samples for supervised fine-tuning; None: text becomes documents. ``skip``: bad
-    records are left out."""
+    """How units are tokenised. ``splits``: the split of ordinary documents, and that of documents held out while
+    reading. ``rules``: how records become samples for fine-tuning; None: text becomes documents. ``skip``: bad records
+    are left out."""
 
     tokenizer_directory: Path
     text_key: str
@@ -47,9 +47,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """What a unit adds to one split: ids, and for each document closed in it the (tokens, bytes of text) up to its
-    end, from the unit's start. ``text_bytes`` counts the text of documents left open too. Of samples also ``masks``,
-    beside ids, a hash of each, and what became of the records."""
+    """What a unit adds to one split: ids, and for each document that ends in it, (tokens, bytes of text) from the start
+    of the unit to the end of the document. ``text_bytes`` includes a document that does not end here. For samples there
+    are also ``masks``, one byte per id, a hash of each sample, and the counts of each outcome."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.uint64]
@@ -116,13 +116,13 @@ class _Gathered:
         self.hashes.append(xxhash.xxh3_64_intdigest(sample.ids.tobytes()))
 
     def add_ids(self, ids: NDArray[np.int64], ends: NDArray[np.int64], empty: int) -> None:
-        """Documents that are tokens already; of their text nothing is known."""
+        """Add documents that are token ids already; their text is unknown."""
         self.documents += [(self.tokens + end, self.text_bytes) for end in ends.tolist()]
         self.take(ids)
         self.empty += empty
 
     def close(self, eot_id: int | None) -> None:
-        """End a document; None: nothing was in it, so there is none."""
+        """End a document; None: it was empty, and is not counted as one."""
         if eot_id is None:
             self.empty += 1
         else:
@@ -176,8 +176,7 @@ def _results(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iter
 
 
 def die_with_parent() -> None:
-    """In a worker: end when the parent does, however it does, and not by a Ctrl-C of its own, which is the parent's to
-    answer."""
+    """In a worker process: exit when the parent ends for any reason, and ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -190,7 +189,8 @@ def die_with_parent() -> None:
 
 
 class SplitWriter:
-    """Writes one split's shards and boundaries into ``directory/name``, with checksums, synced to the disk."""
+    """Writes the shards and document boundaries of one split into ``directory/name``, with checksums, and syncs
+    them."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
@@ -226,7 +226,7 @@ class SplitWriter:
         self.empty += run.empty
 
     def _write(self, files: list[_File], kind: str, values: NDArray[np.generic]) -> None:
-        """``values`` of tokens, behind those of the tokens before, in files of one length."""
+        """Append one value per token, in files of ``SHARD_TOKENS`` values each."""
         at = self.tokens
         while values.size:
             if at % SHARD_TOKENS == 0:

@@ -1,9 +1,9 @@
-"""Where the text comes from: files, directories, globs, jsonl, and two names: ``stdlib``, the Python standard library's
+"""Finds the files to read: files, directories, globs, jsonl, and two names: ``stdlib``, the Python standard library's
 own sources, and ``python-chat``, conversations about Python that ship with the package.
 
-Sources are found here and read in ``read``. Names are relative to what the user named, so that the same files
-elsewhere are the same data. A text file is one document; a jsonl file has a document a line. Hidden files and
-directories are passed over.
+They are found here and read in ``read``. Names are relative to the path that the user gave, so that the same files in
+another place are the same data. A text file is one document; a jsonl file has one document per line. Hidden files and
+directories are skipped.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _AMBIGUOUS = {".json", ".csv", ".tsv"}
 _WHERE = "data.path"
 Kind = Literal["text", "jsonl", "other", "ids"]
 _KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
-"""By suffix; all else is text."""
+"""By suffix; any other file is text."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes [start, stop) of one file. ``name`` is relative to what the user named, with forward slashes. ``other``
-    kinds are made into jsonl (``convert``) before they are read; ``origin`` is then what the user named. ``ids`` are
-    tokens already (``binary``). ``copy`` and
-    ``keep`` are for mixtures: this is the n-th reading in an epoch, of that share of the documents."""
+    """Bytes [start, stop) of one file. ``name`` is relative to what the user named, with forward slashes. Files of
+    kind ``other`` are converted to jsonl (``convert``) before they are read; ``origin`` is then the file that the user
+    named. Files of kind ``ids`` hold token ids (``binary``). ``copy`` and ``keep`` are for mixtures: the source is read
+    for the ``copy``-th time in an epoch (from 0), and this time only that share of its documents."""
 
     path: Path
     name: str
@@ -58,13 +58,14 @@ class Source:
 
     @property
     def original(self) -> Path:
-        """What the user named."""
+        """The file that the user named."""
         return self.origin or self.path
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Who reads what. ``share`` is the part of the documents of a jsonl file held out, by hash of name and place."""
+    """The sources of each split. ``share``: of each jsonl file this share of documents is held out, chosen by a hash of
+    name and position."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
@@ -72,8 +73,8 @@ class Sources:
 
 
 def find(paths: str | Sequence[str], records: bool = False) -> list[Source]:
-    """The files behind ``paths`` in a fixed order, each once. ``records``: json and csv are not texts. Raises DATA001
-    where a path matches nothing."""
+    """The files behind ``paths`` in a fixed order, each once. ``records``: json and csv files hold records, not text.
+    Raises DATA001 if a path matches nothing."""
     names = [paths] if isinstance(paths, str) else list(paths)
     found: dict[Path, Source] = {}
     for name in names:
@@ -89,8 +90,8 @@ def find(paths: str | Sequence[str], records: bool = False) -> list[Source]:
 
 
 def divide(sources: Sequence[Source], share: float) -> Sources:
-    """Hold out ``share`` of ``sources`` for validation: text files by the hash of their name (the file of the lowest
-    hash if chance takes none), a text file that stands alone by its last bytes, jsonl document by document when
+    """Hold out ``share`` of ``sources`` for validation. Text files are chosen by a hash of their name (at least the one
+    with the lowest hash), of a single text file the end is held out, and documents in jsonl are chosen while they are
     read."""
     texts = [source for source in sources if source.kind in ("text", "ids")]
     lines = [source for source in sources if source.kind == "jsonl"]
@@ -111,8 +112,8 @@ def divide(sources: Sequence[Source], share: float) -> Sources:
 
 
 def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source]) -> tuple[Source, ...]:
-    """``sources`` as often as the weight of the path that names them says: 2.5 is twice, and half of the documents a
-    third time, chosen by hash. Raises DATA012 for weights that mean nothing."""
+    """``sources``, each repeated according to the weight of its path: 2.5 means twice, and half of the documents,
+    chosen by hash, a third time. Raises DATA012 for invalid weights."""
     shown = ", ".join(f"{name}: {weight:g}" for name, weight in zip(paths, weights, strict=False))
     if len(weights) != len(paths):
         what, fix = f"{len(weights)} weights for {len(paths)} paths", "one weight for each entry of data.path"
@@ -137,7 +138,7 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
 
 
 def digest(value: Any) -> str:
-    """xxh3-128, in hex, of what JSON can hold; the order of keys is nothing to it."""
+    """The xxh3-128 hash, in hex, of a JSON value; the order of keys does not matter."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
@@ -210,7 +211,7 @@ def _source(path: Path, name: str) -> Source:
 
 
 def _nothing(name: str, what: str) -> MissingInputError:
-    """DATA001 with what is there instead: the same with one more suffix, a near miss, or the first names."""
+    """DATA001 with a suggestion: the name with another suffix, a similar name, or the first names in the directory."""
     path = Path(name).expanduser()
     if os.path.lexists(path):  # a link to nothing or in a circle, or no file
         to = f"a broken link to {os.readlink(path)}" if path.is_symlink() else "neither file nor directory"

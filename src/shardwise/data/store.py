@@ -36,12 +36,13 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _READ_BYTES = 16 * 2**20
 ALWAYS_VERIFIED_BYTES = 4 * 2**30
-"""Up to this, opening reads everything (about a second); beyond, a start of many ranks would wait for it."""
+"""Data of at most this size are verified whenever they are opened (about a second). Verifying more would delay every
+start."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """One file of a prepared directory: its name inside it, its size, and xxh3-128 of its bytes."""
+    """One file of a prepared directory: its relative name, its size, and the xxh3-128 hash of its bytes."""
 
     name: str
     size_bytes: int
@@ -50,9 +51,9 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Split:
-    """The facts of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents; of samples for
-    fine-tuning, of the supervised text; ``masks``, ``packs``, ``windows`` and ``supervised_tokens`` are theirs
-    alone; ``pairs``: each two samples are a pair of answers."""
+    """What the manifest says of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents, or
+    of the supervised text of samples for fine-tuning. Only such samples have ``masks``, ``packs``, ``windows`` and
+    ``supervised_tokens``; with ``pairs``, every two samples are a pair of answers."""
 
     tokens: int
     documents: int
@@ -100,7 +101,7 @@ def checksum(path: Path) -> str:
 
 
 def sum_file(directory: Path, name: str) -> FileSum:
-    """The sum of a file that stands."""
+    """Name, size and hash of an existing file."""
     return FileSum(name, (directory / name).stat().st_size, checksum(directory / name))
 
 
@@ -170,7 +171,7 @@ class TokenStore:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def sample(self, index: int) -> tuple[int, int, int]:
-        """First token, end, and bytes of learnt text of one sample."""
+        """First token, end, and bytes of supervised text of one sample."""
         rows = self._documents[max(index - 1, 0) : index + 1].astype(np.int64)
         begin, bytes_before = rows[0].tolist() if index else (0, 0)
         end, text_bytes = rows[-1].tolist()
@@ -182,7 +183,7 @@ class TokenStore:
         return ends - np.concatenate(([0], ends[:-1]))
 
     def window(self, number: int) -> list[int]:
-        """The samples that lie in one window."""
+        """The numbers of the samples in one window."""
         first, last = np.searchsorted(self._packs[:, 0], np.array([number, number + 1], dtype=np.uint64))
         found: list[int] = self._packs[first:last, 1].tolist()
         return found
@@ -213,8 +214,9 @@ class TokenStore:
         return ends[first:last].astype(np.int64)
 
     def text_bytes(self, start: int, stop: int, skip_first: bool) -> float:
-        """Bytes of text behind the tokens [start, stop): a document's bytes shared out evenly over its tokens but the
-        begin-of-text and the end-of-text; its first token is left out with ``skip_first``."""
+        """Bytes of text that the tokens [start, stop) stand for: a document's bytes are divided evenly among its
+        tokens, without begin-of-text and end-of-text. With ``skip_first`` the first token of each document is not
+        counted."""
         table = self._documents
         first = int(np.searchsorted(table[:, 0], np.uint64(start), side="right"))
         last = int(np.searchsorted(table[:, 0], np.uint64(min(stop, self.tokens)), side="left")) + 1
@@ -272,13 +274,13 @@ class Prepared:
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether ``directory`` holds data prepared by us."""
+    """Whether ``directory`` holds data prepared by Shardwise."""
     return (directory / MANIFEST).is_file()
 
 
 def load(directory: Path, verify: bool | None = None) -> Prepared:
-    """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify``, and where that
-    is None, up to 4 GiB."""
+    """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify`` is true, or is
+    None and the data take at most 4 GiB."""
     path = directory / MANIFEST
     if not path.is_file():
         what = f"{directory} is not prepared data: it has no {MANIFEST}"

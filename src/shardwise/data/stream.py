@@ -1,12 +1,12 @@
-"""The stream of a run: the samples of each optimizer step, dealt out to the data-parallel ranks.
+"""The stream of a run: the samples of each optimizer step, divided among the data-parallel ranks.
 
 The cursor is one integer: samples read so far. The step that begins at cursor c reads the samples k in [c, c + B), B
-being the global batch; sample k is window ``order(k)`` (``order.py``). The B samples lie in a row; data-parallel rank
-r takes the r-th of ``dp`` equal parts, its micro-batches in turn. So a global batch is made of the same samples for
-every split of it.
+being the global batch; sample k is window ``order(k)`` (``order.py``). Data-parallel rank r takes
+the r-th of ``dp`` equal parts of these B samples and divides it into micro-batches in order. So a global batch consists
+of the same samples however it is divided.
 
-A text with fewer tokens than one global batch is refused (DATA003), unless ``repeat`` allows a sample to be twice in
-one step.
+Data with fewer tokens than one global batch are refused (DATA003), unless ``repeat`` allows a step to contain a sample
+twice.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class EvaluationBatch:
 def stream(
     windows: Source, order: Order | Portions, share: Share, cursor: int = 0, waits: Sequence[Callable[[], None]] = ()
 ) -> Iterator[StepBatch]:
-    """The steps from ``cursor`` on, without end. The next one is read by a thread while the caller computes; nothing
-    of that is state: a new stream at ``StepBatch.cursor`` goes on exactly there. A step whose portion is not prepared
-    yet is not read ahead; when it is wanted, ``waits`` are called first."""
+    """The steps from ``cursor`` on, without end. A thread reads the next step while the caller computes; this is not
+    part of the state: a new stream at ``StepBatch.cursor`` continues exactly there. A step whose portion is not
+    prepared yet is not read ahead; when the caller asks for it, ``waits`` are called first."""
 
     def submit(cursor: int) -> Future[StepBatch] | None:
         ready = not isinstance(windows, Portions) or windows.turn(cursor, share.global_batch_size)
@@ -80,7 +80,7 @@ def stream(
 
 
 def read_step(windows: Source, order: Order | Portions, share: Share, cursor: int) -> StepBatch:
-    """The part of the step at ``cursor`` that ``share`` says: a pure function."""
+    """The part of the step at ``cursor`` that belongs to ``share``: a pure function."""
     own = share.micro_batch_size * share.accumulation
     ids = order.samples(cursor + share.dp_rank * own, own).tolist()
     batches = [

@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, made by one process at a time."""
+"""Files and directories that exist completely or not at all, each written by one process at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from secrets import token_hex
 
 
 def once(target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, a directory: there already, or made by ``make(directory)``, by one of those who want it."""
+    """The directory ``target``. If it does not exist, one of the processes that ask for it calls
+    ``make(directory)``."""
     if not target.is_dir():
         with lock(target):
             if not target.is_dir():
@@ -23,7 +24,8 @@ def once(target: Path, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def lock(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``; waits for whoever holds it. The lock file stays: removing it would let two in."""
+    """Hold the lock of ``target``, waiting for it if needed. The lock file is never removed: two processes could then
+    hold the lock."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -32,7 +34,8 @@ def lock(target: Path) -> Iterator[None]:
 
 @contextmanager
 def becoming(target: Path) -> Iterator[Path]:
-    """A directory that becomes ``target`` when the block ends well, and vanishes when it does not. Hold the lock."""
+    """A temporary directory that replaces ``target`` if the block succeeds and is deleted if it raises. The caller must
+    hold the lock."""
     temporary = target.parent / f".{target.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -54,7 +57,7 @@ def becoming(target: Path) -> Iterator[Path]:
 
 
 def _sync(directory: Path, inside: bool = True) -> None:
-    """Bring a directory's entries, and what is inside, to the disk."""
+    """``fsync`` a directory and, with ``inside``, everything in it."""
     for path in [directory, *(directory.rglob("*") if inside else ())]:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -64,7 +67,7 @@ def _sync(directory: Path, inside: bool = True) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is never seen half written."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{token_hex(6)}")  # a cache may be shared by machines
     temporary.write_text(text, encoding="utf-8")
