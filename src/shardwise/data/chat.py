@@ -52,7 +52,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample: ids, which of them are learnt, and the bytes of text behind those."""
+    """A sample: ids, which of them are supervised, and the bytes of text that those stand for."""
 
     ids: NDArray[np.int64]
     supervised: NDArray[np.uint8]
@@ -61,8 +61,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model is given to answer: ids that end where its turn begins. The turn is over at the id ``end``; where
-    the template ends turns with plain text, at the text ``closing``."""
+    """A prompt: ids that end where the model's turn begins. Its turn ends at the id ``end``, or, if the template ends
+    turns with plain text, at the text ``closing``."""
 
     ids: list[int]
     end: int | None
@@ -79,7 +79,7 @@ class Encoder:
 
         content = json.loads((tokenizer / "tokenizer.json").read_bytes())
         added = [token for token in content.get("added_tokens") or () if token["special"]]
-        # Nothing may be put around the text, and offsets must be those of whole tokens.
+        # Nothing may be added around the text, and offsets must refer to whole tokens.
         content.update(post_processor=None, truncation=None, padding=None)
         self._backend: Backend = Backend.from_str(json.dumps(content))
         self._backend.encode_special_tokens = True
@@ -100,7 +100,7 @@ class Encoder:
         self.disarmed = 0
 
     def guard(self, value: Any) -> Any:
-        """``value`` of the data with special tokens in its texts disarmed."""
+        """``value`` from the data, with each special token in its texts replaced by a private character."""
         if isinstance(value, str):
             if reserved := _RESERVED.search(value):
                 what = f"it contains the private-use character U+{ord(reserved.group()):X}"
@@ -124,17 +124,17 @@ class Encoder:
         return self._special.sub(lambda found: chr(_ALIAS + self._numbers[found.group()]), text)
 
     def eot(self, eot_id: int) -> str:
-        """What stands for the end-of-text in a rendered text."""
+        """The character for end-of-text in a rendered text."""
         return self.alias(str(self._backend.id_to_token(eot_id)))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Ids and masks of samples, whose texts are Unicode (``check``)."""
+        """Ids and masks of samples, whose texts have passed ``check``."""
         opened = [self._disguise_no_more(sample) for sample in rendered]
         encodings = self._backend.encode_batch([sample.text for sample in opened], add_special_tokens=False)
         return [self._mask(sample, encoding) for sample, encoding in zip(opened, encodings, strict=True)]
 
     def _disguise_no_more(self, sample: Rendered) -> Rendered:
-        """The data's own text again, spans moved along."""
+        """The sample with the original text of the data, and its spans adjusted."""
 
         def opened(text: str) -> str:
             return _GUARDED.sub(lambda found: self._texts[ord(found.group()) - _GUARD], text)
@@ -162,7 +162,7 @@ def _first_token(encoding: Encoding, at: int, end: int) -> int:
         token = encoding.char_to_token(character)
         if token is not None:
             begin, _ = encoding.token_to_chars(token)
-            while begin < at:  # it lies across, or is one of several tokens of one character
+            while begin < at:  # the token began earlier, or is one of several for this character
                 token += 1
                 found = encoding.token_to_chars(token) if token < len(encoding.ids) else None
                 begin = at if found is None else found[0]
@@ -212,8 +212,8 @@ class Chat:
         return Asked(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
 
     def _check_roles(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Raises Fault CHAT002 for a message that is lost because the template does not know its role: what it says
-        makes no difference."""
+        """Raises Fault CHAT002 for a message that the template leaves out because it does not know its role: changing
+        its content does not change the rendered text."""
         for k, message in enumerate(messages):
             role = message["role"]
             if role in ROLES or not message.get("content"):
@@ -236,7 +236,7 @@ class Chat:
             raise Fault("CHAT002", what, fix) from error
 
     def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, k: int) -> tuple[str, int]:
-        """The conversation up to and with turn ``k``, and where generation of that turn begins."""
+        """The conversation up to and including turn ``k``, and where generation of that turn begins."""
         whole = self._text(messages[: k + 1], tools)
         prompt = self._text(messages[:k], tools, generate=True) if k else ""
         before = self._text(messages[:k], tools) if k else ""
@@ -260,8 +260,8 @@ class Chat:
         raise Fault("CHAT003", what, fix)
 
     def _end(self, whole: str, start: int) -> int:
-        """Where the turn that begins at ``start`` and closes ``whole`` ends: after the special tokens that follow its
-        text at once. What comes later (a line end, an end of all) is not the turn's."""
+        """Where the turn that begins at ``start``, the last of ``whole``, ends: after the special tokens that directly
+        follow its text. Anything after them (a line end, an end-of-text) is not part of the turn."""
         said = len(whole)
         while said > start and _CLOSING.match(whole, said - 1):
             said -= 1

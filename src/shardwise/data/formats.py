@@ -1,4 +1,5 @@
-"""The formats of records for supervised fine-tuning, told by their fields, as conversations, segments or tokens.
+"""The formats of records for supervised fine-tuning, recognised by their fields, and read as conversations, segments or
+tokens.
 
 messages            {"messages": [{"role": ..., "content": ...}], "tools": [...]}    also reasoning_content, tool_calls
 sharegpt            {"conversations": [{"from": "human", "value": ...}]}
@@ -28,14 +29,14 @@ _OUT = "or leave the record out"
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that every chat template is expected to know."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What fields of a message that hold its reasoning are called."""
+"""Names of the field of a message that holds its reasoning."""
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them. ``trained`` says of each whether it is supervised; None: all are."""
+    """Messages in the form that chat templates take. ``trained``: whether each is supervised; None: all are."""
 
     messages: list[dict[str, Any]]
     trained: list[bool] | None
@@ -44,7 +45,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text. ``special``: strings of special tokens in it are those tokens; the data's author says so."""
+    """A piece of text. ``special``: the record says that strings of special tokens in it are to become those tokens."""
 
     text: str
     supervised: bool
@@ -67,7 +68,7 @@ def _keys(record: Record) -> str:
 
 
 def detect(record: Record) -> str:
-    """The name of a record's format. Raises Fault DATA005 where the fields are those of none."""
+    """The name of a record's format. Raises Fault DATA005 if its fields match none."""
     for name, (fields, _) in _FORMATS.items():
         if all(field in record for field in fields):
             return name
@@ -77,8 +78,8 @@ def detect(record: Record) -> str:
 
 
 def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> Sample:
-    """What a record says. ``form``: a format's name, or ``auto``; ``train_on``: assistant, last (turn of it), or all.
-    Raises Fault DATA005 for fields of the wrong kind."""
+    """The sample in a record. ``form``: a format's name, or ``auto``; ``train_on``: ``assistant``, ``last`` (its last
+    message), or ``all``. Raises Fault DATA005 for fields of the wrong type."""
     if form == "auto" and text_key != "text" and text_key in record:
         form = "text"
     name = detect(record) if form == "auto" else form
@@ -93,8 +94,8 @@ def parse(record: Record, form: str, train_on: str, text_key: str = "text") -> S
 
 
 def parse_pair(record: Record) -> tuple[Sample, Sample]:
-    """The chosen and the rejected answer of a record, each behind the prompt. Where there is no ``prompt``, it is what
-    both begin with. Raises Fault DATA005 for fields that are missing or of the wrong kind, CHAT002 for answers that are
+    """The chosen and the rejected answer of a record, each preceded by the prompt. Without ``prompt``, it is what both
+    begin with. Raises Fault DATA005 for fields that are missing or of the wrong type, CHAT002 for answers that are
     empty or the same."""
     missing = [field for field in ("chosen", "rejected") if record.get(field) is None]
     if missing:
@@ -131,7 +132,7 @@ def parse_pair(record: Record) -> tuple[Sample, Sample]:
 
 
 def _answer(record: Record, key: str) -> list[dict[str, Any]]:
-    """The messages of one side; a text and a message that stands alone are the assistant's."""
+    """The messages of one side; a string becomes a message from the assistant."""
     value = record[key]
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
@@ -140,7 +141,7 @@ def _answer(record: Record, key: str) -> list[dict[str, Any]]:
 
 
 def same() -> Fault:
-    """Of a pair whose answers do not differ."""
+    """The fault of a pair whose answers do not differ."""
     return Fault("CHAT002", "`chosen` and `rejected` are the same: no preference to learn", f"change one, {_OUT}")
 
 
@@ -178,7 +179,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> Any:
-    """A tool call whose arguments are an object: OpenAI sends them as JSON in a text, and templates render objects."""
+    """A tool call with its arguments as an object: OpenAI sends them as a JSON string, but templates render objects."""
     if not isinstance(call, dict):
         raise Fault("DATA005", f"`{where}.tool_calls` is not a list of objects", "leave the record out")
     function = call.get("function")
@@ -195,7 +196,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str, first: int = 0) -> Conversation:
-    """``first``: turns before it are not learnt."""
+    """``first``: messages before it are not trained on."""
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k >= first]
     empty = [
         k
@@ -245,7 +246,7 @@ def _alpaca(record: Record, train_on: str) -> Conversation:
 
 
 def _system(record: Record) -> list[dict[str, Any]]:
-    """The message of a record whose system prompt is a field of its own."""
+    """The system message of a record that has a field ``system``, as a list of one or none."""
     system = "" if record.get("system") is None else _text(record, "system")
     return [{"role": "system", "content": system}] if system else []
 

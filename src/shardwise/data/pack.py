@@ -27,8 +27,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """One window. ``ids``, ``labels`` (-100: not learnt) and ``positions`` are [seq_len] int64; ``segments`` are the
-    lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other.
+    """One window. ``ids``, ``labels`` (-100: not trained on) and ``positions`` are [seq_len] int64; ``segments`` are
+    the lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other.
     ``references``: of a window of pairs, whose answers are its first documents, what the initial model says of each
     (``Packs``)."""
 
@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a prepared text. ``len(windows)`` costs nothing, ``windows[k]`` reads that window only."""
+    """The windows of a prepared text. ``windows[k]`` reads only that window from the disk."""
 
     store: TokenStore
     seq_len: int

@@ -1,4 +1,4 @@
-"""Streaming: text of which only a few portions are prepared at a time, while the run trains on them.
+"""Streaming: only a few portions of the data are prepared at a time, while the run trains on them.
 
 The files of the source, in an order drawn from the seed, are grouped into portions. A visit is one reading of a
 portion: the first epoch visits them in turn, later ones in other orders. Inside a visit the samples are permuted under
@@ -49,9 +49,9 @@ def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
 
 
 class Portions:
-    """The samples of a run in their order, each read out of the portion in which it is. The ``leader``, one of the
-    ranks, prepares ahead and deletes. Raises DATA013 where the run was begun with other settings, and what preparing
-    the first portion raises."""
+    """The samples of a run in order, each read from its portion. One of the ranks, the ``leader``, prepares the next
+    portion and deletes used ones. Raises DATA013 if the run was started with other settings, and the errors of
+    preparing the first portion."""
 
     def __init__(self, recipe: Recipe, data: Data, root: Path, leader: bool) -> None:
         self.recipe, self.data, self.root, self.leader = recipe, data, root, leader
@@ -74,7 +74,7 @@ class Portions:
         self.first = store.load(self._path(0) / "data", verify=False)
 
     def samples(self, first: int, count: int) -> Indices:
-        """Samples are numbered in the order of the run."""
+        """The numbers of ``count`` samples: they are numbered in the order of the run."""
         return np.arange(first, first + count, dtype=np.int64)
 
     def __getitem__(self, k: int) -> Sample:
@@ -104,13 +104,14 @@ class Portions:
         return self.root / f"portion-{self._number(visit):05}"
 
     def _find(self, k: int) -> int:
-        """The visit in which sample k is; those before it that nobody has counted are prepared for that."""
+        """The visit that sample k belongs to. Earlier visits that have not been counted yet are prepared to count
+        them."""
         while self._starts[-1] <= k:
             self._open(len(self._visits))
         return int(np.searchsorted(self._starts, k, "right")) - 1
 
     def _open(self, visit: int) -> Windows | Packs:
-        """Waits for whoever prepares it; prepares it if nobody does. Raises what that raises."""
+        """The windows of a visit, waiting for the process that prepares it, or preparing it here if there is none."""
         if visit not in self._opened:
             prepared = store.load(whole.once(self._path(visit), self._maker(visit)) / "data")
             windows = open_windows(prepared.train, self.recipe.train.seq_len, self.recipe.data.mask_documents)
@@ -132,9 +133,9 @@ class Portions:
         return partial(_make, self.data.model_copy(update=own), self.recipe.sample_tokens, named)
 
     def _look_ahead(self, visit: int, end: int) -> None:
-        """Delete what is of no visit in [visit, end), but the first portion, and have the next one prepared."""
+        """Delete portions that no visit in [visit, end) reads, except the first, and start preparing the next one."""
         for used in set(self.root.glob("portion-*")) - {self._path(number) for number in (0, *range(visit, end))}:
-            # Under the name of one that is being made: half deleted, it is not taken for whole, and is made anew.
+            # Renamed like an unfinished portion first: one that is deleted only half is then prepared again.
             shutil.rmtree(used.rename(used.with_name(f".{used.name}.tmp")))
         asked, name = self._ahead, str(visit + 1)
         if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
@@ -155,9 +156,9 @@ def _make(data: Data, sample_tokens: int | None, named: tuple[int, str | None], 
 
 
 def _make_ahead(target: Path, make: partial[None]) -> None:
-    """In a process of its own. What goes wrong is told by the rank that needs the portion: it tries again."""
+    """In a separate process. Its errors are not reported: the rank that needs the portion tries again and reports."""
     shards.die_with_parent()
-    current_process().daemon = False  # it ends with its rank, and has children
+    current_process().daemon = False  # so that it may have children; it still ends with its rank
     os.nice(10)
     with suppress(ShardwiseError):
         whole.once(target, make)

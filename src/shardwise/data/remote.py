@@ -1,8 +1,8 @@
-"""Data from elsewhere: files that fsspec opens (``s3://``, ``gs://``, ``az://``, ``https://``, ...) and datasets of the
-Hub (``hf://datasets/<org>/<name>[@revision][/<subset>][:split]``). They are fetched into the cache, block by block and
-renamed when whole, and read there like any other file.
+"""Remote data: files that fsspec opens (``s3://``, ``gs://``, ``az://``, ``https://``, ...) and datasets of the Hub
+(``hf://datasets/<org>/<name>[@revision][/<subset>][:split]``). They are downloaded into the cache, block by block, and
+renamed when complete, and then read like any other file.
 
-What was fetched is found again by what the store says of it: size, etag, time. A file that changes is another file.
+A cached file is identified by what the store says of it: size, etag, time. If a file changes, it is downloaded again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage, the bytes done and the bytes in total (0: unknown)."""
 HUB = "hf://datasets/"
 TRUST_S = 600.0
-"""Ranks take what their launcher has just fetched: many of them must not all ask the store."""
+"""Ranks use what their launcher has just downloaded, so that not all of them ask the store."""
 _BLOCK_BYTES = 2**23
 _WAITS_S = (5.0, 30.0, 0.0)
-"""Between attempts at a file of the web. Other stores' packages have patience of their own."""
+"""Seconds between attempts to download a file over http. The packages of other stores retry by themselves."""
 _FACTS = {"size", "etag", "mtime", "created", "updated", "lastmodified", "md5hash", "contentmd5", "digest", "blobid"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _PACKAGES |= {"http": "aiohttp requests", "https": "aiohttp requests", "hf": '"shardwise[hub]"'}
@@ -46,8 +46,8 @@ def is_remote(name: str) -> bool:
 
 
 def check(paths: str | list[str]) -> list[str]:
-    """That the URLs among ``paths`` can be found, as far as that shows without fetching; the others. Raises DATA001,
-    DATA016."""
+    """Check that the URLs among ``paths`` exist, as far as possible without downloading; returns the other paths.
+    Raises DATA001, DATA016."""
     names = [paths] if isinstance(paths, str) else paths
     for name in filter(is_remote, names):
         (_datasets if _is_dataset(name) else _listing)(name)
@@ -55,8 +55,9 @@ def check(paths: str | list[str]) -> list[str]:
 
 
 def bring(data: Data, cache: Path, trust_s: float = 0.0, said: Progress | None = None) -> Data:
-    """``data`` with local paths in place of URLs, fetched unless they are there, while ``said`` hears how far it is.
-    Within ``trust_s`` of the last time nobody is asked whether they changed. Raises DATA001, DATA008, DATA016."""
+    """``data`` with local paths in place of URLs, downloaded if they are not in the cache; ``said`` receives the
+    progress. For ``trust_s`` seconds after a download the store is not asked whether files have changed. Raises
+    DATA001, DATA008, DATA016."""
 
     def local(name: str) -> str:
         if not is_remote(name):
@@ -77,8 +78,8 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0, said: Progress | None =
 
 
 def listed(url: str, unknown: int) -> dict[str, int]:
-    """The files that ``url`` names, as URLs that name them alone, with their bytes; ``unknown`` where the store does
-    not tell. Raises DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
+    """The files that ``url`` names, each as a URL of its own, with its size in bytes (``unknown`` if the store does not
+    report it). Raises DATA001, DATA016, and CFG008 for a dataset, which is not read file by file."""
     if _is_dataset(url):
         what, fix = f"`data.streaming` reads files; `{url}` is a dataset", f"data.path={HUB}ORG/NAME/**/*.parquet"
         raise ConfigError(Problem("CFG008", what, _WHERE, fix))
@@ -89,13 +90,13 @@ def listed(url: str, unknown: int) -> dict[str, int]:
 
 
 def _is_dataset(name: str) -> bool:
-    """A dataset to be loaded, not files in its repository."""
+    """Whether ``name`` is a dataset to be loaded, rather than files in its repository."""
     path = name.removeprefix(HUB).partition(":")[0]
     return name.startswith(HUB) and not has_magic(path) and PurePosixPath(path).suffix not in _FILES
 
 
 def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
-    """The file system of ``url``, and its files: name relative to what ``url`` names -> (path, its facts)."""
+    """The file system of ``url``, and its files: name relative to ``url`` -> (path, size, etag and so on)."""
     import fsspec
 
     web, patience = url.startswith("http"), {}
@@ -118,7 +119,7 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
     for place in sorted(found):
         name = urlsplit(place).path if web else place
         name = PurePosixPath(name).name if place == root else name.removeprefix(root).lstrip("/")
-        # What ends in a slash is the mark of a directory, or a page that lists one.
+        # A name with a slash at the end stands for a directory, or is a page that lists one.
         if not place.endswith("/") and not any(part.startswith(".") for part in PurePosixPath(name).parts):
             facts = {re.sub("[-_]", "", key.lower()): value for key, value in found[place].items()}
             listed[name] = place, {key: _told(value) for key, value in facts.items() if key in _FACTS}
@@ -132,7 +133,7 @@ def _listing(url: str) -> tuple[Any, dict[str, tuple[str, dict[str, str]]]]:
 
 
 def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
-    """One file, or a directory of links to the files, which are fetched each by itself."""
+    """The local path of one file, or of a directory with links to several, each downloaded separately."""
     files, listed = _listing(url)
     places = {name: cache / digest([url.partition("://")[0], *where]) for name, where in listed.items()}
 
@@ -176,7 +177,7 @@ def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
 
 
 def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
-    # Of the web one answer is read to its end: not every server has ranges, and a file may change between two of them.
+    # Over http, one response is read to its end: not every server has ranges, and a file may change between two.
     whole = {"block_size": 0} if url.startswith("http") else {}
     with _explained(url), files.open(place, "rb", **whole) as source:
         while block := source.read(_BLOCK_BYTES):
@@ -184,12 +185,12 @@ def _blocks(files: Any, place: str, url: str) -> Iterator[bytes]:
 
 
 def _told(value: Any) -> str:
-    """A fact in one form: stores tell times in this zone and that."""
+    """A value as text; times, which stores report in different zones, as seconds since 1970."""
     return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
 def shown(text: str) -> str:
-    """Without what may be secret in an address: who asks, and a signature."""
+    """``text`` without the parts of URLs that may be secret: user names, passwords and query strings."""
     return re.sub(r"(https?://[^\s?'`]*)\?[^\s'`]*", r"\1", re.sub(r"://[^/\s:@]*:[^/\s@]*@", "://", text))
 
 
@@ -204,7 +205,7 @@ def all_shown(value: Any) -> Any:
 
 @contextmanager
 def of_their_urls() -> Iterator[None]:
-    """What is wrong with a fetched file is reported under the address it came from."""
+    """Errors in a downloaded file are reported under its URL."""
     try:
         yield
     except DataError as error:
@@ -221,8 +222,8 @@ def _datasets(name: str) -> Any:
 
 
 def _fetch_dataset(name: str, cache: Path) -> Path:
-    """One split as ``datasets`` loads it, written as parquet. A local directory may stand in place of org/name; it has
-    subsets if its README.md says so."""
+    """One split as ``datasets`` loads it, written as parquet. A local directory may be given in place of org/name; its
+    README.md defines its subsets."""
     datasets = _datasets(name)
     rest, _, split = name.removeprefix(HUB).partition(":")
     parts, split, size, mark = rest.split("/"), split or "train", 2, "@"
@@ -248,7 +249,7 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """What a store, or the Hub, says against ``url``, in our words. Stores have errors of their own, of any class."""
+    """Turns the errors of stores and of the Hub, which may be of any class, into DATA001 and DATA016."""
     scheme, address = url.partition("://")[0], shown(url)
     web = scheme.startswith("http")
     package = _PACKAGES.get(scheme, "")
@@ -258,7 +259,7 @@ def _explained(url: str) -> Iterator[None]:
         what, fix = f"`{address}` cannot be opened: {error}", f"pip install {package}" if package else "install it"
         raise UnavailableError(Problem("DATA016", what, _WHERE, fix)) from error
     except Exception as error:
-        # To fsspec whatever goes wrong on the web is a file that is not there; the cause tells what it was.
+        # Over http fsspec reports every failure as a missing file; the cause says what it really was.
         cause, gone = error.__cause__ or error, isinstance(error, FileNotFoundError | ValueError)
         gone = gone and (not web or cause is error or str(cause).startswith("404"))
         said = shown(" ".join(str(cause if web or not gone else error).split()))[:300]

@@ -50,11 +50,11 @@ _WHERE = "data.chat_template"
 
 
 class RenderError(Exception):
-    """The template refused these messages, or failed on them."""
+    """The template rejected these messages, or raised an error on them."""
 
 
 class _Generation(Extension):
-    """``{% generation %}``: what stands in it is the assistant's."""
+    """``{% generation %}`` ... ``{% endgeneration %}`` encloses the assistant's part."""
 
     tags = frozenset(("generation",))  # type: ignore[assignment]
 
@@ -68,7 +68,7 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Operators that could build something huge from something small are limited."""
+    """Limits the operators that could build a huge value from a small one."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -89,8 +89,8 @@ def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: 
 
 
 class Template:
-    """One chat template with the special tokens that it may name. ``marked``: it says itself what the assistant's part
-    is. Raises CHAT001 (it is not a template) and SEC009 (it wants what no template needs)."""
+    """One chat template with the special tokens that it may use. ``marked``: it marks the assistant's part itself.
+    Raises CHAT001 (not a template) and SEC009 (it uses something that no template needs)."""
 
     def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -108,7 +108,7 @@ class Template:
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
-        """The text, with ``OPEN`` and ``CLOSE`` around marked parts; ``generate`` adds what an answer begins with.
+        """The text, with ``OPEN`` and ``CLOSE`` around marked parts; ``generate`` adds the generation prompt.
         Raises RenderError; SEC009 where it takes too long or writes too much."""
         given: dict[str, Any] = {"messages": list(map(_same_reasoning, messages)), "tools": tools, "documents": None}
         given |= {"add_generation_prompt": generate, **self._tokens}
@@ -143,15 +143,16 @@ def _refuse_private(tree: nodes.Template) -> None:
 
 
 def _same_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning under the names that templates read, whichever of them the data use."""
+    """The message with its reasoning under each name that templates read, whichever name the data use."""
     found = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """TimeoutError after LIMIT_S of this process's time, where signals can be had: in a main thread. Where nobody had a
-    handler (or only C knows of one) ours stays: setting it for each rendering would cost as much as rendering."""
+    """TimeoutError after LIMIT_S of processor time. Only in the main thread, since signals need it. Our signal handler
+    stays installed if there was none before (or only one set by C): setting it for each rendering would cost as much as
+    rendering."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,7 +164,7 @@ def _limited() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if before not in (None, _overdue, signal.SIG_DFL):  # None: one that only C knows of
+        if before not in (None, _overdue, signal.SIG_DFL):  # None: a handler set by C
             signal.signal(signal.SIGVTALRM, before)
 
 
@@ -172,8 +173,8 @@ def _overdue(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def find_template(named: str | None, tokenizer: Path) -> str:
-    """The text of the template that the recipe names (a name of ours, a file, or the text itself), else the
-    tokenizer's. Raises CHAT001 where there is none."""
+    """The text of the template that the recipe names (a shipped name, a file, or the text itself), else the
+    tokenizer's. Raises CHAT001 if there is none."""
     if named in SHIPPED:
         return SHIPPED[named]
     if named is not None and ("{{" in named or "{%" in named):

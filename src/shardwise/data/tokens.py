@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EOT = "<|endoftext|>"
 TRAINED_VERSION = 2
-"""Of the algorithm below: equal texts, sizes and versions give equal tokenizers."""
+"""The version of :func:`train`: equal texts, sizes and versions give equal tokenizers."""
 FILES = ("tokenizer.json", "tokenizer_config.json")
 KEPT = (*FILES, "special_tokens_map.json", "chat_template.jinja")
 _WANTED = (*KEPT, "tokenizer.model", "vocab.*", "merges.txt", "config.json")
@@ -40,8 +40,8 @@ _NO_MEANING = ("truncation", "padding", "version")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of ``vocab_size`` ids (the largest id + 1). ``hash`` changes exactly when a text may be encoded
-    otherwise. ``prefix`` is what it puts in front of a text by itself (a begin-of-text token, or nothing)."""
+    """A tokenizer of ``vocab_size`` ids (the largest id + 1). ``hash`` changes if and only if texts may be encoded
+    differently. ``prefix``: the ids that it adds before a text (a begin-of-text token, or nothing)."""
 
     directory: Path
     hash: str
@@ -112,14 +112,14 @@ def open_directory(directory: Path) -> Tokenizer:
 
 
 def special_tokens(tokenizer: Path, name: str = FILES[1]) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and so on, as a file of the tokenizer says them and chat templates name them."""
+    """``bos_token``, ``eos_token`` and so on from a file of the tokenizer, under the names that chat templates use."""
     facts = {key: value for key, value in read_facts(tokenizer / name).items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in facts.items()}
     return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """What a JSON file of a tokenizer says; nothing, where it is not there. Raises TOK004 unless it is an object."""
+    """The contents of a JSON file of a tokenizer; empty if it does not exist. Raises TOK004 unless it is an object."""
     if not file.is_file():
         return {}
     why = "it is not a JSON object"
@@ -139,8 +139,8 @@ def _candidate(backend: Backend) -> str:
 
 
 def _convert(directory: Path, path: str, cache: Path) -> Path:
-    """Let transformers turn another form (sentencepiece, vocab and merges) into tokenizer.json. Foreign code is never
-    run."""
+    """Let transformers convert another format (sentencepiece, vocab and merges) to tokenizer.json. Code that comes with
+    a tokenizer is never run."""
     from transformers import AutoTokenizer
 
     target = cache / "tokenizers" / xxhash.xxh3_128_hexdigest(bytes(directory.resolve()))
@@ -164,7 +164,7 @@ def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
     backend = Backend(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
-    # Merging takes a time that grows with the square of a word's length: 86 s for 200 kB of NULs.
+    # The time to merge grows with the square of a word's length: 86 s for 200 kB of NULs.
     short = pre_tokenizers.Split(Regex(f"(?m).{{1,{_WORD_CHARACTERS}}}"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, short, byte_level])
     backend.decoder = decoders.ByteLevel()
