@@ -1,5 +1,5 @@
-"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290): of two answers the chosen one is to become more
-probable against the rejected one than it was to the initial model, the reference.
+"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290): the model learns to prefer the
+chosen of two answers to the rejected one, more than the initial model (the reference) does.
 
 A pair's margin is m = (log p(chosen) - log p(rejected)) - the same of the reference; its loss is -log sigmoid(beta m).
 With label smoothing e, the share of pairs that are the wrong way round, it is that times 1 - e, and -log sigmoid(-beta

@@ -20,7 +20,7 @@ HEADS = ("num_key_value_heads", "head_dim")
 """Whole numbers that a config may leave out."""
 NUMBERS = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "initializer_range")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""With the others the keys that every family has, by the same name in ModelSpec."""
+"""These and the keys above exist in every family, and have the same names in ModelSpec."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """How many elements of a head are turned."""
+        """How many elements of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -88,8 +88,8 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """In what layers of one model differ: what a query sees, and how positions enter. ``local``: by the theta of
-    sliding layers, or whatever those of a foreign model do otherwise."""
+    """What may differ between the layers of one model: what a query sees, and how positions enter. ``local``: with the
+    rope theta of sliding layers, or, in a model of transformers, with whatever its sliding layers do differently."""
 
     window: int | None = None
     rotated: bool = True
@@ -152,7 +152,7 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
 
 
 def learnt_positions(spec: ModelSpec) -> str | None:
-    """The parameter that holds them; it has ``max_position_embeddings`` rows. None: positions are rotated, or none."""
+    """The name of the table of learned positions, of ``max_position_embeddings`` rows; None if the model has none."""
     shapes = parameter_shapes(spec).items()
     return next((name for name, shape in shapes if len(shape) == 2 and not name.startswith(MULTIPLIED)), None)
 
@@ -250,12 +250,13 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The ids that are meant by none, one or a list."""
+    """A token id, a list of them, or None, as a list."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config itself, or of a model of text and images that of its text part, with what it says of that."""
+    """The config itself; for a model of text and images, the config of its text part, with the outer keys that
+    apply."""
     if config.get("model_type") not in {family.within for family in FAMILIES.values()} - {""}:
         return config
     outer = {key: config[key] for key in ("auto_map", "bos_token_id", "eos_token_id") if config.get(key) is not None}
@@ -273,7 +274,7 @@ def _head_dim(config: dict[str, Any], where: str) -> int:
 
 
 def family_of(config: dict[str, Any], name: str) -> str | None:
-    """The key in FAMILIES of what a config describes; None if it is none of them. Raises PolicyError (SEC008)."""
+    """The key in FAMILIES of the model that a config describes, or None. Raises PolicyError (SEC008)."""
     config = _text_part(config)
     by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
     model_type = config.get("model_type")
@@ -287,7 +288,7 @@ def family_of(config: dict[str, Any], name: str) -> str | None:
 
 
 def _activation(config: dict[str, Any], name: str) -> Any:
-    """Gemma's files have both keys, and the second is what counts."""
+    """Gemma's files have both ``hidden_act`` and ``hidden_activation``; the latter counts."""
     act = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if act not in ACTIVATIONS:
         raise unsupported(f"hidden_act {act!r} is not supported", name, f"hidden_act: {' or '.join(ACTIVATIONS)}")

@@ -1,4 +1,4 @@
-"""The families of models: what a config.json of each means, and what its weights are called. No torch.
+"""Model families: how to read the config.json of each, and the names of its weights. Imports no torch.
 
 There is one decoder. A family is a row of :data:`FAMILIES`: it says in fields of ModelSpec what its models are made of,
 so that nothing else ever asks for a family by name.
@@ -93,7 +93,7 @@ def _window(fields: Fields) -> Config:
 
 
 def _switched(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields:
-    """As :func:`_layers`, of a family that has a switch beside its window."""
+    """As :func:`_layers`, for a family with a key that turns its window on."""
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     return _layers({**config, "sliding_window": window}, name, sliding)
 
@@ -175,7 +175,7 @@ def _write_smollm3(fields: Fields) -> Config:
 
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-"""Granite's keys that are fields by the same name."""
+"""Granite's keys that have the same name in ModelSpec."""
 
 
 def _granite(config: Config, name: str) -> Fields:

@@ -1,4 +1,4 @@
-"""Models that transformers has and the decoder has not: transformers' own modules, in the decoder's place.
+"""Models that the decoder does not support, in transformers' own modules, which take the decoder's place.
 
 Attention goes through our operation, by the seam that transformers leaves for it, so that documents are kept apart, no
 dense mask exists, and planner and recomputation know it. Layers that have their weight as [in, out] become linear ones,
@@ -29,7 +29,7 @@ from shardwise.models.layers import Finish, Head, soft_cap
 from shardwise.models.roles import is_linear, role
 
 NAME = "shardwise"
-"""Of our attention among transformers' own."""
+"""The name under which our attention is registered with transformers."""
 
 
 class ForeignDecoder(nn.Module):
@@ -57,13 +57,13 @@ class ForeignDecoder(nn.Module):
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:
-        """What the output layer multiplies, [b,s,d]."""
+        """The input of the output layer, [b,s,d]."""
         mask = replace(mask, kernel=self.kernel)
         hidden: Tensor = self._inner[0](input_ids=ids, position_ids=positions, use_cache=False, shardwise=mask)[0]
         return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
 
     def restore_buffers(self) -> None:
-        """Compute again what follows from the config: memory that came from the meta device holds nothing."""
+        """Recompute buffers, which follow from the config: moving from the meta device leaves them without values."""
         for module in self.modules():
             if next(module.buffers(recurse=False), None) is not None:
                 for parameter in module.parameters(recurse=False):
@@ -75,7 +75,7 @@ Model = Decoder | ForeignDecoder
 
 
 def model_of(spec: ModelSpec) -> Model:
-    """The module that a spec describes; its parameters hold nothing of meaning yet."""
+    """The module that a spec describes, with uninitialised parameters."""
     return Decoder(spec) if spec.foreign is None else ForeignDecoder(spec)
 
 
@@ -114,7 +114,7 @@ def _build(config: dict[str, Any], attend: str) -> tuple[Any, list[str]]:
 
 
 def _turn(whole: Any) -> list[str]:
-    """Put a linear layer in the place of every Conv1D, which is one but for its weight: [in, out]. Their weights."""
+    """Replace every Conv1D, whose weight is [in, out], by a linear layer; returns the names of their weights."""
     from transformers.pytorch_utils import Conv1D
 
     found = {name: module for name, module in whole.named_modules() if isinstance(module, Conv1D)}
@@ -135,7 +135,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dense: Any, **gi
 
 
 class _Window:
-    """In the place of a dense mask; a model that computes with one is refused."""
+    """Stands in for a dense mask; a model that computes with its mask is refused."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], local_size: int | None) -> None:
         self.refuse, self.local_size = refuse, local_size
@@ -152,7 +152,7 @@ class _Window:
 
 
 class _Seen:
-    """What one run on the meta device shows."""
+    """Records what one run on the meta device does."""
 
     def __init__(self, name: str) -> None:
         self.refuse = partial(refuse, name)
@@ -163,7 +163,7 @@ class _Seen:
         self.turned: list[str] = []
 
     def mask(self, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Any:
-        """In the place of a mask the window, if the mask is that of a window, or causal and no more."""
+        """Returns a window in place of a mask; refuses masks that are neither causal nor a sliding window."""
         query = (local_size or 14) + 3
         keys, zero = torch.arange(query + 3, device="cpu"), torch.zeros((), dtype=torch.int64, device="cpu")
         seen = mask_function(zero, zero, torch.tensor(query, device="cpu"), keys).reshape(-1)
@@ -191,8 +191,7 @@ class _Seen:
 
 
 class _Operations(TorchDispatchMode):
-    """Lists the operations that are no views: name, numbers that are given, what the first tensor lies in and its
-    size."""
+    """Lists the operations that are not views: name, float arguments, and storage and size of the first tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +270,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
 
 
 def _rest(whole: Any, blocks: str, edges: tuple[nn.Module, ...], seen: _Seen) -> list[str]:
-    """The places of all other modules that hold tensors of their own; each notes when it runs."""
+    """The paths of all other modules that hold tensors; a hook on each records when it runs."""
 
     def note(where: str) -> Callable[..., None]:
         return lambda *_: seen.order.append(where)
@@ -295,7 +294,7 @@ def _rest(whole: Any, blocks: str, edges: tuple[nn.Module, ...], seen: _Seen) ->
 
 
 def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
-    """What logits are divided by and capped at: all that may be done to them."""
+    """The divisor and the cap of the logits; a model that does anything else to them is refused."""
     ids = torch.zeros((2, 8), dtype=torch.int64, device="meta")
     with _Operations() as operations:
         whole.get_submodule(inner).register_forward_hook(lambda *_: operations.listed.clear())
@@ -343,8 +342,8 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
 
 
 def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:
-    """How transformers begins each of its parameters: mean and deviation of normal values, or of one that fills it;
-    None for another way. What is done to a part (a row of zeros for padding) is left out."""
+    """How transformers initialises each parameter: mean and deviation of a normal distribution (deviation 0 for a
+    constant), or None for any other way. Changes to a part of it (a row of zeros for padding) are ignored."""
     with _Operations() as operations, torch.no_grad():
         for module in reversed(list(whole.modules())):  # as it does itself: what is inside comes first
             whole._init_weights(module)
@@ -363,7 +362,7 @@ def _plain(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: _Seen) -> dict[str, str]:
-    """What transformers calls each parameter when it saves, by our name; {} is the block's number in both."""
+    """The name under which transformers saves each parameter, by our name; {} is the number of the block in both."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = whole.state_dict()
@@ -377,6 +376,6 @@ def _names_in_files(whole: Any, places: dict[str, str], names: list[str], seen: 
 
 
 def _path(name: str, places: dict[str, str], layer: int = 0) -> str:
-    """Where transformers' model has the parameter that is ours by ``name``; of the blocks the one told."""
+    """The path in transformers' model of our parameter ``name``, in block ``layer``."""
     part, _, rest = name.partition(".")
     return f"{places[part]}.{rest}".format(layer)

@@ -25,9 +25,9 @@ from shardwise.spec.hub import fetch
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tables that old exports stored; they follow from the config."""
+"""Tables in old exports that are not needed: they follow from the config."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
-"""What a model of text and images puts before the names of its text part."""
+"""The prefix of the text part's names in a model of text and images."""
 
 
 def to_hf_name(name: str, family: str = "llama") -> str:
@@ -43,7 +43,7 @@ def to_hf_name(name: str, family: str = "llama") -> str:
 
 
 def name_in_model(name: str, spec: ModelSpec) -> str:
-    """What the parameter with this canonical name is called in the model of transformers."""
+    """The name in transformers' model of the parameter with this canonical name."""
     if spec.foreign is None:
         return to_hf_name(name, spec.family)
     part, _, rest = name.partition(".")
@@ -51,7 +51,7 @@ def name_in_model(name: str, spec: ModelSpec) -> str:
 
 
 def name_in_files(name: str, spec: ModelSpec) -> str:
-    """What it is called in the files, where some foreign models have kept names that transformers has changed."""
+    """Its name in the files: for some models transformers has renamed parameters, but the files keep the old names."""
     named = {} if spec.foreign is None else {ours: theirs for ours, theirs, *_ in spec.foreign.parameters}
     number = re.match(r"layers\.(\d+)\.", name)
     pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
@@ -59,13 +59,13 @@ def name_in_files(name: str, spec: ModelSpec) -> str:
 
 
 def turned(spec: ModelSpec) -> set[str]:
-    """The canonical names of the matrices that the files have as [in, out]: those of GPT-2's linear layers."""
+    """The canonical names of the matrices that the files store as [in, out], as GPT-2's do."""
     names = () if spec.foreign is None else spec.foreign.turned
     return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
 
 
 def _shapes_in_files(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """What each parameter's shape is there."""
+    """The shape of each parameter in the files."""
     there = turned(spec)
     return {name: shape[::-1] if name in there else shape for name, shape in parameter_shapes(spec).items()}
 
@@ -114,7 +114,7 @@ def find_weights(source: Path) -> dict[str, Entry]:
 
 
 def _checked(directory: Path, name: str) -> Path:
-    """The path of file ``name``, refused when it leaves ``directory`` or is no plain safetensors file."""
+    """The path of file ``name``; refused if it is outside ``directory`` or not a regular safetensors file."""
     path = directory / name
     try:
         real, root, there = path.resolve(), directory.resolve(), _exists(path)
@@ -139,7 +139,7 @@ def _checked(directory: Path, name: str) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """As ``Path.exists``, which takes links in a circle for a missing file."""
+    """As ``Path.exists``, but raises for circular links, which that takes for missing files."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +174,7 @@ def _indexed(directory: Path) -> dict[str, Entry]:
 
 
 def _cut(name: str) -> str:
-    """A name from a file, as a message can bear it."""
+    """A name from a file, cut to a length that fits a message."""
     return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
 
 
@@ -214,7 +214,7 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
 
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
-    """Of a model of text and images the entries of the text part, by the names that they have in a model of its own."""
+    """The entries of the text part of a model of text and images, under the names of a text-only model."""
     unused = FAMILIES[spec.family].unused
     if not unused:
         return found
@@ -223,8 +223,8 @@ def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entr
 
 
 def _named_as_now(found: Mapping[str, Entry], foreign: Foreign, names: Iterable[str]) -> Mapping[str, Entry]:
-    """The entries of a foreign model: old files may lack its own word (``h.0`` for ``transformer.h.0``), and have
-    tables."""
+    """The entries under transformers' current names: old files may lack the prefix (``h.0`` for ``transformer.h.0``)
+    and contain tables that are not parameters."""
     word, known_names = foreign.inner.partition(".")[0], set(names)
     full = {f"{word}.{name}" if f"{word}.{name}" in known_names else name: entry for name, entry in found.items()}
     old = [name for name in full if name not in known_names and any(re.search(word, name) for word in foreign.ignored)]
@@ -232,8 +232,8 @@ def _named_as_now(found: Mapping[str, Entry], foreign: Foreign, names: Iterable[
 
 
 def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-    """The rows of ``entry`` that each parameter of ``shapes`` is; a stack of the wrong height is left whole, for the
-    comparison of shapes to tell."""
+    """The rows of ``entry`` that belong to each parameter. A stack of the wrong height is not divided; the comparison
+    of shapes then reports it."""
     if len(shapes) == 1 or not entry.shape or entry.shape[0] != sum(shape[0] for shape in shapes.values()):
         return dict.fromkeys(shapes, entry)
     stops = list(itertools.accumulate(shape[0] for shape in shapes.values()))
@@ -242,8 +242,8 @@ def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
-    """Fetch the weights of ``source`` if need be, and raise what :func:`read_weights` would. Headers are read, and
-    an output layer that is said to be the embedding."""
+    """Download the weights of ``source`` if needed, and raise the errors of :func:`read_weights`. Reads headers only,
+    and the output layer if the config says that it is tied to the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
     embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))

@@ -1,4 +1,5 @@
-"""Initial weights that do not depend on the layout: a rank draws only the blocks that meet its slice."""
+"""Initial weights that do not depend on the layout: a rank draws only the blocks of random numbers that overlap its
+slice."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_adapter, role
 
 ALGORITHM = "shardwise-init-1"
-"""Part of every key: another way to draw is another name here, and other golden vectors in the tests."""
+"""Part of every key: if the algorithm changes, so must this name and the golden vectors in the tests."""
 
 BLOCK = 2**20
 

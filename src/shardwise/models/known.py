@@ -34,7 +34,7 @@ def configs() -> dict[str, Config]:
 
 _MARKS = ("-hf", "-instruct", "-chat", "-v1.0", "-base", "-it", "-pt")
 _UNLIKE_THEIR_CHATS = ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b")
-"""Models whose chat versions do not have all of their numbers."""
+"""Models whose chat versions have other dimensions."""
 
 
 def find(name: str) -> tuple[str, Config] | None:

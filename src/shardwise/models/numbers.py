@@ -1,4 +1,4 @@
-"""Numbers that no model computes with, in a ``config.json`` and in weights. No torch."""
+"""Impossible numbers in a ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABOVE_ZERO = {
     "final_logit_softcapping": 30.0,
     "logits_scaling": 1.0,
 }
-"""What is divided by, or raised to a negative power; a usual value of each, for the message."""
+"""Numbers that are divided by, or raised to a negative power, with a usual value of each for the message."""
 NOT_NEGATIVE = {
     "rms_norm_eps": 1e-6,
     "layer_norm_eps": 1e-5,
@@ -35,7 +35,7 @@ NOT_NEGATIVE = {
     "norm_epsilon": 1e-5,
     "initializer_range": 0.02,
 }
-"""What is added to a variance before its root is taken, or is a deviation."""
+"""Numbers that are added to a variance before its square root, or are a standard deviation."""
 AT_MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "mtp_num_layers", "num_nextn_predict_layers"), 1000),
@@ -47,7 +47,7 @@ AT_MOST = {
 }
 """Far beyond every model: a plan is made layer by layer, and a model of transformers is built module by module."""
 DEEPEST = 32
-"""How many mappings inside one another a config may have; those of real models have three."""
+"""How deeply mappings may be nested in a config; those of real models have three levels."""
 
 
 def check_numbers(config: dict[str, Any], name: str) -> None:
@@ -71,7 +71,7 @@ def check_numbers(config: dict[str, Any], name: str) -> None:
 
 
 def _fault(key: str, value: Any) -> str:
-    """What is wrong with a number, in words; empty for one that can be used, and for what is no number."""
+    """What is wrong with a number, in words; empty if nothing is, or if ``value`` is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

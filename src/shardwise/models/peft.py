@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: ``adapter_config.json`` beside ``adapter_model.safetensors``, out and in."""
+"""Writes and reads adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BESIDE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
 _BESIDE += ("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 _FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Ways to begin that leave the model as it is. PiSSA, OLoRA, CorDA, LoftQ and others take the adapter's first value out
-of the model's weights, so that it belongs to another model than the one that its config names."""
+"""Initialisations that leave the model unchanged. PiSSA, OLoRA, CorDA, LoftQ and others subtract the adapter's initial
+value from the model's weights, so that it belongs to another model than the one that its config names."""
 _CONVERTED = ("pissa", "olora", "corda", "lora_ga")
-"""Of those, what PEFT can save as a plain adapter."""
+"""The others that PEFT can convert to a plain adapter."""
 _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
 def _stored(modules: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
-    """Every tensor of an adapter by its name there: which of the three it is, and the parameters that it holds."""
+    """Every tensor of an adapter by PEFT's name: whether it is A, B or the magnitude, and the parameters in it."""
     return {f"{module}.{_WORDS[word]}": (word, held[word]) for module, held in modules.items() for word in held}
 
 
@@ -103,7 +103,7 @@ def write_adapter(
 
 
 def _joined(shapes: Sequence[tuple[int, ...]], *, rows: bool, columns: bool) -> tuple[int, ...]:
-    """The shape of all of ``shapes`` one under the other, side by side, both (block-diagonal) or in one place."""
+    """The shape of the tensors concatenated by rows, by columns, by both (block-diagonal), or of one of them."""
     height = sum(shape[0] for shape in shapes) if rows else shapes[0][0]
     return (height, *(size * len(shapes) if columns else size for size in shapes[0][1:]))
 
@@ -153,7 +153,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
-    """Every layer that can have an adapter, by its name in PEFT's files."""
+    """Every layer that can have an adapter, by PEFT's name."""
     weights = (name for name in parameter_shapes(spec) if is_linear(name))
     return _modules((name.replace(".weight", ".lora_a.weight") for name in weights), spec)
 
@@ -201,8 +201,8 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
 
 
 def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
-    """Whether the adapter says, in its own numbers, that those of stacked layers are as :func:`write_adapter` has
-    them."""
+    """Whether the config declares, in its rank and alpha patterns, that stacked layers are stored as
+    :func:`write_adapter` stores them."""
     rank, alpha, given = config.get("r"), config.get("lora_alpha"), config.get("rank_pattern")
     if not (given and isinstance(rank, int) and isinstance(alpha, int | float)):
         return False
@@ -212,7 +212,7 @@ def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapp
 
 
 def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """What the adapter is of, as a recipe says it, if a recipe can."""
+    """The ``lora.targets`` that match the adapter, as a fix; or other advice if a recipe cannot express them."""
     layers = {module.rpartition(".")[2]: words["lora_a"] for module, words in linears.items()}
     theirs = config.get("target_modules")
     if not isinstance(theirs, list) or config.get("layers_to_transform") is not None or set(theirs) - set(layers):
@@ -222,7 +222,7 @@ def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Seque
 
 
 def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
-    """Whether rows hold anything beside their block of ``rank`` columns from the given one on."""
+    """Whether rows hold anything outside their block of ``rank`` columns, which begins at the given column."""
     found = ((entry.read(), column) for entry, column in blocks)
     return any(rows.count_nonzero() > rows[:, column : column + rank].count_nonzero() for rows, column in found)
 
@@ -240,7 +240,8 @@ def read_adapter(
 
 
 def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:
-    """What PEFT's LoRA can do and this one does not: some has tensors of its own, some would load and be wrong."""
+    """Problems for features of PEFT that are not supported: some have tensors of their own, others would load and
+    compute something else."""
     odd = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key) and not blocks]
     odd += [key for key in _BESIDE if config.get(key)]
     if config.get("peft_type") != "LORA":

@@ -37,7 +37,8 @@ def resolve(recipe: Recipe) -> ModelSpec:
 
 
 def _drawn(spec: ModelSpec) -> ModelSpec:
-    """A spec whose initial weights can be drawn. Special tokens are the tokenizer's, whatever its config says."""
+    """A spec for random initial weights; raises MOD001 if they cannot be drawn. Special tokens are left to the
+    tokenizer."""
     odd = [name for name, *_, drawn in spec.foreign.parameters if drawn is None] if spec.foreign is not None else []
     if odd:
         what = f"{spec.family} initialises {odd[0].replace('.{}', '')} with values that are not normally distributed"
@@ -46,8 +47,8 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
 
 
 def with_adapter(recipe: Recipe) -> Recipe:
-    """The recipe with all that the adapter of ``lora.path`` says of itself (rank, alpha, targets and so on) where the
-    recipe does not. Raises as :func:`resolve` and :func:`shardwise.models.peft.adapter_settings`."""
+    """The recipe with the settings of the adapter in ``lora.path`` (rank, alpha, targets and so on) wherever it does
+    not set them itself. Raises as :func:`resolve` and :func:`shardwise.models.peft.adapter_settings`."""
     asked = recipe.lora
     left = {"rank", "alpha", "targets", "rslora", "dora", "dropout"} - asked.model_fields_set
     if asked.path is None or not left or (asked.rank is not None and not Path(asked.path).is_dir()):

@@ -22,7 +22,7 @@ def is_linear(name: str) -> bool:
 
 
 MULTIPLIED = ("layers.", "embed.", "head.")
-"""Where the weights of matrix products are: what else a model has is looked up."""
+"""Prefixes of weights in matrix products; any other matrix of a model is a table that is looked up."""
 
 
 def is_adapter(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""How rotary frequencies are stretched beyond the trained range, from and to ``config.json``. No torch."""
+"""Rope scaling, read from and written to ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
-"""What each kind cannot do without."""
+"""The keys that each kind requires."""
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -26,12 +26,12 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-"""What each kind reads, and so what is written of it."""
+"""The keys of each kind that are written."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """One way of stretching. ``linear`` reads ``factor`` alone; ``dynamic`` (NTK) raises theta for sequences beyond
+    """One kind of rope scaling. ``linear`` reads ``factor`` alone; ``dynamic`` (NTK) raises theta for sequences beyond
     ``original_max_position_embeddings``; ``longrope`` divides each frequency by its ``short_factor``, or, in sequences
     beyond it, by its ``long_factor``. ``attention_factor`` multiplies the tables (yarn, longrope)."""
 
@@ -58,7 +58,7 @@ def number(values: dict[str, Any], key: str, default: float | None, name: str) -
 
 
 def unsupported(what: str, name: str, fix: str) -> ConfigError:
-    """What a config asks for and nothing here does (MOD001)."""
+    """The error for a feature in a config that is not supported (MOD001)."""
     return ConfigError(Problem("MOD001", what, f"config of {name}", fix))
 
 

@@ -1,4 +1,4 @@
-"""Tables of rotary angles: from positions to cosines and sines, stretched as the model wants it."""
+"""Rotary tables: from positions to cosines and sines, with the model's rope scaling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rotary_tables(
     spec: ModelSpec, positions: Tensor, dtype: torch.dtype, documents: Tensor | None = None, local: bool = False
 ) -> Rotary:
     """cos and sin [b,s,1,r/2] for ``positions`` [b,s], computed in fp32 (fp64 for fp64) and cast to ``dtype``; r of a
-    head's elements are turned. ``documents`` as in MaskSpec; ``local``: with the theta of sliding layers."""
+    head's elements are rotated. ``documents`` as in MaskSpec; ``local``: with the theta of sliding layers."""
     wide = accumulation_dtype(dtype)
     exponents = torch.arange(0, spec.rotary_dim, 2, device=positions.device).to(wide) / spec.rotary_dim
     frequencies = 1.0 / (spec.local_rope_theta if local and spec.local_rope_theta else spec.rope_theta) ** exponents
@@ -45,7 +45,7 @@ def _scaled(spec: ModelSpec, frequencies: Tensor, scaling: RopeScaling) -> Tenso
 
 
 def _yarn_ramp(spec: ModelSpec, frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """0 for what turns more than ``beta_fast`` times in the trained range, 1 for less than ``beta_slow`` times."""
+    """0 for frequencies with more than ``beta_fast`` turns in the trained range, 1 for fewer than ``beta_slow``."""
 
     def place(turns: float) -> float:
         span = scaling.original_max_position_embeddings / (turns * 2 * math.pi)

@@ -61,6 +61,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file that has one, or a name and one, in each line; "max" is none."""
+    """The numbers in a file with ``number`` or ``name number`` on each line; "max" is not a number."""
     words = (line.rpartition(" ") for line in _lines(path))
     return {name: int(value) for name, _, value in words if value.isdigit()}

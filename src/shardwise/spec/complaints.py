@@ -1,4 +1,4 @@
-"""What is wrong with a value, in the words of the recipe: pydantic's findings and our cross-checks as Problems."""
+"""Invalid values as Problems, in the recipe's terms: pydantic's findings and cross-checks between settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_value(value: Any) -> str:
 
 
 def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> Problem:
-    """CFG001. ``fix``: what is known of it."""
+    """CFG001. ``fix``: a better one than the nearest key."""
     if dotted in keys.sections:
         there = [key for key in keys.leaves if key.startswith(f"{dotted}.")]
         what = f"`{dotted}` is a section, not a key"
@@ -132,7 +132,7 @@ def _choices(schema: Schema) -> list[Any]:
 
 
 def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """What no single value shows: settings that contradict each other. ``place`` takes a dotted key."""
+    """Settings that contradict each other. ``place`` takes a dotted key."""
     train, optim, model = recipe.train, recipe.optim, recipe.model
     problems: list[Problem] = []
 
@@ -210,7 +210,7 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
 
 
 def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """What is said to dpo and means nothing to another method, and the other way round."""
+    """Settings that only dpo uses, given with another method, and the reverse."""
     method, data, usual = recipe.method, recipe.data, Method()
     foreign = {
         "method.beta": method.beta != usual.beta,

@@ -1,4 +1,4 @@
-"""What became of the keys of other systems (elsewhere.json): one answer for each that has no other name here.
+"""Answers for the keys of other systems that have no counterpart of the same meaning here (elsewhere.json).
 
     automatic   nothing to say: it is done, or chosen, in any case; the key is left out with a notice
     instead     another key says it; ``write`` is what to write

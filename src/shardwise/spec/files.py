@@ -1,4 +1,4 @@
-"""Opening files that others may have replaced: opening a pipe in the place of a file would wait for ever."""
+"""Opens regular files only: opening a named pipe that somebody put in place of a file would block for ever."""
 
 from __future__ import annotations
 

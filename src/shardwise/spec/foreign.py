@@ -1,4 +1,4 @@
-"""Files that are no safetensors file, whatever their name: told by their suffix or their first bytes, never opened."""
+"""Recognises files that are not safetensors, by their suffix or first bytes, without parsing them."""
 
 from __future__ import annotations
 

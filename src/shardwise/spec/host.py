@@ -79,7 +79,7 @@ def _memory() -> Any:
 
 
 def processor() -> str:
-    """What tells this processor from others, a line each: its maker, model and what it can do."""
+    """Lines that identify this processor: vendor, model and features."""
     told = _CPUINFO.read_text().partition("\n\n")[0] if _CPUINFO.exists() else ""
     lines = [line for line in told.splitlines() if line.partition(":")[0].strip() in _IDENTITY]
     return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"

@@ -33,8 +33,8 @@ def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str
 
 
 def _reachable(url: str) -> bool:
-    """Whether the host of ``url`` has an address here, or a proxy may know one. Clients that retry for half a minute
-    need not begin where there is no network."""
+    """Whether the name of ``url``'s host can be resolved, or a proxy may resolve it. Without a network, this avoids
+    half a minute of retries."""
     host = urlsplit(url).hostname
     if getproxies() or host is None:
         return True

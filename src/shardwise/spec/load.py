@@ -1,4 +1,4 @@
-"""Recipes and plans from files and arguments, strictly: every problem at once, each with its place and its remedy."""
+"""Reads recipes and plans from files and arguments, strictly: all problems at once, each with its place and a fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMAND_LINE = "the command line"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe, what is worth telling about how it was read, and the place of every key that was given."""
+    """A recipe, notices about how it was read, and the place of every key that was given."""
 
     recipe: Recipe
     notices: tuple[str, ...]
@@ -181,8 +181,8 @@ def _is_text(schema: Schema) -> bool:
 
 
 def _shorten(reading: _Reading) -> None:
-    """``--max-steps 5`` on a recipe with 100 steps of warmup is a trial, not a contradiction: the file's
-    lengths give way."""
+    """``--max-steps 5`` on a recipe with 100 steps of warmup is a trial run, not a contradiction: the lengths in the
+    file are reduced."""
     steps, where = reading.settings.get("train.max_steps", (None, ""))
     if not isinstance(steps, int) or not where.endswith(COMMAND_LINE):
         return

@@ -1,4 +1,4 @@
-"""Numbers for people: sizes such as ``8k`` read, bytes, counts and tables written."""
+"""Numbers for people: reads sizes such as ``8k``, and formats bytes, counts and tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_size(text: str, unit: str) -> int | None:
 
 
 def typed(path: Path | str) -> str:
-    """A path as a shell takes it, blanks and all."""
+    """A path quoted for a shell."""
     return shlex.quote(str(path))
 
 

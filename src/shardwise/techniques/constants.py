@@ -1,4 +1,4 @@
-"""Small tables of numbers that kernels read: sent to a device once, as every copy to it would make the host wait."""
+"""Small tables of numbers that kernels read: copied to a device once, because each copy would make the host wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _KEPT: dict[tuple[Hashable, torch.device], Tensor] = {}
 
 
 def constant(like: Tensor, name: Hashable, numbers: Any) -> Tensor:
-    """The ``numbers`` (nested lists) that are called ``name``, in fp32, on the device of ``like``. A fake tensor gets
-    some of its own, which are not kept."""
+    """The table ``numbers`` (nested lists), cached as ``name``, in fp32, on the device of ``like``. For a fake tensor
+    it is created anew and not cached."""
     key = (name, like.device)
     if key in _KEPT and not isinstance(like, FakeTensor):
         return _KEPT[key]

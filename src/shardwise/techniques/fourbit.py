@@ -53,7 +53,7 @@ def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] that :func:`quantise` kept, made in fp32 some rows at a time."""
+    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
     wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
@@ -69,7 +69,7 @@ def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype)
 
 
 def linear(x: Tensor, bias: Tensor | None, codes: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
-    """x [.., in] -> [.., out] in x's dtype. The matrix is made when it is needed and kept by nobody."""
+    """x [.., in] -> [.., out] in x's dtype. The matrix is dequantised when it is used, and not stored."""
     made: Tensor = _Linear.apply(x, bias, codes, sizes, groups)
     return made
 
