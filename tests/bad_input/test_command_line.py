@@ -180,7 +180,7 @@ DATA = [
         {"d/.hidden": "x"},
         "d",
         66,
-        ("DATA001", "`d` is a directory without files", "data.path", "name another"),
+        ("DATA001", "`d` is a directory without files", "data.path", "name another directory, or a file"),
     ),
     (
         "B-50",

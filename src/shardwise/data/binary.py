@@ -27,7 +27,7 @@ def index_of(path: Path) -> Path | None:
 
 
 def _fault(path: Path, what: str) -> DataError:
-    return DataError(Problem("DATA010", f"{path.name}: {what}", str(path), "copy the file again, or name another"))
+    return DataError(Problem("DATA010", f"{path.name}: {what}", str(path), "copy the file again, or name another file"))
 
 
 def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]:

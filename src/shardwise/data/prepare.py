@@ -396,5 +396,5 @@ def _writing(cache: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or cache
         what = f"cannot write {path}: {(error.strerror or str(error)).lower()}"
-        fix = "data.cache=DIRECTORY, one with room that you may write"
+        fix = "data.cache=DIRECTORY, with free space and write permission"
         raise OutputError(Problem("OUT002", what, "data.cache", fix)) from error

@@ -168,7 +168,7 @@ def _find_one(name: str) -> Iterator[Source]:
         found = _sources(path, _walk(path, set()))
         if not found:
             what = f"`{name}` is a directory without files"
-            raise MissingInputError(Problem("DATA001", what, _WHERE, "name another"))
+            raise MissingInputError(Problem("DATA001", what, _WHERE, "name another directory, or a file"))
         yield from found
     elif has_magic(name):
         first_magic = next(index for index, part in enumerate(path.parts) if has_magic(part))

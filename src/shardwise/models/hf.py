@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
@@ -275,37 +276,29 @@ def write_weights(
 ) -> list[Path]:
     """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
 
-    ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in the order of
-    ``parameter_shapes(spec)``, and no more than one tensor of the files and a copy of it are held.
-    """
+    ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in an order that depends on
+    ``spec`` and the sizes alone, so that it is the same on every rank, and no more than one tensor of the files and a
+    copy of it are held."""
     directory.mkdir(parents=True, exist_ok=True)
     parts, single, there = stacks(spec), _shapes_in_files(spec), turned(spec)
-    assert [name for names in parts.values() for name in names] == list(single)  # stacked ones follow each other
     shapes = {
         theirs: (sum(single[name][0] for name in names), *single[names[0]][1:]) for theirs, names in parts.items()
     }
-    shards: list[list[str]] = [[]]
-    room = max_shard_bytes
-    for name, shape in shapes.items():
-        size = prod(shape) * dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(name)
-        room -= size
-    count = len(shards)
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for file, names in zip(files, shards, strict=True):
+    split = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         values = (_stacked([fetch(part).T if part in there else fetch(part) for part in parts[name]]) for name in names)
         tensorfile.write(directory / file, {name: shapes[name] for name in names}, dtype, values)
-    if count > 1:
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
-        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    if split.is_sharded:
+        _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
-    return [directory / file for file in files]
+    return [directory / file for file in split.filename_to_tensors]
 
 
 def _stacked(values: list[Tensor]) -> Tensor:

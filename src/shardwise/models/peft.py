@@ -171,7 +171,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     problems = [*unserved, *_settings_differ(config, lora, where)]
     if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
         what = f"{len(odd)} tensors of the adapter are quantised ({found[odd[0]].dtype}), such as {odd[0]}"
-        problems.append(Problem("CKPT004", what, where, "the adapter in fp32, bf16 or fp16"))
+        problems.append(Problem("CKPT004", what, where, "give the adapter in fp32, bf16 or fp16"))
     theirs = _stored(modules)
     if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
@@ -189,13 +189,16 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
         rows, columns = blocks or word != "lora_a", blocks and word == "lora_b"
         if found[name].shape != (wanted := _joined(shapes, rows=rows, columns=columns)):
             what = f"{name} has shape {list(found[name].shape)}, the model takes {list(wanted)}"
-            raise DataError(Problem("CKPT002", what, where, "the adapter of this model"))
+            raise DataError(Problem("CKPT002", what, where, "give an adapter that was trained on this model"))
         row = column = 0
         for member, shape in zip(members, shapes, strict=True):
             places[member] = (found[name].rows(row, row + shape[0]), column)
             row, column = row + shape[0] * rows, column + lora.rank * columns
         if columns and _mixed([places[member] for member in members], lora.rank):
-            what, fix = f"{name} is not block-diagonal: trained elsewhere as one layer", "merge it into its model first"
+            what, fix = (
+                f"{name} is not block-diagonal: trained elsewhere as one layer",
+                "merge it with PEFT, and use that model",
+            )
             raise DataError(Problem("CKPT003", what, where, fix))
     return places
 
@@ -248,7 +251,7 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
         odd.append(f"peft_type {config.get('peft_type')}")
     if config.get("bias", "none") != "none":
         odd.append(f"bias {config['bias']}")
-    plain = "an adapter of plain LoRA, with one rank for all layers"
+    plain = "give a plain LoRA adapter, with one rank for all layers"
     fixes = dict.fromkeys(odd, plain)
     first = config.get("init_lora_weights")
     if (first.lower() if isinstance(first, str) else first) not in _FIRST:
