@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.models import attention as module
 from shardwise.models import blockwise, flash
@@ -177,6 +179,22 @@ def test_a_gradient_of_any_strides(name: str) -> None:
 
 def test_lse_takes_no_gradient() -> None:
     assert not run(*inputs(), MaskSpec())[1].requires_grad
+
+
+def test_no_gradient_of_lse_is_made() -> None:
+    """Autograd would make zeros for it, 4 bytes a token and head, for a backward that does not read them."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    made: list[str] = []
+    q, k, v = (torch.randn(1, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
+    out, _ = run(q, k, v, MaskSpec())
+    with Made():
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert made[-1] == "shardwise.attention_backward.default" and "aten.zeros.default" not in made
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

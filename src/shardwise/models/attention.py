@@ -164,11 +164,14 @@ def _(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, sinks, positions, *settings = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # or backward would be handed zeros for it
     ctx.settings = settings
     ctx.save_for_backward(q, k, v, *output, documents, sinks, positions)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # nothing that was computed from ``out`` has a gradient
+        return (None,) * 12
     *grads, grad_sinks = attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 7
 
