@@ -19,7 +19,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
     narrow = compute < wide
-    copied = plan.shard.strategy == "ddp" and plan.precision.compute != _output(sheet).dtype
+    copied = not plan.sharded and plan.precision.compute != _output(sheet).dtype
     steps: list[Step] = []
     if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
         steps.append(("factors", tokens * wide, ()))
@@ -54,7 +54,7 @@ def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     *_, chunks = _sizes(plan)
     compute = plan.precision.compute
     made = compute if chunks == 1 else "fp64" if compute == "fp64" else "fp32"
-    weight = plan.precision.weights if plan.shard.strategy == "ddp" else compute
+    weight = compute if plan.sharded else plan.precision.weights
     if not wants(sheet)[1] or made == weight:
         return [("", 0, ("loss",))]
     return [("typed", vocabulary * hidden * BYTES[weight], ("grad_weight", "loss"))]

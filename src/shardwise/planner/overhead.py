@@ -95,7 +95,7 @@ def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
 def _streams(plan: Plan) -> int:
     """Streams that allocate: the one that computes; under FSDP2 those in which it gathers and reduces, and of a hybrid
     plan sums over replicas."""
-    if plan.shard.strategy == "ddp" or plan.layout.dp == 1:
+    if not plan.sharded:
         return 1
     return 4 if plan.layout.dp_replicate > 1 else 3
 

@@ -54,6 +54,7 @@ from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
 from shardwise.techniques.meshes import Meshes
+from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
@@ -142,8 +143,8 @@ def parallelize(
     for tensor in [*module.parameters(), *module.buffers()]:
         meshes.broadcast(tensor.detach(), "world")
     shard.apply(compilation.apply(remat.apply([module], plan, meshes), plan, meshes), plan, meshes, routed, apart)
-    if plan.shard.strategy == "ddp" and plan.precision.compute == "bf16":
-        _autocast(module, torch.bfloat16)
+    if not plan.sharded and plan.precision.compute in ("bf16", "fp16"):
+        _autocast(module, torch_type(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
     _PLANS[module], _MESHES[module] = plan, meshes
     return module
@@ -209,7 +210,7 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
     after it gradients are the mean over all of them and over all ranks."""
     plan, usage = _PLANS[module], _USAGES[module]
     usage.begin()
-    if last and micro_batches > 1 and plan.shard.strategy == "zero1":
+    if last and micro_batches > 1 and plan.sharded and plan.shard.strategy == "zero1":
         complete_accumulated(module)
     shard.synchronise([module], plan, last=last)
     (loss / (plan.layout.dp * micro_batches)).backward()

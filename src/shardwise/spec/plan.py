@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are cut over the ranks of a group ``fsdp``."""
+        """Whether weights are cut over the ranks of a group ``fsdp``; over one rank nothing is."""
         return self.shard.strategy != "ddp" and self.layout.fsdp > 1
 
     @property

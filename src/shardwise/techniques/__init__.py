@@ -71,9 +71,9 @@ def apply(
     hooks hold on to the very parameters; a sharded one after, so that a rank never allocates more than its shards.
     """
     for technique in ORDER:
-        if technique is shard and plan.shard.strategy == "ddp":
+        if technique is shard and not plan.sharded:
             allocate(parts)
         parts = technique.apply(parts, plan, meshes)
-        if technique is shard and plan.shard.strategy != "ddp":
+        if technique is shard and plan.sharded:
             allocate(parts)
     return parts

@@ -57,7 +57,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
                 "remove a pattern; one trained weight, such as `norm.weight`, is enough",
             )
         )
-    elif plan.precision.modules and plan.shard.strategy == "zero3" and frozen("embed.weight", plan):
+    elif plan.precision.modules and plan.sharded and plan.shard.strategy == "zero3" and frozen("embed.weight", plan):
         # Sharded modules with a type of their own are gathered apart; whether they are again depends on each input.
         what = "zero3 does not support a frozen embedding together with precision.modules"
         fix = "strategy zero2, zero1 or ddp; or leave out precision.modules"

@@ -46,7 +46,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"nf4 stores rows in blocks of {NF4_BLOCK}, but {odd[0]} has {names[odd[0]][1]} columns"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
     here = importlib.metadata.version("torch")
-    if plan.shard.strategy != "ddp" and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
+    if plan.sharded and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
         since = ".".join(map(str, SHARDS_BYTES))
         what = f"sharding nf4 weights needs torch {since} or later, and this is torch {here}"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))

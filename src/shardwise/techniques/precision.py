@@ -4,7 +4,7 @@ Shards nothing and sends nothing: it decides how wide everything else is. Weight
 ``weights``, fp32 unless the recipe says otherwise (under adapters the model's own, which no step changes, in
 ``lora.frozen``); forward and backward run in ``compute``; gradients travel and are
 summed in ``reduce``. bf16 halves activations and gathers and pays on every device with bf16 matrix units; fp16 needs
-loss scaling (runtime/step.py). Under a sharded strategy FSDP2 casts when it gathers (shard.py passes it the types);
+loss scaling (runtime/step.py). Where weights are sharded FSDP2 casts when it gathers (shard.py passes it the types);
 otherwise each layer casts its weight at use, and the copies live until its backward has run.
 """
 
@@ -41,7 +41,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN012", what, "precision.compute", "bf16, or weights fp32"))
     if precision.reduce == "bf16" and precision.compute == "fp64":
         problems.append(Problem("PLAN012", "gradients of fp64 would be reduced in bf16", "precision.reduce", "fp64"))
-    if precision.modules and plan.shard.strategy != "ddp" and plan.remat.mode == "selective":
+    if precision.modules and plan.sharded and plan.remat.mode == "selective":
         # Seen with torch 2.13: selective checkpointing counts operations that FSDP2's inner units do once only.
         what = "selective recompute does not work with sharded modules that have their own compute dtype"
         problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or leave out precision.modules"))
@@ -119,7 +119,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     for part in parts:
         for name, parameter in part.named_parameters():
             parameter.data = parameter.data.to(torch_type(kept_type(plan, name)))
-        if plan.shard.strategy != "ddp":
+        if plan.sharded:
             continue
         for name, module in part.named_modules():
             number = compute_type(plan.precision, name)

@@ -116,7 +116,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Cuts every weight along dim 0, and lists what a step sends."""
     if plan.layout.dp == 1:
         return sheet
-    if plan.shard.strategy == "ddp":
+    if not plan.sharded:
         return dataclasses.replace(sheet, step=sheet.step + _bucket_sums(sheet, plan))
 
     def cut(unit: Unit) -> Unit:
@@ -202,7 +202,7 @@ def apply(
     wire = torch_type(plan.precision.reduce)
     for part in parts:
         named = dict(part.named_parameters())
-        if plan.shard.strategy == "ddp":
+        if not plan.sharded:
             _REPLICAS[part] = Replicas(named.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
             continue
         scalars = {name: parameter for name, parameter in named.items() if parameter.ndim == 0}
