@@ -1,8 +1,31 @@
-"""``python -m shardwise``, also as ``torchrun -m shardwise``."""
+"""``shardwise``, ``python -m shardwise``, also as ``torchrun -m shardwise``: Ctrl-C ends a command in order also while
+its code is still being loaded."""
 
+import os
+import signal
 import sys
+from importlib import import_module
+from types import FrameType
 
-from shardwise.cli.app import main
+from shardwise.launch.worker import is_worker
+
+
+def main() -> int:
+    """Load the commands and run the one that was named; its exit code."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:  # a shell has it ignored for what runs in the background
+        signal.signal(signal.SIGINT, _leave)
+    app = import_module("shardwise.cli.app")
+    signal.signal(signal.SIGINT, usual)
+    code: int = app.main()
+    return code
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if not is_worker():  # the launcher says it for its ranks
+        os.write(2, b"interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,6 +20,7 @@ from typing import Any
 
 from shardwise.launch import local
 from shardwise.launch.worker import LAUNCHER, STORE
+from shardwise.runtime.outcome import read_exit
 from tests.faults.ranks import DEADLINE_S, ROOT, environment, prepare
 
 
@@ -43,7 +44,7 @@ class ReadyRanks:
         assert text, "the process that ranks are forked from has ended"
         ended: list[tuple[int, int, float]] = json.loads(text)
         failures = {rank: local.Failure(code, pid, when) for rank, (code, pid, when) in enumerate(ended) if code}
-        return local._failed(failures, run_directory, None) if failures else local.Ended(0)
+        return local._failed(failures, read_exit(run_directory), run_directory, None) if failures else local.Ended(0)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from shardwise.launch import owner, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.report import Report
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
@@ -246,6 +248,17 @@ def test_train_writes_what_ranks_read_and_starts_them(shardwise: Run, ended: lis
     assert (recipe.run.name, recipe.run.device, recipe.run.nproc) == ("a", "cpu", 1)
     assert resolve(recipe).vocab_size == 300
     assert load_plan("runs/a/plan.yaml").layout.world == 1
+
+
+def test_what_a_finished_run_says_to_do_next_works(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
+    assert shardwise("train", texts(), *SMALL, "--run", "a")[0] == 0
+    steps = Report.next_steps(SimpleNamespace(directory=Path("runs/a"), chat=False))  # type: ignore[arg-type]
+    assert steps[1] == "shardwise train runs/a/recipe.yaml --run NEW_NAME data.path=YOUR_DATA"
+    words = steps[1].replace("NEW_NAME", "b").replace("YOUR_DATA", "text").split()[1:]
+    code, out, err = shardwise(*words, "--dry-run")
+    assert (code, err) == (0, "") and "dry run: nothing was started" in out
+    code, _, err = shardwise(*steps[2].split()[1:])
+    assert (code, err) == (0, "")
 
 
 def test_a_failure_of_a_rank_is_printed_once_with_its_code(shardwise: Run, ended: list[tuple[object, ...]]) -> None:

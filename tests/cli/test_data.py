@@ -37,6 +37,12 @@ def test_it_prepares_and_says_what(recipe: Path, tmp_path: Path, capsys: pytest.
     assert Path(told["directory"]).parent == tmp_path / "cache" / "data"
 
 
+def test_one_document_is_one(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(recipe), f"data.path={tmp_path}/text/0.txt", "data.validation_share=0"]
+    assert main(["data", "prepare", *words]) == 0
+    assert " tokens in 1 document, 0.0 MB of text" in capsys.readouterr().out
+
+
 def test_errors_have_code_place_and_remedy(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": "a"}\n')

@@ -98,6 +98,40 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             "fix:   `shardwise train --help`\n",
         ),
         (
+            ("train", "--cluster", "2x8xH100"),
+            2,
+            "error[CLI001]: `2x8xH100`: runs start on this machine, and only plans are made for others\n"
+            "where: the command line\n"
+            "fix:   `run.device=cuda run.nproc=8 run.nodes=2` to run on such machines, "
+            "`shardwise plan --cluster 2x8xH100` to plan for them\n",
+        ),
+        (
+            ("data", "prepare", "cluster=2xCPU"),
+            2,
+            "error[CLI001]: `2xCPU`: runs start on this machine, and only plans are made for others\n"
+            "where: the command line\n"
+            "fix:   `run.device=cpu run.nproc=2` to run on such machines, "
+            "`shardwise plan --cluster 2xCPU` to plan for them\n",
+        ),
+        (
+            ("train", "--cluster", "8xH101"),
+            78,
+            "error[CLU002]: unknown device `H101`\nwhere: --cluster\nfix:   did you mean H100-SXM-80GB?\n",
+        ),
+        (
+            ("plan", "train.global_batch_size=10", "train.micro_batch_size=4"),
+            78,
+            "error[CFG008]: global_batch_size 10 is not a multiple of micro 4 × accumulation 1 = 4\n"
+            "where: `train.global_batch_size=10` on the command line\n"
+            "fix:   `train.global_batch_size=12`, or drop one of the three\n",
+        ),
+        (
+            ("train", "model.config={}", "model.init=pretrained"),
+            78,
+            "error[CFG008]: `model.init: pretrained` needs weights, and `model.config` has none\n"
+            "where: `model.init=pretrained` on the command line\nfix:   `model.init=random`, or `model.path`\n",
+        ),
+        (
             ("fly",),
             2,
             "error[CLI001]: No such command 'fly'.\nwhere: the command line\nfix:   `shardwise --help`\n",

@@ -46,6 +46,26 @@ def test_ctrl_c_while_the_tokenizer_works(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "data").glob("[!.]*"))
 
 
+EARLY = """
+import builtins, os, signal, sys
+usual = builtins.__import__
+def begin(name, *given, **named):
+    if name == "typer":
+        os.kill(os.getpid(), signal.SIGINT)
+    return usual(name, *given, **named)
+builtins.__import__ = begin
+sys.argv = ["shardwise", "--version"]
+import runpy
+runpy.run_module("shardwise", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_a_command_is_being_loaded() -> None:
+    """Which takes some 0.2 s; a traceback of Python's would tell nothing."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -15,7 +15,7 @@ from shardwise.cli.work import work
 from shardwise.errors import DataError, OutputError, PreemptedError, Problem
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim, claim
-from shardwise.launch.worker import LAUNCHER, TURN_S, start_name
+from shardwise.launch.worker import LAUNCHER, STORE, TURN_S, start_name
 from shardwise.runtime.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
@@ -105,6 +105,27 @@ def test_a_disk_that_filled_up_is_no_defect(
     Path("runs/a/recipe.yaml").write_text(dump_recipe(recipe))
     assert run(recipe, monkeypatch, error) == 73
     assert "then `shardwise train --resume runs/a`\n" in capsys.readouterr().err
+
+
+def test_our_launcher_finds_the_cause_elsewhere_where_the_disk_is_full(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """So that it is printed once, and not by every rank."""
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setenv(LAUNCHER, "1")
+    monkeypatch.setenv(STORE, str(room / "store"))
+
+    def write(directory: Path, outcome: Exit) -> None:
+        if directory != room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_exit(directory, outcome)
+
+    monkeypatch.setattr(module, "write_exit", write)
+    assert run(recipe, monkeypatch, OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")) == 73
+    assert capsys.readouterr().err == ""
+    told = read_exit(room)
+    assert told is not None and told.problems[0]["what"] == "cannot write runs/a/metrics.jsonl: no space left"
 
 
 def test_ranks_of_torchrun_do_not_touch_another_run(

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch.worker import STORE, die_with_launcher, rank
+from shardwise.launch.worker import STORE, die_with_launcher, launcher_directory, rank
 from shardwise.runtime.hangup import heeded
 from shardwise.runtime.outcome import Exit, write_exit
 
@@ -26,6 +26,12 @@ def main(directory: Path, deed: str) -> int:
         return stop_when_asked(directory)
     if deed == "fine":
         return 0
+    if deed == "full":  # where the run is, nothing can be written; both ranks say so
+        room = launcher_directory()
+        assert room is not None
+        problems = [{"code": "OUT002", "what": "cannot write x: no space left", "where": "x", "fix": "make room there"}]
+        write_exit(room, Exit("error", 73, "cannot write x", rank=rank(), problems=problems))
+        return 73
     if rank() == 0 and deed == "fail":
         write_exit(directory, Exit("error", 78, "unknown key", rank=0, step=7, problems=[problem]))
         return 78

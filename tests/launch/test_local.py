@@ -70,6 +70,13 @@ def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path)
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
+def test_the_cause_is_told_once_where_the_disk_is_full(tmp_path: Path) -> None:
+    ended = launch([str(tmp_path), "full"], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 73 and ended.problem is not None
+    assert (ended.problem.code, ended.problem.what) == ("OUT002", "cannot write x: no space left")
+    assert ended.problem.fix == "make room there"
+
+
 @pytest.mark.parametrize(
     ("kills", "what", "fix"),
     [

@@ -55,19 +55,19 @@ def test_sizes_always_multiply(dp: int, seq_len: int, whole: int | None, micro: 
             Train(global_batch_size=512, micro_batch_size=4, gradient_accumulation_steps=8),
             8,
             "global_batch_size 512 ≠ micro 4 × accumulation 8 × dp 8 = 256",
-            "`train.gradient_accumulation_steps: 16`, or `train.global_batch_size: 256`, or drop one of the three",
+            "`train.gradient_accumulation_steps=16`, or `train.global_batch_size=256`, or drop one of the three",
         ),
         (
             Train(global_batch_size=10),
             4,
             "global_batch_size 10 is not a multiple of dp 4",
-            "`train.global_batch_size: 12`",
+            "`train.global_batch_size=12`",
         ),
         (
             Train(global_batch_size=8, micro_batch_size=3),
             2,
             "global_batch_size 8 is not a multiple of micro 3 × dp 2 = 6",
-            "`train.global_batch_size: 12`",
+            "`train.global_batch_size=12`",
         ),
     ],
 )

@@ -88,8 +88,8 @@ def describe(prepared: Prepared) -> str:
     lines = []
     for name, split in manifest.splits.items():
         text = f"{split.text_bytes / 1e6:,.1f} MB of {'answers' if split.packs else 'text'}"
-        noun = "answers, two per pair" if split.pairs else "samples" if split.packs else "documents"
-        lines.append(f"{name:<11} {split.tokens:,} tokens in {split.documents:,} {noun}, {text}")
+        parts = counted(split.documents, "answer" if split.pairs else "sample" if split.packs else "document")
+        lines.append(f"{name:<11} {counted(split.tokens, 'token')} in {parts}{', two per pair' * split.pairs}, {text}")
     for name, split in manifest.splits.items():
         if split.packs is not None and manifest.seq_len:
             share, filled = split.supervised_tokens / split.tokens, split.tokens / (split.windows * manifest.seq_len)
@@ -97,7 +97,7 @@ def describe(prepared: Prepared) -> str:
             lines.append(f"{'':<11} {name}: {split.supervised_tokens:,} supervised tokens ({share:.1%}), {windows}")
     lines += preview.report(manifest.counts)
     if manifest.empty_documents:
-        lines.append(f"left out    {manifest.empty_documents:,} empty documents")
+        lines.append(f"left out    {counted(manifest.empty_documents, 'empty document')}")
     known = f"{manifest.vocab_size:,} ids, end-of-text {manifest.eot_id}, hash {manifest.tokenizer_hash[:8]}"
     return "\n".join([*lines, f"tokenizer   {known}", f"directory   {prepared.directory}"])
 

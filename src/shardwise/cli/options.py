@@ -12,9 +12,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from shardwise.errors import MissingInputError, Problem, UsageError
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import SHORT, Keys, keys_of
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
+from shardwise.spec.units import typed
 
 DataWords = Annotated[
     list[str],
@@ -78,7 +80,17 @@ def sort_words(words: list[str]) -> Words:
             found.path = Path(word)
         else:
             raise _misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
+    for asked in (word.partition("=")[2] for word in found.overrides if word.startswith("cluster=")):
+        raise _misused(f"`{asked}`: runs start on this machine, and only plans are made for others", _machines(asked))
     return found
+
+
+def _machines(text: str) -> str:
+    """What to write for machines that were asked of a command other than `plan`."""
+    found = parse_cluster(text)
+    several = f" run.nodes={found.nodes}" if found.nodes > 1 else ""
+    here = f"run.device={found.kind} run.nproc={found.devices_per_node}{several}"
+    return f"`{here}` to run on such machines, `shardwise plan --cluster {typed(text)}` to plan for them"
 
 
 def _misused(what: str, fix: str) -> UsageError:

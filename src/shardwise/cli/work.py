@@ -16,7 +16,7 @@ from shardwise.cli.show import defect, note, print_error, say
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
-from shardwise.launch.worker import by_our_launcher, rank, speak_in_turn, start_name, started
+from shardwise.launch.worker import by_our_launcher, launcher_directory, rank, speak_in_turn, start_name, started
 from shardwise.models.resolve import resolve
 from shardwise.runtime.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.track import check_installed
@@ -98,15 +98,18 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
 
 def _leave(directory: Path, error: ShardwiseError, kind: str, claim: Claim | None) -> int:
     """Write the cause unless one stands (the guard writes what happens while it watches) or the directory is another
-    start's by now, and print what nobody else will: a full disk may not hold it."""
+    start's by now, and print what nobody else will. A full disk may not hold it: then where our launcher looks too."""
     problems, unwritten = [asdict(problem) for problem in error.problems], False
     lost = claim is not None and not claim.held()
     if not lost and directory.is_dir() and read_exit(directory) is None:
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
-        try:
-            write_exit(directory, Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place))  # type: ignore[arg-type]
-        except OSError:
-            unwritten = True
+        outcome = Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
+        unwritten = True
+        for where in filter(None, (directory, launcher_directory())):
+            with suppress(OSError):
+                write_exit(where, outcome)
+                unwritten = False
+                break
     standing = None if lost else read_exit(directory)
     mine = unwritten or rank() == (standing.rank if standing else 0)
     if not mine:

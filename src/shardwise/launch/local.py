@@ -71,11 +71,12 @@ def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: st
             failures = _watch(ranks, asked)
         finally:
             _send(ranks, signal.SIGKILL)
+        told = read_exit(run_directory) or read_exit(Path(private))  # there if the run's disk is full
     if asked.again:
         return Ended(128 + signal.SIGINT)
     if asked.first is not None:
-        return _stopped(asked.first, run_directory)
-    return _failed(failures, run_directory, kills) if failures else Ended(0)
+        return _stopped(asked.first, told, run_directory)
+    return _failed(failures, told, run_directory, kills) if failures else Ended(0)
 
 
 def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
@@ -155,10 +156,9 @@ def _send(ranks: Collection[subprocess.Popen[bytes]], number: signal.Signals) ->
             process.wait()
 
 
-def _failed(failures: dict[int, Failure], run_directory: Path, kills: int | None) -> Ended:
+def _failed(failures: dict[int, Failure], outcome: Exit | None, run_directory: Path, kills: int | None) -> Ended:
     """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence.
     ``kills``: of the kernel's, for memory, before the ranks were started."""
-    outcome = read_exit(run_directory)
     # a rank that ended by SIGTERM was asked to, because another had failed
     rank, first = min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
     killed = {r: f for r, f in failures.items() if f.exit_code < 0 and f.exit_code != -signal.SIGTERM}
@@ -203,8 +203,7 @@ def _cause(outcome: Exit) -> Problem | None:
     return Problem("RUN004", outcome.message, f"rank {outcome.rank} on {outcome.host}, step {outcome.step}")
 
 
-def _stopped(received: signal.Signals, run_directory: Path) -> Ended:
-    outcome = read_exit(run_directory)
+def _stopped(received: signal.Signals, outcome: Exit | None, run_directory: Path) -> Ended:
     if outcome is not None:
         return Ended(outcome.exit_code, _cause(outcome))
     what = f"stopped by {received.name} before the ranks could save"

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 LAUNCHER = "SHARDWISE_LAUNCHER_PID"
 STORE = "SHARDWISE_STORE"
@@ -46,6 +47,12 @@ def start_name() -> str:
 def by_our_launcher() -> bool:
     """Whether our launcher, which shows the first failure itself, started this worker."""
     return LAUNCHER in os.environ
+
+
+def launcher_directory() -> Path | None:
+    """A directory that our launcher and its ranks alone can read, mostly on another disk than the run; None without
+    our launcher."""
+    return Path(os.environ[STORE]).parent if STORE in os.environ else None
 
 
 def set_up_torch(*, deterministic: bool) -> None:

@@ -242,7 +242,7 @@ def _mesh(recipe: Recipe, cluster: Cluster) -> Problem:
     legal = ", ".join(f"{world // n} x {n}" for n in range(1, world + 1) if world % n == 0)
     fix = f"dp_replicate x dp_shard one of {legal}; or leave one of them out"
     if parallel.strategy == "ddp":
-        fix = f"`parallel.dp_replicate: {world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"
+        fix = f"`parallel.dp_replicate={world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"
     what = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world} devices are used"
     return Problem("PLAN001", what, "parallel", fix)
 

@@ -92,7 +92,7 @@ class Report:
     def next_steps(self) -> list[str]:
         return [
             f'shardwise generate {typed(self.directory)} {"--chat " * self.chat}--prompt "..."',
-            "shardwise train mine.yaml",
+            f"shardwise train {typed(self.directory / 'recipe.yaml')} --run NEW_NAME data.path=YOUR_DATA",
             f"shardwise plan --plan {typed(self.directory / 'plan.yaml')}",
         ]
 

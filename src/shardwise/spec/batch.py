@@ -77,7 +77,7 @@ def _contradiction(train: Train, dp: int) -> ConfigError:
         what += f" = {product}" if product != dp else ""
     fixes = []
     if micro and accumulation and whole % (micro * dp) == 0:
-        fixes.append(f"`train.gradient_accumulation_steps: {whole // (micro * dp)}`")
-    fixes.append(f"`train.global_batch_size: {product if micro and accumulation else -(-whole // product) * product}`")
+        fixes.append(f"`train.gradient_accumulation_steps={whole // (micro * dp)}`")
+    fixes.append(f"`train.global_batch_size={product if micro and accumulation else -(-whole // product) * product}`")
     tail = ", or drop one of the three" if micro and accumulation else ""
     return ConfigError(Problem("CFG008", what, "train", ", or ".join(fixes) + tail))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +14,7 @@ from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Lora, Method, Recipe
 
+COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
 Place = Callable[[tuple[str | int, ...]], str]
 """From the path of a value to ``file:line``, or to the argument that set it."""
@@ -31,6 +35,14 @@ def show_value(value: Any) -> str:
         items = [show_value(item) for item in value[:4]]
         return f"a list ({', '.join(items)}{', ...' if len(value) > 4 else ''})" if items else "an empty list"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def as_typed(problem: Problem) -> Problem:
+    """With a fix that is typed as the mistake was: ``key=value`` for the command line, ``key: value`` for a file."""
+    if not problem.where.endswith(COMMAND_LINE):
+        return problem
+    fix = re.sub(r"`([a-z_.]+): ([^`]+)`", lambda found: f"`{found[1]}={shlex.quote(found[2])}`", problem.fix)
+    return replace(problem, fix=fix)
 
 
 def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> Problem:

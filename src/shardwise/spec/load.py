@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec import complaints, elsewhere
+from shardwise.spec.complaints import COMMAND_LINE
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
 from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
@@ -21,7 +22,6 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import read_size, show_bytes
 
 FORMAT = 1
-COMMAND_LINE = "the command line"
 
 
 @dataclass(frozen=True)
@@ -218,10 +218,10 @@ def _validate(reading: _Reading) -> Recipe:
         recipe = Recipe.model_validate(nested)
     except ValidationError as error:
         found = complaints.describe_findings(error.errors(), reading.keys, recipe_schema(), place)
-        raise ConfigError(*problems, *found) from None
+        raise ConfigError(*map(complaints.as_typed, (*problems, *found))) from None
     problems += complaints.cross_check(recipe, lambda key: place((key,)))
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*map(complaints.as_typed, problems))
     return recipe
 
 
