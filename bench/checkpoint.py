@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.prove.pool import RankPool
-from shardwise.runtime.checkpoint import Checkpoints
+from shardwise.runtime.checkpoint.save import Checkpoints
 from shardwise.spec.recipe import Checkpoint
 
 PIECES = 24

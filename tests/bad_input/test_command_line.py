@@ -1,8 +1,9 @@
 """What is wrong is told by the command itself: exit code and words pinned, no rank started, no file made.
 
 The cases bear the numbers of the list that the project was planned with. Errors of checkpoints (B-29 to B-37) are in
-tests/runtime/test_checkpoint.py and, for model files, tests/cli/test_pretrained.py; ports, plans and run directories
-(B-26, B-69, B-71, B-73) in tests/cli/test_errors.py; ranks that differ (B-27) in tests/runtime/test_world.py.
+tests/runtime/checkpoint/test_save.py and, for model files, tests/cli/test_pretrained.py; ports, plans and run
+directories (B-26, B-69, B-71, B-73) in tests/cli/test_errors.py;
+ranks that differ (B-27) in tests/runtime/test_world.py.
 """
 
 from __future__ import annotations

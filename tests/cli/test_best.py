@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.cli.app import main
-from shardwise.runtime.locate import best, locate_best, verify
+from shardwise.runtime.checkpoint.locate import best, locate_best, verify
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from tests.runtime.small_run import directory, recipe, train_here, weights_hash

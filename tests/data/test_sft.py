@@ -21,7 +21,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.template import SHIPPED, Template
 from shardwise.errors import DataError
-from shardwise.runtime.sample import first_prompt
+from shardwise.runtime.report.sample import first_prompt
 from shardwise.spec.recipe import Data
 
 Make = Callable[..., Data]

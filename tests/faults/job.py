@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.runtime import manifest
-from shardwise.runtime.outcome import Exit, read_exit
+from shardwise.runtime.checkpoint import manifest
+from shardwise.runtime.watch.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.plan import Batch, Plan, Shard

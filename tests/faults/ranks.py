@@ -97,7 +97,7 @@ def prepare(*more: str) -> None:
     and the runs of the real command line do all of it."""
     for name in (*IMPORTED, *more):
         importlib.import_module(name)
-    from shardwise.runtime import sample
+    from shardwise.runtime.report import sample
 
     sample.SAMPLE = dataclasses.replace(sample.SAMPLE, max_new_tokens=2)
 
@@ -105,7 +105,7 @@ def prepare(*more: str) -> None:
 def serve() -> None:
     """Fork what is asked for, a line of JSON at a time; answer with the pids, and with the codes at the end."""
     prepare()
-    from shardwise.runtime import measure
+    from shardwise.runtime.watch import measure
 
     measure.Meter.MEMORY_STEP = 0
     answers = os.dup(1)

@@ -33,8 +33,9 @@ def die(directory: Path, name: str) -> None:
 def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> None:
     """Rank ``who`` dies while it writes the checkpoint of ``step``: half-way through its first file (``torn``), before
     the directory gets its name (``unnamed``), or right after (``named``)."""
-    from shardwise.runtime import begin, commit
-    from shardwise.runtime.checkpoint import Checkpoints
+    from shardwise.runtime import begin
+    from shardwise.runtime.checkpoint import commit
+    from shardwise.runtime.checkpoint.save import Checkpoints
 
     if rank != who:
         return
@@ -99,7 +100,8 @@ def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
 
     from shardwise.data.tokens import Tokenizer
     from shardwise.models.decoder import Block
-    from shardwise.runtime import generate, sample
+    from shardwise.runtime import generate
+    from shardwise.runtime.report import sample
 
     sample.begins_trained = lambda recipe: True  # or random weights have no sample before training
     if who not in (rank, -1):
@@ -144,7 +146,7 @@ def tell_tensors(rank: int, directory: Path) -> None:
     """Rank 0 notes the hash of every whole tensor: as it is saved (``saved-<step>.json``) and as it is after resuming
     (``loaded-<step>.json``)."""
     from shardwise.runtime import loop
-    from shardwise.runtime.checkpoint import Checkpoints
+    from shardwise.runtime.checkpoint.save import Checkpoints
 
     true_begin, true_save = loop.begin, Checkpoints.save
 
@@ -198,7 +200,8 @@ def nccl_stands_in(rank: int, directory: Path) -> None:
 
     from torch._C import _distributed_c10d
 
-    from shardwise.runtime import guard, world
+    from shardwise.runtime import world
+    from shardwise.runtime.watch import guard
 
     recorded, set_timeout = vars(_distributed_c10d)["_dump_fr_trace_json"], world.set_timeout
     tell = guard.Guard.tell
@@ -228,7 +231,7 @@ def kill_at_begin(rank: int, directory: Path, who: int) -> None:
 
 def kill_at_load(rank: int, directory: Path, who: int) -> None:
     """Rank ``who`` dies between verifying a checkpoint and reading it."""
-    from shardwise.runtime import checkpoint
+    from shardwise.runtime.checkpoint import save as checkpoint
 
     if rank == who:
         checkpoint.fill = lambda *args: die(directory, "load")  # type: ignore[assignment]

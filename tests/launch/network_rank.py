@@ -13,7 +13,7 @@ from shardwise.launch.worker import die_with_launcher
 def main(directory: Path) -> int:
     """The exit code."""
     die_with_launcher()
-    from shardwise.runtime.crew import Crew
+    from shardwise.runtime.checkpoint.crew import Crew
     from shardwise.runtime.world import process, world
     from shardwise.spec.layout import Layout
 

@@ -17,7 +17,7 @@ from shardwise.errors import Problem
 from shardwise.launch import local
 from shardwise.launch.local import launch
 from shardwise.launch.worker import LAUNCHER, STORE
-from shardwise.runtime.outcome import read_exit
+from shardwise.runtime.watch.outcome import read_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = "tests.launch.fake_rank"

@@ -12,9 +12,9 @@ import pytest
 
 from shardwise.errors import DataError, MissingInputError, OutputError, ShardwiseError
 from shardwise.launch import rundir
-from shardwise.runtime import commit
-from shardwise.runtime.manifest import STATE, Manifest
-from shardwise.runtime.outcome import Exit, clear_exit, write_exit
+from shardwise.runtime.checkpoint import commit
+from shardwise.runtime.checkpoint.manifest import STATE, Manifest
+from shardwise.runtime.watch.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 
 

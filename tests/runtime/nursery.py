@@ -1,7 +1,7 @@
 """Processes that are made to die, cheaply: forked from one that has imported everything and has no thread yet.
 
     with nursery() as ask:
-        ask("tests.runtime.commit_once:run", 1, "directory", 2)     # [Child(status=0, result=...)] in a few ms
+        ask("tests.runtime.checkpoint.commit_once:run", 1, "directory", 2)  # [Child(status=0, result=...)] in a few ms
 
 Killing a rank of the pool costs a new pool; here a point costs a fork. Children of one request form a gloo group.
 """

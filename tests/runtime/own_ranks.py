@@ -18,11 +18,11 @@ from examples import transformers_loop, vision_loop
 from shardwise.errors import TrainingError
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
-from shardwise.runtime.storage import ShardWriter
+from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.spec.plan import Plan
 from shardwise.techniques import shard
 from shardwise.techniques.meshes import Meshes, meshes
-from tests.runtime.checkpoint_ranks import changed
+from tests.runtime.checkpoint.checkpoint_ranks import changed
 
 EXAMPLES = {"transformers": transformers_loop.main, "vision": vision_loop.main}
 

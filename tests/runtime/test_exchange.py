@@ -13,9 +13,10 @@ import torch
 
 from shardwise.errors import ConfigError, DataError, OutputError, Problem, ShardwiseError
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import crew, exchange, storage
-from shardwise.runtime.commit import MaybeCommitted
-from shardwise.runtime.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
+from shardwise.runtime import exchange
+from shardwise.runtime.checkpoint import crew, storage
+from shardwise.runtime.checkpoint.commit import MaybeCommitted
+from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
 from tests.runtime import rank_work
 
 PROBLEM = Problem("CKPT001", "what", "where", "fix")

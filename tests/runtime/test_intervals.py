@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.data.epochs import steps_per_epochs
+from shardwise.runtime.checkpoint.locate import verify
 from shardwise.runtime.job import open_job
-from shardwise.runtime.locate import verify
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from tests.runtime.small_run import directory, numbers, plan, recipe, train_here

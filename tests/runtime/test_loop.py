@@ -22,13 +22,16 @@ from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
 from shardwise.launch import rundir
 from shardwise.methods import pretrain
-from shardwise.runtime import begin, commit, end, measure, profile, sample
+from shardwise.runtime import begin, end
+from shardwise.runtime.checkpoint import commit
+from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.runtime.loop import train
-from shardwise.runtime.outcome import read_exit
-from shardwise.runtime.report import Report
+from shardwise.runtime.report import sample
+from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.runtime.storage import ShardWriter
+from shardwise.runtime.watch import measure, profile
+from shardwise.runtime.watch.outcome import read_exit
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Precision
 from shardwise.spec.recipe import Recipe

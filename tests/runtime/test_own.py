@@ -18,7 +18,8 @@ import shardwise
 from examples import transformers_loop, vision_loop
 from shardwise.errors import ConfigError, DataError
 from shardwise.prove.pool import RankFailure, RankPool
-from shardwise.runtime import checkpoint, own
+from shardwise.runtime import own
+from shardwise.runtime.checkpoint import save as checkpoint
 from tests.runtime import own_ranks
 from tests.runtime.own_ranks import Model, loss_of, rows
 

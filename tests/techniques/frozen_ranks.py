@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import reduce
-from shardwise.runtime.checkpoint import Checkpoints
+from shardwise.runtime.checkpoint.save import Checkpoints
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Plan

@@ -14,8 +14,8 @@ from shardwise.data.tokens import open_directory
 from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.launch import rundir
 from shardwise.models.resolve import resolve
-from shardwise.runtime.locate import locate_best
-from shardwise.runtime.manifest import candidates, train_again
+from shardwise.runtime.checkpoint.locate import locate_best
+from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
 
 

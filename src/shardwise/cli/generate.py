@@ -14,7 +14,7 @@ from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import Problem, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
-from shardwise.runtime.locate import locate_best, newest
+from shardwise.runtime.checkpoint.locate import locate_best, newest
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe

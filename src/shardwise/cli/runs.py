@@ -16,7 +16,7 @@ from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.rundir import newest_step
-from shardwise.runtime.outcome import read_exit
+from shardwise.runtime.watch.outcome import read_exit
 from shardwise.spec.load import load_recipe
 from shardwise.spec.units import show_bytes
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from shardwise.errors import OutputError, Problem
-from shardwise.runtime.manifest import train_again
+from shardwise.runtime.checkpoint.manifest import train_again
 
 _FILE = re.compile(r"\.owner-(\d+)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)

@@ -16,9 +16,17 @@ from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim
-from shardwise.runtime.locate import check_length
-from shardwise.runtime.manifest import STATE, Rejected, candidates, check_files, read, read_facts, train_again
-from shardwise.runtime.outcome import read_exit
+from shardwise.runtime.checkpoint.locate import check_length
+from shardwise.runtime.checkpoint.manifest import (
+    STATE,
+    Rejected,
+    candidates,
+    check_files,
+    read,
+    read_facts,
+    train_again,
+)
+from shardwise.runtime.watch.outcome import read_exit
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe

@@ -27,9 +27,9 @@ from shardwise.models.foreign import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.measure import CONTROL_BYTES, collective, group_name, payload_bytes
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
+from shardwise.runtime.watch.measure import CONTROL_BYTES, collective, group_name, payload_bytes
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Optim

@@ -12,19 +12,19 @@ from shardwise.errors import ConfigError
 from shardwise.runtime import fit
 from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
-from shardwise.runtime.checkpoint import Checkpoints
-from shardwise.runtime.guard import Claim, Guard
-from shardwise.runtime.header import header
+from shardwise.runtime.checkpoint.locate import check_length
+from shardwise.runtime.checkpoint.save import Checkpoints
 from shardwise.runtime.job import Job
-from shardwise.runtime.locate import check_length
-from shardwise.runtime.metrics import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.passes import announce_reduce, finish_of
 from shardwise.runtime.reference import refer
-from shardwise.runtime.reporting import only_reports
-from shardwise.runtime.sample import keep_first_sample
+from shardwise.runtime.report.header import header
+from shardwise.runtime.report.sample import keep_first_sample
+from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Rules
-from shardwise.runtime.track import Subject, track
+from shardwise.runtime.watch.guard import Claim, Guard
+from shardwise.runtime.watch.metrics import Log, Screen, Speed, flops_per_token
+from shardwise.runtime.watch.trackers import Subject, track
 from shardwise.spec.cluster import find_device
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe

@@ -12,19 +12,19 @@ import torch
 
 from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.errors import OutputError, PreemptedError, Problem
-from shardwise.runtime.checkpoint import Checkpoints
+from shardwise.runtime.checkpoint.locate import best, newest
+from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
+from shardwise.runtime.checkpoint.save import Checkpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
-from shardwise.runtime.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
-from shardwise.runtime.locate import best, newest
-from shardwise.runtime.manifest import step_name, train_again, whole
-from shardwise.runtime.measure import Meter
-from shardwise.runtime.metrics import Log
-from shardwise.runtime.report import Report
-from shardwise.runtime.reporting import only_reports
-from shardwise.runtime.sample import earlier_sample, sample, shown
+from shardwise.runtime.report.report import Report
+from shardwise.runtime.report.sample import earlier_sample, sample, shown
+from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
+from shardwise.runtime.watch.guard import Guard, StopRequest
+from shardwise.runtime.watch.measure import Meter
+from shardwise.runtime.watch.metrics import Log
 from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.numbers import torch_type
 

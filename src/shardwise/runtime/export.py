@@ -23,7 +23,7 @@ from shardwise.models.foreign import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime import passes
 from shardwise.runtime.build import allocate, fill
-from shardwise.runtime.checkpoint import read
+from shardwise.runtime.checkpoint.save import read
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora, nf4

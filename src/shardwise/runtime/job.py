@@ -28,8 +28,8 @@ from shardwise.data.whole import write_whole
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.runtime import manifest
-from shardwise.runtime.manifest import Rejected, candidates
+from shardwise.runtime.checkpoint import manifest
+from shardwise.runtime.checkpoint.manifest import Rejected, candidates
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan

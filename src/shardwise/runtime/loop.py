@@ -9,23 +9,23 @@ from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
-from shardwise.runtime import guard
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
-from shardwise.runtime.books import AfterStep, Books
 from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.fit import explain_memory
-from shardwise.runtime.garbage import collecting
 from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
-from shardwise.runtime.measure import Meter
-from shardwise.runtime.metrics import Log
-from shardwise.runtime.profile import Profile
 from shardwise.runtime.reduce import count_supervised
-from shardwise.runtime.report import Report
+from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
 from shardwise.runtime.transfer import Upload
+from shardwise.runtime.watch import guard
+from shardwise.runtime.watch.garbage import collecting
+from shardwise.runtime.watch.measure import Meter
+from shardwise.runtime.watch.metrics import Log
+from shardwise.runtime.watch.pending import AfterStep, PendingSteps
+from shardwise.runtime.watch.profile import Profile
 from shardwise.runtime.world import process, world
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan
@@ -47,8 +47,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job, state, rules, checkpoints = begin(job, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
         log = open_log(job, state)
-        books = Books(job, state, log, checkpoints, after_step)
-        with log, profile, saving(checkpoints, log), books, collecting() as collect:
+        pending = PendingSteps(job, state, log, checkpoints, after_step)
+        with log, profile, saving(checkpoints, log), pending, collecting() as collect:
             meter, upload = Meter(meshes, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
@@ -64,9 +64,9 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     launched = launch(state, upload(batch.micro_batches), supervised, rules)
                 state.cursor = batch.cursor
                 watch.enter("logging")
-                books.add(launched, batch.sample_ids, typical=not (profiled or meter.measured))
+                pending.add(launched, batch.sample_ids, typical=not (profiled or meter.measured))
                 if stopping or evaluates(job, number) or saves(job, number):
-                    books.settle()
+                    pending.settle()
                 collect(number)
                 validation = None
                 if evaluates(job, number):

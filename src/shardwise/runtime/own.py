@@ -43,11 +43,12 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.interop.torch_private import complete_accumulated
-from shardwise.runtime import checkpoint, reduce
+from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
-from shardwise.runtime.guard import stop_requests
-from shardwise.runtime.stateful import Objects
+from shardwise.runtime.checkpoint import save as checkpoint
+from shardwise.runtime.checkpoint.stateful import Objects
 from shardwise.runtime.usage import Usage
+from shardwise.runtime.watch.guard import stop_requests
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint

@@ -22,7 +22,7 @@ from shardwise.techniques.meshes import Meshes
 
 @dataclass(frozen=True)
 class Rules:
-    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/guard.py)."""
+    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/watch/guard.py)."""
 
     plan: Plan
     meshes: Meshes

@@ -26,9 +26,9 @@ from shardwise.methods import dpo
 from shardwise.models import tensorfile
 from shardwise.runtime import passes
 from shardwise.runtime.build import weights_directory
+from shardwise.runtime.checkpoint.manifest import candidates
 from shardwise.runtime.job import Job
-from shardwise.runtime.manifest import candidates
-from shardwise.runtime.metrics import clock
+from shardwise.runtime.watch.metrics import clock
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
 from shardwise.techniques import lora, shard

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import Problem, TrainingError
 from shardwise.runtime.exchange import all_gather
-from shardwise.runtime.guard import StopRequest
+from shardwise.runtime.watch.guard import StopRequest
 from shardwise.techniques.meshes import Meshes
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """What watches over the ranks (runtime/guard.py)."""
+    """What watches over the ranks (runtime/watch/guard.py)."""
 
     @property
     def nccl_timeout_s(self) -> float: ...

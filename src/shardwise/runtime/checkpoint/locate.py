@@ -1,0 +1,190 @@
+"""Which checkpoints are there and whole, and which of them a user means; if none, words that help. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Rejected,
+    TensorRecord,
+    candidates,
+    check,
+    read_facts,
+    unlisted,
+    whole,
+)
+from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
+
+Signature = Mapping[str, tuple[tuple[int, ...], str]]
+"""Tensor name to global shape and safetensors dtype."""
+
+
+def locate(path: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of the checkpoints that ``path`` can mean, newest first: a step's directory, a directory of
+    them, or a run's directory. Raises MissingInputError (CKPT001), DataError (CKPT008), PolicyError (SEC004)."""
+    if path.is_file():
+        if path.suffix in PICKLES:
+            raise pickle_refused(path)
+        if something_else := recognise(path):
+            raise DataError(something_else)
+    step = re.fullmatch(r"step-\d+", path.name)
+    if path.is_dir() and (step or path.name.startswith(".tmp-") or (path / MANIFEST).exists()):
+        if step and (path / MANIFEST).exists():
+            return [found for found in candidates(path.parent) if found[1].name == path.name]
+        last = newest(path.parent)
+        what = "this checkpoint was never committed (no manifest)" + (f". Last committed: {last.name}" if last else "")
+        raise DataError(Problem("CKPT008", what, str(path), f"--resume {last}" if last else "--resume an earlier run"))
+    for directory in (path, path / "checkpoints"):
+        found = candidates(directory)
+        if found:
+            return found
+    near = _nearest(path)
+    fix = f"nearest: {near}" if near else "name a run (runs/NAME) or one of its checkpoints"
+    what = f"no checkpoint in {path} (looked for step-*/{MANIFEST})"
+    raise MissingInputError(Problem("CKPT001", what, str(path), fix))
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest checkpoint of which the manifest verifies and every file has its size. Reads no more."""
+    return next((path for _, path in candidates(directory) if whole(path)), None)
+
+
+def check_length(step: int, max_steps: int | None) -> None:
+    """Raise DataError CKPT024 if a run that is at ``step`` is to end before it."""
+    if max_steps is not None and max_steps < step:
+        what = f"the run is at step {step}, and would end at step {max_steps}"
+        fix = f"`train.max_steps={step + 1}` or more, or a new run with another `--run`"
+        raise DataError(Problem("CKPT024", what, "train.max_steps", fix))
+
+
+def best(directory: Path) -> tuple[float, int, Path] | None:
+    """Validation loss, step and directory of the checkpoint with the lowest, the earliest of equals. A checkpoint says
+    in its own facts what was measured at its step, so that the two are committed together. None: none says so."""
+    found = []
+    for step, path in candidates(directory):
+        try:
+            check(path, hashes=False)
+            loss = read_facts(path).get("validation")
+        except (Rejected, OSError, ValueError):
+            continue
+        if loss is not None:
+            found.append((float(loss), step, path))
+    return min(found, default=None)
+
+
+def locate_best(run: Path) -> Path:
+    """The best checkpoint of a run. Raises MissingInputError (CKPT021) if none was validated at its step."""
+    locate(run)
+    found = best(run / "checkpoints")
+    if found is None:
+        fix = "train with `checkpoint.keep_best: true`, or leave out --best for the newest"
+        raise MissingInputError(Problem("CKPT021", "no checkpoint of this run has a validation loss", str(run), fix))
+    return found[2]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint of a directory: ``problem`` is None if every byte is as it was written."""
+
+    step: int
+    path: Path
+    problem: Problem | None
+    unlisted: tuple[str, ...] = ()
+
+
+def verify(directory: str | Path) -> list[Verdict]:
+    """Read every byte of every checkpoint in ``directory``, newest first. Changes nothing."""
+    verdicts = []
+    for step, path in candidates(directory):
+        try:
+            record = check(path)
+            verdicts.append(Verdict(step, path, None, tuple(unlisted(path, record))))
+        except Rejected as error:
+            verdicts.append(Verdict(step, path, error.problems[0]))
+    return verdicts
+
+
+def _nearest(path: Path) -> Path | None:
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        names = [name for name in os.listdir(parent) if (parent / name).is_dir()]
+    except OSError:
+        return None
+    for name in difflib.get_close_matches(path.name, names, n=5, cutoff=0.5) or sorted(names)[:20]:
+        for directory in (parent / name, parent / name / "checkpoints"):
+            if (found := newest(directory)) is not None:
+                return found
+    return newest(parent)
+
+
+def compare(stored: Mapping[str, TensorRecord], wanted: Signature, where: str, partial: bool = False) -> None:
+    """Raise one DataError with every kind of difference: names (CKPT003), shapes (CKPT002), data types (CKPT004).
+
+    ``partial``: the file may hold more than is wanted.
+    """
+    missing = [name for name in wanted if name not in stored]
+    unexpected = [] if partial else [name for name in stored if name not in wanted]
+    both = [name for name in wanted if name in stored]
+    shapes = [name for name in both if stored[name].shape != wanted[name][0]]
+    dtypes = [name for name in both if stored[name].dtype != wanted[name][1]]
+    problems = []
+    if missing or unexpected:
+        problems.append(_names(stored, wanted, missing, unexpected, where))
+    if shapes:
+        problems.append(_shapes(stored, wanted, shapes, where))
+    if dtypes:
+        name = dtypes[0]
+        kind = "optimizer state" if name.startswith("optim.") else "weights"
+        there, here = _WORDS.get(stored[name].dtype, stored[name].dtype), _WORDS.get(wanted[name][1], wanted[name][1])
+        count = f"{len(dtypes)} of {len(wanted)} tensors differ in data type"
+        what = f"{count}: {kind} `{name}` is {there} in the file, {here} here"
+        key = "optim.moments" if name.startswith("optim.") else "precision.weights"
+        problems.append(Problem("CKPT004", what, where, f"{key}={there}"))
+    if problems:
+        raise DataError(*problems)
+
+
+_WORDS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+def _names(
+    stored: Mapping[str, TensorRecord], wanted: Signature, missing: list[str], unexpected: list[str], where: str
+) -> Problem:
+    what = f"{_some(missing, 'missing')}, {_some(unexpected, 'unexpected')}"
+    layers = _layers(stored), _layers(wanted)
+    if layers[0] != layers[1]:
+        what += f": the file has {layers[0]} layers, the model {layers[1]}"
+        return Problem("CKPT003", what, where, f"model.config.num_hidden_layers={layers[0]}")
+    return Problem("CKPT003", what, where, "use the recipe and the version that wrote the checkpoint")
+
+
+def _some(names: list[str], how: str) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {how}" + (f" ({shown})" if names else "")
+
+
+def _layers(names: Mapping[str, object]) -> int:
+    """How many blocks ``...layers.N...`` there are."""
+    parts = (name.split(".") for name in names)
+    numbers = (a[i + 1] for a in parts for i in range(len(a) - 1) if a[i] == "layers" and a[i + 1].isdigit())
+    return len(set(numbers))
+
+
+def _shapes(stored: Mapping[str, TensorRecord], wanted: Signature, names: list[str], where: str) -> Problem:
+    shown = ", ".join(f"`{name}` file {list(stored[name].shape)}, model {list(wanted[name][0])}" for name in names[:3])
+    what = f"{len(names)} of {len(wanted)} tensors differ: {shown}" + (" ..." if len(names) > 3 else "")
+    fix = "use the model.config that the run was started with (recipe.yaml beside checkpoints/)"
+    for name in names:
+        theirs, ours = stored[name].shape, wanted[name][0]
+        if "embed." in name and theirs[1:] == ours[1:]:
+            fix = f"model.config.vocab_size={theirs[0]}"
+    return Problem("CKPT002", what, where, fix)

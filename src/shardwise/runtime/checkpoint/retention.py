@@ -1,0 +1,39 @@
+"""Which checkpoints stay. Used after a save, once the new checkpoint was read back. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.runtime.checkpoint.commit import DISK, Disk, discard, fsync_directory
+from shardwise.runtime.checkpoint.manifest import candidates, whole
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest ``last``, every step that ``every`` divides, and the ``best`` step."""
+
+    last: int
+    every: int | None = None
+    best: int | None = None
+
+
+def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
+    """Of the usable ``steps`` those to delete, oldest first: older than ``verified_step``, and not to be kept."""
+    newest = sorted(steps, reverse=True)[: keep.last]
+    older = (step for step in sorted(steps) if step < verified_step and step not in newest)
+    return [step for step in older if step != keep.best and (not keep.every or step % keep.every)]
+
+
+def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -> list[int]:
+    """Delete what need not stay, now that ``verified_step`` was read back; the steps deleted.
+
+    A damaged checkpoint neither counts among the last ones nor is it deleted: somebody may want to look at it.
+    """
+    usable = {step: path for step, path in candidates(directory) if whole(path)}
+    deleted = expendable(list(usable), keep, verified_step)
+    for step in deleted:
+        discard(usable[step], disk)
+    if deleted:
+        fsync_directory(directory, disk)
+    return deleted

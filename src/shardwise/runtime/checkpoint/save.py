@@ -1,0 +1,394 @@
+"""Saving and resuming a run, by any number of ranks in any layout.
+
+    save    wait for the one in flight -> vote
+            in the background: copy to host memory -> write -> gather -> commit -> read back -> delete older ones
+            before the weights change: wait for the copy, beside which the next forward and backward have run
+    resume  newest first: manifest -> sizes and hashes -> read the slices that this rank needs
+
+The background part is a thread: it spends its time in system calls, which do not hold Python's lock, and needs no
+second copy of the bytes as a process would (docs/checkpoints.md). It talks over a gloo group of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
+from shardwise.models.tensorfile import NAMES
+from shardwise.runtime.checkpoint import commit, manifest
+from shardwise.runtime.checkpoint.crew import Crew, RankError
+from shardwise.runtime.checkpoint.locate import Signature, best, compare, locate, newest
+from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, candidates, step_name
+from shardwise.runtime.checkpoint.retention import Keep, expire
+from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
+from shardwise.spec.recipe import Checkpoint
+
+Tensors = Mapping[str, Tensor]
+Wanted = Tensors | Callable[[Collection[str]], Tensors]
+Facts = dict[str, Any]
+Log = Callable[[str], None]
+Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed", "unverified", "undeleted"]
+RETRIES_S = (1.0, 5.0)
+"""Pauses before a save that the disk refused is tried again: a full disk or a network file system may recover."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
+
+    committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not there, the one before is.
+    skipped: voted down. removed: deleted by retention. unverified: committed, but it could not be read back as it was
+    written, so older ones stay. undeleted: committed, but older ones could not be deleted.
+    """
+
+    kind: Kind
+    step: int
+    what: str
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints of one run in ``directory``. Made by every rank at once; ``process_group`` must be gloo and
+    used by nothing else, and is made if None. At most one save is in flight."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        settings: Checkpoint,
+        run_id: str,
+        process_group: dist.ProcessGroup | None = None,
+        disk: commit.Disk = commit.DISK,
+    ) -> None:
+        self.directory = Path(directory)
+        self.settings = settings
+        self.run_id = run_id
+        self.rejected: list[Problem] = []
+        self._disk = disk
+        self.crew = Crew.of(process_group)
+        self._writer = ShardWriter(self.directory, run_id, disk)
+        self._planner = ShardPlanner()
+        self._planned: object = None
+        self._plan = SavePlan([])
+        self._plans: list[SavePlan] = []
+        self._metadata = Metadata({})
+        self._events: list[Event] = []
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def save(self, tensors: Tensors, facts: Mapping[str, Any], step: int, finite: bool = True) -> bool:
+        """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``. They must not change until
+        ``copied`` returns; ``guard`` makes an optimizer wait for that.
+
+        ``finite`` is False if the loss or the gradient norm was not finite: one such vote and nothing is saved. Returns
+        False then; True if the save went on. How it ends is told by poll and wait. Raises only if a rank is gone.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        begun = time.monotonic()
+        layout = _layout(tensors)
+        votes = self.crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
+        if votes[1] != -votes[2]:
+            raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
+        if not votes[0]:
+            self._events.append(Event("skipped", step, "the loss or the gradient norm was not finite on some rank"))
+            return False
+        try:
+            if not votes[3]:
+                self._make_plan(tensors, layout)
+        except RankError as error:
+            self._events.append(Event("failed", step, str(error)))
+            return False
+        self._copied.clear()
+        work = (step, begun, partial(self._copy, tensors, facts, step, copy_stream(tensors)))
+        if self.settings.asynchronous:
+            self._thread = threading.Thread(target=self._write, args=work, daemon=True, name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(*work)
+        return True
+
+    def beats(self, loss: float) -> bool:
+        """Whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is kept as
+        the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this alike."""
+        if not self.settings.keep_best or not math.isfinite(loss):
+            return False
+        if self._thread is not None:
+            self._thread.join()
+        lowest = self.crew.first(lambda: best(self.directory))
+        return lowest is None or loss < lowest[0]
+
+    def copied(self) -> None:
+        """Wait until the tensors of the last save lie in host memory: from then on they may change."""
+        self._copied.wait()
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let every step of ``optimizer`` wait for the copy of the tensors that it is about to change."""
+        optimizer.register_step_pre_hook(lambda *unused: self.copied())
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call; never blocks."""
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        self._thread = None
+        events, self._events = self._events, []
+        return events
+
+    def wait(self, at_most_s: float | None = None) -> list[Event]:
+        """Wait for the save in flight, then poll."""
+        if self._thread is not None:
+            self._thread.join(at_most_s)
+        return self.poll()
+
+    def prepare(self, tensors: Tensors) -> int:
+        """Plan the files and allocate the host memory now, not at the first save; its size in bytes on this rank.
+
+        Also takes the run's directory: raises OutputError (OUT002) if it cannot be written.
+        """
+        try:
+            self.crew.first(self._claim)
+            self._make_plan(tensors, _layout(tensors))
+        except RankError as error:
+            raise error.first from error
+        self._planner.set_up_planner(dict(tensors))
+        return self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size)
+
+    def resume(
+        self, tensors: Wanted, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
+    ) -> Facts | None:
+        """Load the newest checkpoint that verifies into ``tensors``, in place; its facts. None if there is none.
+
+        ``tensors`` may be a function of the names that a checkpoint holds.
+        ``path``: a run, a directory of checkpoints, or one checkpoint, instead of this run's own. Afterwards
+        ``rejected`` holds the problem of each one that was passed over; ``log`` gets them as text on the first rank.
+        Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do
+        not fit the model. Waits for the save in flight.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.rejected = []
+        first = self.crew.rank == 0
+        try:
+            found = self.crew.first(lambda: _find(self.directory, path))
+            for step, directory in found:
+                try:
+                    facts = self._load(directory, tensors, any_run=path is not None)
+                except RankError as error:
+                    if not isinstance(error.first, (Rejected, OSError)):
+                        raise
+                    self.rejected.append(_problem(error.first, directory))
+                    continue
+                if first:
+                    _tell(log, directory, self.rejected, found[0][0] - step)
+                return facts
+        except RankError as error:
+            raise error.first from error
+        if not found:
+            return None
+        what = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}, but none can be used"
+        fix = "restore one of them, or start over without them: --allow-fresh-start"
+        if not allow_fresh_start:
+            raise DataError(Problem("CKPT016", what, str(path or self.directory), fix), *self.rejected)
+        if first:
+            log("\n".join([f"warning[CKPT016]: {what}; starting afresh", *map(str, self.rejected)]))
+        return None
+
+    def _claim(self) -> None:
+        try:
+            self._writer.set_up_storage_writer(True)
+        except OSError as error:
+            what = f"cannot write {self.directory}: {os.strerror(error.errno or 0).lower()}"
+            fix = "run.out=DIRECTORY, one that can be written"
+            raise OutputError(Problem("OUT002", what, str(self.directory), fix)) from error
+
+    def _make_plan(self, tensors: Tensors, layout: object) -> None:
+        """Decide which rank writes which slice: two collectives, only when the layout of the tensors is new."""
+        self._planned = None
+
+        def local() -> SavePlan:
+            self._planner.set_up_planner(dict(tensors), is_coordinator=self.crew.rank == 0)
+            return self._planner.create_local_plan()
+
+        plans = self.crew.each(local)
+
+        def whole() -> list[SavePlan]:
+            self._plans, self._metadata = self._planner.create_global_plan(plans)
+            return self._plans
+
+        self._plan = self._planner.finish_plan(self.crew.deal(whole))
+        self._planned = layout
+
+    def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
+        try:
+            if stream is not None:
+                torch.cuda.set_device(stream.device)  # a thread begins on the first GPU, and makes a context there
+            self._planner.set_up_planner(dict(tensors))
+            self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
+            self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size, stream)
+        finally:
+            self._copied.set()
+
+    def _write(self, step: int, begun: float, copy: Callable[[], None]) -> None:
+        crew, writer = self.crew, self._writer
+
+        def commit_once() -> Path:
+            crew.first(self._claim)
+            path = crew.first(lambda: writer.begin(self._plans))
+            plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
+            results = crew.each(lambda: writer.write_data(plan, self._planner).wait())
+            return crew.first(lambda: writer.commit(self._metadata, results))
+
+        try:
+            crew.each(copy)
+            target = _retried(commit_once, writer.begin_again)
+            self._events.append(Event("committed", step, str(target), time.monotonic() - begun))
+        except BaseException as error:
+            writer.abandon()
+            uncertain = isinstance(error, RankError) and isinstance(error.first, commit.MaybeCommitted)
+            kind: Kind = "maybe committed" if uncertain else "failed"
+            self._events.append(Event(kind, step, str(error), time.monotonic() - begun))
+            return
+        self._tidy(step, target)
+
+    def _tidy(self, step: int, target: Path) -> None:
+        """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
+        crew = self.crew
+        last, every = self.settings.save_total_limit, self.settings.keep_every
+        kind: Kind = "unverified"
+
+        def outdated() -> list[int]:
+            lowest = best(self.directory) if self.settings.keep_best else None
+            return expire(self.directory, Keep(last, every, lowest and lowest[1]), step, self._disk)
+
+        try:
+            record = crew.first(lambda: manifest.read(target))
+            mine = [name for number, name in enumerate(sorted(record.files)) if number % crew.size == crew.rank]
+            crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
+            kind = "undeleted"
+            for old in crew.first(outdated):
+                self._events.append(Event("removed", old, step_name(old)))
+        except BaseException as error:
+            self._events.append(Event(kind, step, str(error)))
+
+    def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
+        """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
+        crew = self.crew
+
+        def look() -> list[str]:
+            record = manifest.read(directory)
+            if record.run_id != self.run_id and not any_run:
+                what = f'{directory.name} belongs to run "{record.run_id}", this is run "{self.run_id}"'
+                fix = f"--resume {directory} if that is what you want"
+                raise Rejected(Problem("CKPT013", what, str(directory), fix))
+            tensors = wanted(record.tensors) if callable(wanted) else wanted
+            seen.append((record, tensors))
+            return [name for name in record.tensors if name not in tensors]
+
+        seen: list[tuple[Manifest, Tensors]] = []
+        others = crew.each(look)  # a rank may hold some layers of the model only
+        unwanted = crew.first(lambda: sorted(set.intersection(*map(set, others))))
+        record, tensors = seen[0]
+        known = {name: record.tensors[name] for name in record.tensors if name in tensors or name in unwanted}
+        crew.each(lambda: compare(known, _signature(tensors), str(directory)))
+        names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
+        crew.each(lambda: manifest.check_files(directory, record, names))
+        crew.each(lambda: fill(directory, record, tensors))
+        facts: Facts = crew.first(lambda: manifest.read_facts(directory))
+        return facts
+
+
+def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
+    """The checkpoints to resume from, newest first: those of ``path``, or else of the run's own ``directory``."""
+    if path is None:
+        return candidates(directory)
+    found = locate(Path(path))
+    last = newest(directory)
+    step, named = found[0]
+    if last is not None and named.parent.resolve() == directory.resolve() and step < manifest.read(last).step:
+        what = f"{named.name} is not the newest of this run: {last.name} is there, and never overwritten"
+        raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
+    return found
+
+
+def read(path: str | Path, tensors: Tensors) -> Facts:
+    """Load what ``tensors`` names, in place, out of a run's newest good checkpoint (or the one named); its facts.
+
+    For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does;
+    says on stderr what was wrong with newer ones.
+    """
+    problems = []
+    for _, directory in locate(Path(path)):
+        try:
+            record = manifest.check(directory)
+            compare(record.tensors, _signature(tensors), str(directory), partial=True)
+            fill(directory, record, tensors)
+            facts = manifest.read_facts(directory)
+            if problems:
+                print(*problems, f"using {directory.name}", sep="\n", file=sys.stderr)
+            return facts
+        except (Rejected, OSError) as error:
+            problems.append(_problem(error, directory))
+    raise DataError(*problems)
+
+
+def _tell(log: Log, directory: Path, rejected: Sequence[Problem], redone: int) -> None:
+    """Say which checkpoint is used, and what was wrong with newer ones."""
+    for name in manifest.unlisted(directory, manifest.read(directory)):
+        log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
+    for problem in rejected:
+        log(str(problem))
+    if rejected:
+        log(f"using {directory.name}; {redone} steps will be redone")
+
+
+def _signature(tensors: Tensors) -> Signature:
+    return {name: (tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))) for name, tensor in tensors.items()}
+
+
+def _layout(tensors: Tensors) -> object:
+    """Equal for two sets of tensors of which the same rank would write the same slices. None if one is no tensor:
+    planning says so, to every rank."""
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        return None
+    placed = {n: (t.device_mesh, t.placements) for n, t in tensors.items() if isinstance(t, DTensor)}
+    return _signature(tensors), placed
+
+
+def _retried(work: Callable[[], Path], begin_again: Callable[[], None]) -> Path:
+    """``work``, once more after a pause where the disk refused. Ranks see the same errors, and so do the same."""
+    for pause_s in RETRIES_S:
+        try:
+            return work()
+        except RankError as error:
+            full = isinstance(error.first, OutputError) and error.first.problems[0].code in ("OUT002", "OUT003")
+            gone = isinstance(error.first, FileNotFoundError)
+            if not full and (gone or not isinstance(error.first, OSError)):
+                raise
+        begin_again()
+        time.sleep(pause_s)
+    return work()
+
+
+def _problem(error: Exception, directory: Path) -> Problem:
+    if isinstance(error, ShardwiseError):
+        return error.problems[0]
+    return Problem("CKPT007", f"{directory.name} cannot be read: {error}", str(directory))

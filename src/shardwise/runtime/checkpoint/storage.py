@@ -1,0 +1,374 @@
+"""How tensors lie in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
+
+DCP's planners decide who writes which slice (each once, also when it is replicated) and which slices a reader needs,
+whatever the layouts; here slices become bytes. A rank's slices of one group of tensors (``model``, ``optim``) are one
+file: a safetensors header and one flat buffer. That buffer is the snapshot too, so a save copies every byte once in
+memory and writes it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
+from shardwise.runtime.checkpoint import commit
+from shardwise.runtime.checkpoint.manifest import (
+    STATE,
+    FileRecord,
+    Manifest,
+    Slice,
+    TensorRecord,
+    check_coverage,
+    read,
+    read_at,
+)
+from shardwise.runtime.exchange import may_travel
+from shardwise.spec.files import open_regular
+
+READ_BYTES = 64 << 20
+"""Largest block read at once, so that loading needs little memory beside the tensors."""
+
+
+class ShardPlanner(DefaultSavePlanner):
+    """DCP's planner without empty slices: a rank that FSDP left without rows has nothing to write."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if _dtype(item) not in NAMES:
+                raise TypeError(f"{item.index.fqn} is {_dtype(item)}, which safetensors cannot hold")
+        items = [item for item in plan.items if _item_bytes(item) or not prod(_data(item).size)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file to be: its name, its safetensors header, and where in its body each item begins, in bytes."""
+
+    name: str
+    header: bytes
+    items: tuple[tuple[WriteItem, int], ...]
+    body_bytes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What ``write_data`` says of one slice: the file, what was written into it, and where the slice begins."""
+
+    file: str
+    record: FileRecord
+    begin: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one save goes. Set by the first rank for all, in ``prepare_global_plan``."""
+
+    path: Path
+    rank: int
+    world_size: int
+
+
+may_travel(Stored, Target)
+
+
+class _Store:
+    """What DCP asks of both ends and is the same: any place will do, and a rank's plan stands as it is."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
+class ShardWriter(_Store, StorageWriter):
+    """Writes checkpoints into ``directory``: of the step and with the facts (JSON) that ``describe`` was told last.
+
+    ``stage`` copies the slices of this rank into host buffers that are used again at the next save; ``write_data``
+    writes those, or stages first if nobody did. ``finish`` commits.
+    """
+
+    def __init__(self, directory: str | Path, run_id: str, disk: commit.Disk = commit.DISK) -> None:
+        self.directory = Path(directory)
+        self.run_id = run_id
+        self.disk = disk
+        self.generation = 0
+        self._step = 0
+        self._facts = b"{}"
+        self._attempt: commit.Attempt | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._staged: list[Part] | None = None
+        self._last_staged: list[Part] | None = None
+
+    def describe(self, step: int, facts: bytes) -> None:
+        """Say what is to be saved next."""
+        self._step, self._facts = step, facts
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.abandon()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator and not self.generation:
+            self.generation = commit.claim(self.directory, self.disk)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the temporary directory (first rank) and tell every rank of it."""
+        path = self.begin(plans)
+        return [dataclasses.replace(plan, storage_data=Target(path, r, len(plans))) for r, plan in enumerate(plans)]
+
+    def begin(self, plans: list[SavePlan]) -> Path:
+        """Make the temporary directory for what all ranks are to write; see commit.begin for what it raises."""
+        need_bytes = len(self._facts) + sum(_item_bytes(item) for plan in plans for item in plan.items)
+        self._attempt = commit.begin(self.directory, self._step, self.generation, need_bytes, self.disk)
+        return self._attempt.path
+
+    def stage(
+        self, plan: SavePlan, planner: SavePlanner, rank: int, size: int, stream: torch.cuda.Stream | None = None
+    ) -> int:
+        """Copy this rank's slices into host memory; they may change as soon as this returns. The size in bytes.
+
+        From a GPU they go over ``stream`` (the current one if None), beside what the device computes.
+        """
+        parts = lay_out(plan, rank, size)
+        on_device = False
+        with torch.cuda.stream(stream):
+            for part in parts:
+                for item, begin in part.items:
+                    source = planner.resolve_data(item)
+                    assert isinstance(source, Tensor)
+                    on_device = on_device or source.is_cuda
+                    target = self._buffer(part, pinned=source.is_cuda)[begin : begin + _item_bytes(item)]
+                    target.view(source.dtype).view(source.shape).copy_(source.detach(), non_blocking=True)
+            if on_device:
+                torch.cuda.current_stream().synchronize()
+        self._staged = self._last_staged = parts
+        return sum(part.body_bytes for part in parts)
+
+    def begin_again(self) -> None:
+        """Abandon what was written of a save, whose bytes still lie in the buffers: it may be written once more."""
+        self.abandon()
+        self._staged = self._last_staged
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and sync this rank's files. Raises OSError as the disk does."""
+        target: Target = plan.storage_data
+        if self._staged is None:
+            self.stage(plan, planner, target.rank, target.world_size)
+        results, parts = [], self._staged or []
+        self._staged = None
+        for part in parts:
+            blocks = [memoryview(part.header)]
+            if part.body_bytes:
+                blocks.append(_bytes_of(self._buffers[part.name])[: part.body_bytes])
+            record = commit.write_file(target.path / part.name, blocks, self.disk)
+            for item, begin in part.items:
+                stored = Stored(part.name, record, len(part.header) + begin)
+                results.append(WriteResult(item.index, _item_bytes(item), stored))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.commit(metadata, results)
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> Path:
+        """Check that what was written covers every tensor, then commit (first rank); the checkpoint's directory.
+
+        Raises Rejected (CKPT015) if a slice was not written; else see commit.publish.
+        """
+        if self._attempt is None:
+            raise RuntimeError("nothing was begun")
+        files = {STATE: commit.write_file(self._attempt.path / STATE, [memoryview(self._facts)], self.disk)}
+        stored: dict[MetadataIndex, Stored] = {result.index: result.storage_data for rank in results for result in rank}
+        files |= {entry.file: entry.record for entry in stored.values()}
+        tensors = {name: _record(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
+        check_coverage(tensors)
+        manifest = Manifest(self.run_id, self._step, self.generation, len(results), files, tensors)
+        target = commit.publish(self._attempt, manifest, self.disk)
+        self._attempt = None
+        return target
+
+    def abandon(self) -> None:
+        """Drop what is staged and remove the temporary directory, if this rank made one that is not committed."""
+        self._staged = None
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            commit.abandon(attempt, self.disk)
+
+    def _buffer(self, part: Part, pinned: bool) -> Tensor:
+        buffer = self._buffers.get(part.name)
+        if buffer is None or len(buffer) < part.body_bytes:
+            buffer = self._buffers[part.name] = host_buffer(part.body_bytes, pinned)
+        return buffer
+
+
+class ShardReader(_Store, StorageReader):
+    """Reads slices of one committed checkpoint. The bytes must have been checked before (manifest.check_files)."""
+
+    def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
+        self.directory = Path(directory)
+        self.manifest = manifest or read(self.directory)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata from the manifest; storage_data maps each slice to where it lies."""
+        metadata: dict[str, TensorStorageMetadata] = {}
+        where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = {}
+        for name, record in self.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in record.slices]
+            properties = TensorProperties(dtype=DTYPES[record.dtype])
+            metadata[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+            where |= {MetadataIndex(name, s.offsets): (s, DTYPES[record.dtype]) for s in record.slices}
+        return Metadata(metadata, storage_data=where)  # type: ignore[arg-type]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._where: dict[MetadataIndex, tuple[Slice, torch.dtype]] = metadata.storage_data
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            where, dtype = self._where[item.storage_index]
+            target = planner.resolve_tensor(item).detach()
+            with open_regular(self.directory / where.file) as file:
+                _read_box(file.fileno(), where, dtype, item, target)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
+    """Memory of the host; ``pinned``: locked, so that a GPU copies into it beside its work. It is locked where it lies:
+    torch's allocator of pinned memory rounds up to powers of two, and torch 2.11 has no setting against that."""
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    if pinned and size_bytes:
+        cuda: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
+
+
+def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
+    """A stream for copying ``tensors`` that begins when what was asked of their GPU so far is done; None on a CPU."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    if not devices:
+        return None
+    (device,) = devices
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
+    """The files of one rank. Wide data types come first, so that every slice is aligned for its type."""
+    groups: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        groups.setdefault(item.index.fqn.split(".")[0], []).append(item)
+    parts = []
+    for group, items in sorted(groups.items()):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        placed, begin = [], 0
+        for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
+            chunk, name, end = _data(item).chunk, item.index.fqn, begin + _item_bytes(item)
+            if name in header:  # several slices of one tensor in one file need names of their own
+                name += f"@{','.join(map(str, chunk.offsets))}"
+            header[name] = {"dtype": NAMES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+            placed.append((item, begin))
+            begin = end
+        file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
+        parts.append(Part(file, encode_header(header), tuple(placed), begin))
+    return parts
+
+
+def _read_box(descriptor: int, where: Slice, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+    """Copy the box that ``item`` names out of a stored slice into ``target``, in blocks of whole rows."""
+    if not where.sizes:
+        target.copy_(_read_rows(descriptor, where.begin, dtype, ()))
+        return
+    row_shape = where.sizes[1:]
+    row_bytes = prod(row_shape) * dtype.itemsize
+    rows = max(1, READ_BYTES // max(row_bytes, 1))
+    inner = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets[1:], item.lengths[1:], strict=True))
+    for first in range(0, item.lengths[0], rows):
+        count = min(rows, item.lengths[0] - first)
+        begin = where.begin + (item.storage_offsets[0] + first) * row_bytes
+        block = _read_rows(descriptor, begin, dtype, (count, *row_shape))
+        target[first : first + count].copy_(block[(slice(None), *inner)])
+
+
+def _read_rows(descriptor: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    size = prod(shape) * dtype.itemsize
+    raw = torch.empty(size, dtype=torch.uint8)
+    done = read_at(descriptor, _bytes_of(raw), begin)
+    if done < size:
+        raise OSError(f"the file ends at byte {begin + done}, {size - done} bytes early")
+    return raw.view(dtype).view(shape)
+
+
+def fill(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Read what this rank holds of ``tensors``, in place. The manifest may list more of them."""
+    reader = ShardReader(directory, manifest)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the host."""
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> TensorRecord:
+    found = ((chunk, stored.get(MetadataIndex(name, chunk.offsets))) for chunk in entry.chunks)
+    slices = (Slice(tuple(c.offsets), tuple(c.sizes), s.file, s.begin) for c, s in found if s is not None)
+    return TensorRecord(tuple(entry.size), NAMES[entry.properties.dtype], tuple(slices))
+
+
+def _data(item: WriteItem) -> Any:
+    """DCP's TensorWriteData: the whole tensor's size and properties, and the chunk of it."""
+    if item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is not a tensor; keep it among the facts")
+    return item.tensor_data
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    dtype: torch.dtype = _data(item).properties.dtype
+    return dtype
+
+
+def _item_bytes(item: WriteItem) -> int:
+    return prod(_data(item).chunk.sizes) * _dtype(item).itemsize

@@ -1,0 +1,138 @@
+"""After a run: what was measured beside what the plan predicted, and what to do next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.runtime.evaluate import Preference, Validation
+from shardwise.runtime.watch.measure import Memory
+from shardwise.runtime.watch.metrics import clock
+from shardwise.spec.plan import Estimate
+from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
+
+STATE = ("weights", "moments")
+"""Memory categories that can be told apart by looking at the tensors of the state."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
+    step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
+    last step has no checkpoint; None if it has one."""
+
+    directory: Path
+    steps: int
+    tokens: int
+    seconds: float
+    step_s: float
+    estimate: Estimate
+    validation: Validation | Preference | None = None
+    memory: Memory | None = None
+    traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    before: str = ""
+    after: str = ""
+    skipped: int = 0
+    unsaved: str | None = None
+    chat: bool = False
+    since: int = 0
+
+    @property
+    def took(self) -> str:
+        """In words."""
+        return clock(self.seconds) + (f" since step {self.since}" if self.since else "")
+
+    @property
+    def warning(self) -> str:
+        """That the last checkpoint is missing, in words."""
+        return f"the checkpoint of step {self.steps:,} is not there" + (f": {self.unsaved}" if self.unsaved else "")
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(what, predicted, measured, difference) for the table."""
+        rows = _memory_rows(self.estimate, self.memory) if self.memory else []
+        rows += _traffic_rows(self.estimate, self.traffic)
+        if self.step_s:
+            rows.append(("step time", "-", f"{self.step_s:.3f} s", ""))
+        return rows
+
+    def text(self) -> str:
+        """The table as plain lines."""
+        rows = self.rows()
+        lines = columns([("", "predicted", "measured", ""), *rows], "<>>>") if rows else []
+        if self.memory:
+            lines.append(f"(torch's allocations on rank 0; the whole process {show_bytes(self.memory.resident_bytes)})")
+        else:
+            lines.append("(memory is measured in the third step after a start; there were fewer)")
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """The content of report.md."""
+        done = f"{counted(self.steps, 'step')}, {self.tokens:,} tokens in {self.took}."
+        lines = [f"# {self.directory.name}", "", done]
+        if self.unsaved is not None:
+            lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
+        if self.skipped:
+            lines.append(
+                f"{self.skipped} steps were skipped: loss or gradients were not finite (metrics.jsonl says why)."
+            )
+        if self.validation:
+            lines.append(f"Validation: {self.validation}.")
+        lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows()]
+        if self.memory:
+            resident = show_bytes(self.memory.resident_bytes)
+            lines += ["", f"Memory is torch's allocations on rank 0; the process takes {resident}."]
+        for when, text in (("before", self.before), ("after", self.after)):
+            lines += ["", f"Sample {when} training:", "", *_quote(text)] if text else []
+        lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
+        return "\n".join(lines) + "\n"
+
+    def next_steps(self) -> list[str]:
+        return [
+            f'shardwise generate {typed(self.directory)} {"--chat " * self.chat}--prompt "..."',
+            f"shardwise train {typed(self.directory / 'recipe.yaml')} --run NEW_NAME data.path=YOUR_DATA",
+            f"shardwise plan --plan {typed(self.directory / 'plan.yaml')}",
+        ]
+
+
+def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
+    predicted = estimate.memory
+    rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in STATE]
+    whole = estimate.allocated_bytes if predicted else None
+    rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in STATE)
+    rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
+    rows.append(_row("memory per rank", whole, memory.peak_bytes))
+    return rows
+
+
+def _traffic_rows(
+    estimate: Estimate, measured: dict[tuple[str, str], tuple[int, int]]
+) -> list[tuple[str, str, str, str]]:
+    if not measured:
+        return []
+    predicted: Counter[tuple[str, str]] = Counter()
+    for item in estimate.traffic:
+        predicted["control" if item.category == "control" else item.axis, item.kind] += item.bytes
+    rows = []
+    for axis, kind in sorted({*predicted, *measured}):
+        sent = measured.get((axis, kind), (0, 0))[0]
+        expected = predicted[axis, kind] if estimate.traffic else None
+        rows.append(_row(f"{kind.replace('_', '-')} over {axis}", expected, sent, show_payload))
+    return rows
+
+
+def _row(
+    what: str, predicted: int | None, measured: int, size: Callable[[float], str] = show_bytes
+) -> tuple[str, str, str, str]:
+    if predicted is None:
+        return what, "-", size(measured), ""
+    if predicted == measured:
+        return what, size(predicted), size(measured), "0"
+    share = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "unforeseen"
+    return what, size(predicted), size(measured), share
+
+
+def _quote(text: str) -> list[str]:
+    return ["    " + line for line in text.splitlines()]

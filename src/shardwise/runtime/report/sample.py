@@ -1,0 +1,68 @@
+"""What the model writes, before and after training: numbers do not show whether it learnt to write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.data.store import TokenStore
+from shardwise.runtime.build import begins_trained
+from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.generate import Sampling, generate, prompt_ids
+from shardwise.runtime.job import Job
+from shardwise.runtime.report.warn import failure, only_reports, warn
+from shardwise.runtime.state import TrainState
+
+PROMPT_TOKENS, MOST_TOKENS = 16, 256
+SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
+"""The likeliest token each time goes round in circles where little has been learnt."""
+
+
+def sample(job: Job, state: TrainState, crew: Crew) -> str:
+    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it. Empty, with a
+    warning, where that fails: it is not worth a run."""
+
+    def write() -> str:
+        prompt, tokenizer = job.recipe.evaluate.sample_prompt, job.tokenizer
+        ending = replace(SAMPLE, eot_id=tokenizer.eot_id, seed=job.recipe.run.seed)
+        given = prompt_ids(tokenizer, prompt) if prompt is not None else None
+        ids = given or first_prompt(job.prepared.validation or job.prepared.train)
+        begun = tokenizer.decode(ids) if prompt is None else prompt
+        return f"{begun}|{tokenizer.decode(generate(state.parts, ids, ending, job.device, first=crew.first))}"
+
+    written = crew.spared(write, job.recipe.run.timeout_s / 2)
+    if isinstance(written, Exception):
+        if job.rank == 0:
+            warn(failure(f"the sample at step {state.step}", written))
+        return ""
+    return written
+
+
+def first_prompt(store: TokenStore) -> list[int]:
+    """The beginning of a text; of samples that are asked something, all that is asked in the first."""
+    asked = 0
+    if store.split.packs is not None:
+        begin, end, _ = store.sample(0)
+        asked = int(store.read_mask(begin, end).argmax())
+    return store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
+
+
+def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
+    """Store what the model writes before it is trained for the report; a run that goes on finds it there. Random
+    weights write noise, which is not worth what it takes: up to half of the time before the first step."""
+    if state.step == 0 and begins_trained(job.recipe):
+        text = sample(job, state, crew)
+        if job.rank == 0:
+            with only_reports("keeping the first sample"):
+                (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")
+
+
+def earlier_sample(job: Job) -> str:
+    """What :func:`keep_first_sample` stored; empty on ranks other than 0."""
+    path = job.directory / "sample-before.txt"
+    return path.read_text("utf-8", "replace") if job.rank == 0 and path.exists() else ""
+
+
+def shown(text: str) -> str:
+    """A sample for the terminal: control characters made visible, lines indented."""
+    safe = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+    return safe.replace("\n", "\n        ")

@@ -1,0 +1,339 @@
+"""Watches a run: the phase of each rank, hangs, requests to stop, non-finite steps, and faults that tests order."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
+from shardwise.runtime.checkpoint.manifest import train_again
+from shardwise.runtime.watch import flight
+from shardwise.runtime.watch.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
+from shardwise.runtime.watch.outcome import Exit, Kind, clear_exit, read_exit, write_exit
+from shardwise.runtime.watch.signals import heeded
+from shardwise.runtime.world import Process, take_device
+
+ABANDONED_S = 10.0
+"""A rank that stands still this long after the run has failed elsewhere, or another rank of its node has died, ends
+itself: its launcher may wait for it, and under NCCL nothing else tells it."""
+SLOWER = 10.0
+"""How many times longer than a step's phases others may last."""
+Item = TypeVar("Item")
+SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
+"""Phases that may rightly take so much longer than a step's, which are: data, count, forward, backward, reduce, clip,
+optimizer, logging."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An order to fail at one phase of one step on one rank, for tests: ``phase:step:rank[:signal]``. The signal is a
+    name or number, or ``raise`` for an exception, or ``hang`` to sleep for ever."""
+
+    phase: str
+    step: int
+    rank: int
+    action: str = "SIGKILL"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault | None:
+        if not text:
+            return None
+        phase, step, rank, *action = text.split(":")
+        return cls(phase, int(step), int(rank), action[0] if action else "SIGKILL")
+
+    def fire(self, directory: Path) -> None:
+        """Fail, once in the life of a run directory: a marker file proves that it happened."""
+        marker = directory / f"fault-{self.phase}-{self.step}-{self.rank}"
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        if self.action == "raise":
+            raise RuntimeError(f"fault ordered at {self.phase} of step {self.step} on rank {self.rank}")
+        if self.action == "hang":
+            time.sleep(3600)
+        number = int(self.action) if self.action.isdigit() else int(signal.Signals[self.action])
+        os.kill(os.getpid(), number)
+
+
+class Claim(Protocol):
+    """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was
+    lost; it need not look again so soon after it has looked."""
+
+    def held(self) -> bool: ...
+    def check(self, again_after_s: float) -> None: ...
+
+
+class Guard:
+    """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long, and
+    ends the process where the main thread cannot: it waits for a device that waits in NCCL for ever."""
+
+    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> None:
+        self.directory = run_directory
+        self.claim = claim
+        self.me = me
+        self.page = Page(run_directory, me.rank)
+        self.timeout_s = timeout_s
+        self.fault = Fault.parse(me.fault)
+        self.step = 0
+        self.first_step = 0
+        self._stop = threading.Event()
+        self._dumped_count = -1
+        self._told: tuple[BaseException, BaseException, float] | None = None
+        self._moved = 0, 0, time.monotonic()
+        self._neighbours: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._watch, name="shardwise-watch", daemon=True)
+        self._thread.start()
+
+    def fetch(self, step: int, batches: Iterator[Item]) -> Item:
+        """Optimizer step ``step`` (from 1) begins with its data, the next of ``batches``."""
+        self.first_step = self.first_step or step
+        self.step = step
+        self.enter("data")
+        item = next(batches)
+        self.enter("count")
+        return item
+
+    def enter(self, phase: str) -> None:
+        """This rank enters ``phase``. Raises OutputError OUT005 before a new step, validation or save if the directory
+        was lost."""
+        if self.claim and self.page.status.rank == 0 and (phase in SLOW_PHASES or phase == "data"):
+            self.claim.check(0.0 if phase == "save" else 1.0)
+        self.page.enter(phase, self.step)
+        if (fault := self.fault) and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
+            fault.fire(self.directory)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.page.enter(LEFT, self.step)
+        self.page.close()
+
+    def doing(self) -> str:
+        """For errors: what the rank does, and when."""
+        return f"training (phase {self.page.status.phase} of step {self.step})"
+
+    def patience_s(self) -> float:
+        """How long the present phase may last: longer while things start or write."""
+        warming = self.step <= self.first_step + 1
+        return self.timeout_s * (SLOWER if warming or self.page.status.phase in SLOW_PHASES else 1.0)
+
+    @property
+    def nccl_timeout_s(self) -> float:
+        """NCCL's own timeout, for the case that this watch cannot run."""
+        return SLOWER * self.timeout_s + 60.0
+
+    def tell(self, error: BaseException) -> BaseException:
+        """What ``error`` means. It is written to ``exit.json``, once, unless the directory was lost to another start.
+        A lost or silent rank comes out as a TrainingError: HANG001 naming the rank that others wait for, or LOST001."""
+        if self._told is None or self._told[0] is not error:
+            told = diagnose(error, self.directory, self.me, self.timeout_s)
+            if self.claim is None or self.claim.held():
+                with suppress(OSError):  # of a full disk, which must not hide the cause
+                    write_exit(self.directory, outcome(told, self.page.status))
+            self._told = error, told, time.monotonic()
+        return self._told[1]
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # a stack is written before anybody's patience ends
+            status = self.page.status
+            waited_s = time.monotonic() - status.since_s
+            asked = flight.Asked(status.collective, status.sequence)
+            if waited_s >= 2.0:
+                with suppress(Exception):  # what cannot be read must not blind the watch
+                    take_device()
+                    asked = flight.newest_collective()
+            if self.page.status.count == status.count:
+                self.page.beat(asked.name, asked.number)
+            if waited_s > 0.9 * self.patience_s() and self._dumped_count != status.count:
+                self._dumped_count = status.count
+                self.dump_stacks()
+            self._end_if_lost(self._still_s(status.count, asked.number), asked.pending)
+
+    def _still_s(self, count: int, number: int) -> float:
+        """For how long this rank has entered no phase and asked for no collective."""
+        if self._moved[:2] != (count, number):
+            self._moved = count, number, time.monotonic()
+        return time.monotonic() - self._moved[2]
+
+    def _end_if_lost(self, still_s: float, pending: bool) -> None:
+        """End the process if the run has failed elsewhere, or hangs in NCCL, and the main thread does not see it."""
+        gone = self.gone()
+        if self._told is not None and time.monotonic() - self._told[2] > ABANDONED_S:
+            self._end(self._told[1])  # it has told why it ends, and does not get there
+        if still_s > ABANDONED_S and self.run_failed():
+            self.dump_stacks()
+            os._exit(TrainingError.exit_code)
+        if still_s > ABANDONED_S and gone:
+            what = f"rank {gone.rank} (pid {gone.pid}) has died"
+            self._end(TrainingError(lost(what, self.page.status, self.directory)))
+        if pending and still_s > self.patience_s():
+            statuses = read_pages(self.directory, range(self.me.world_size))
+            late = culprit(statuses)
+            found = hang(statuses, still_s, self.directory) or stuck(statuses, still_s, self.directory)
+            end_process(late, self.me)
+            self._end(TrainingError(found))
+
+    def gone(self) -> RankStatus | None:
+        """A rank of this node that was seen alive, and has died without having left."""
+        others = [page for page in read_pages(self.directory, self.me.neighbours) if page.rank != self.me.rank]
+        alive = {page.rank: page.pid for page in others if page.runs}
+        dead = [page for page in others if page.rank not in alive and page.phase != LEFT]
+        self._neighbours |= alive
+        return next((page for page in dead if self._neighbours.get(page.rank) == page.pid), None)
+
+    def _end(self, error: BaseException) -> None:
+        """End the process now. What is told goes to ``exit.json``, and is printed where no launcher of ours does."""
+        told = self.tell(error)
+        self.dump_stacks()
+        standing = read_exit(self.directory)
+        if not self.me.told_for and (standing is None or standing.rank == self.me.rank):
+            print(told, file=sys.stderr, flush=True)
+        os._exit(told.exit_code if isinstance(told, ShardwiseError) else ShardwiseError.exit_code)
+
+    def run_failed(self) -> bool:
+        """Whether another rank has written that the run failed."""
+        told = read_exit(self.directory)
+        return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
+
+    def dump_stacks(self) -> Path:
+        """Write the stack of every thread of this rank under ``hang-step-N/``."""
+        status = self.page.status
+        path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place = f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},"
+        with path.open("w") as file:
+            print(f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        return path
+
+
+class StopRequest:
+    """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP or Ctrl-C. A second Ctrl-C, at
+    least a second later (a terminal and a launcher may both pass on the first), stops at once. ``everywhere``: the
+    ranks have agreed that some of them were asked."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.everywhere = False
+        self._first_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.name and now - self._first_s > 1.0:
+            raise KeyboardInterrupt
+        if not self.name:
+            self.name, self._first_s = signal.Signals(number).name, now
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end.
+    Those that are ignored stay so: the SIGHUP of a closing terminal under nohup."""
+    request = StopRequest()
+    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, request.receive) for number in heeded(wanted)}
+    try:
+        yield request
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> Iterator[Guard]:
+    """Watch one rank's run and leave its outcome in ``exit.json``; errors come out as ``Guard.tell`` tells them."""
+    if me.rank == 0 and claim is None:  # who claims it has removed an earlier outcome before any rank started
+        clear_exit(run_directory)
+    watch = Guard(run_directory, me, timeout_s, claim)
+    try:
+        yield watch
+    except BaseException as error:
+        told = watch.tell(error)
+        if told is error:
+            raise
+        raise told from error
+    else:
+        if me.rank == 0:
+            write_exit(run_directory, Exit("done", 0, "done", step=watch.step, host=me.host, pid=os.getpid()))
+    finally:
+        watch.close()
+
+
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
+SILENT = ("Timed out waiting", "timed out", "Timeout")
+
+
+def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: float) -> BaseException:
+    """``error``, or what it means when a collective failed because of another rank."""
+    text = str(error)
+    if isinstance(error, ShardwiseError) or not isinstance(error, RuntimeError):
+        return error
+    statuses = read_pages(run_directory, range(me.world_size))
+    if any(mark in text for mark in SILENT):
+        problem = hang(statuses, timeout_s, run_directory)
+        if problem:
+            end_process(culprit(statuses), me)
+            return TrainingError(problem)
+    if any(mark in text for mark in (*GONE, *SILENT)):
+        own = next((status for status in statuses if status.rank == me.rank), None)
+        return TrainingError(lost(f"another rank went away: {first_line(error, 200)}", own, run_directory))
+    return error
+
+
+def lost(what: str, own: RankStatus | None, run: Path) -> Problem:
+    """LOST001, as the rank with the page ``own`` sees it."""
+    where = f"rank {own.rank} (host {own.host}) was in phase {own.phase} of step {own.step}" if own else ""
+    fix = f"the cause is another rank's, see its output; then: {train_again(run)}"
+    return Problem("LOST001", what, where, fix)
+
+
+def end_process(late: RankStatus | None, me: Process) -> None:
+    """Kill the rank that stands still, if it is on this host and a child of our own launcher: a stopped process would
+    not answer a request, and until it is gone the launcher waits."""
+    if late is None or late.host != me.host or late.pid == os.getpid():
+        return
+    with suppress(OSError, IndexError, ValueError):
+        parent = int(Path(f"/proc/{late.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid():
+            os.kill(late.pid, signal.SIGKILL)
+
+
+def outcome(error: BaseException, status: RankStatus) -> Exit:
+    """What ``exit.json`` says about ``error``."""
+    known = asdict(status)
+    place: dict[str, Any] = {key: known[key] for key in ("rank", "host", "pid", "step", "phase")}
+    if isinstance(error, ShardwiseError):
+        kinds: dict[str, Kind] = {"HANG001": "hang", "LOST001": "peer_lost", "MEM001": "memory", "STOP001": "preempted"}
+        kind = kinds.get(error.problems[0].code, "error")
+        problems = [asdict(problem) for problem in error.problems]
+        again = kind in ("hang", "peer_lost", "preempted")
+        return Exit(kind, error.exit_code, str(error), problems=problems, restartable=again, **place)
+    if isinstance(error, KeyboardInterrupt):
+        return Exit("error", 130, "stopped by a second Ctrl-C without saving", restartable=True, **place)
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Exit("crash", ShardwiseError.exit_code, last, **place)
+
+
+def poisoned(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -> Problem:
+    """NUM001 for a run whose numbers stay non-finite; nothing of the poisoned steps was applied or saved. ``ids`` are
+    this rank's samples of the step."""
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    what = f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})"
+    fix = "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32"
+    fix += "; the newest checkpoint holds the last good weights"
+    return Problem("NUM001", what, f"step {step}, samples {shown}", fix)

@@ -1,0 +1,211 @@
+"""What one step really takes: the bytes torch allocates, by category, and the bytes it sends, by group and kind."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.runtime.report.warn import only_reports
+from shardwise.runtime.state import TrainState
+from shardwise.techniques.compile import suspended
+from shardwise.techniques.meshes import Meshes
+from shardwise.techniques.slices import local
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+}
+CONTROL_BYTES = 64
+"""A collective of at most this many bytes carries no tensor of the model: counts, norms, votes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of this rank. ``bytes`` is the payload: the larger of what goes in and what comes out."""
+
+    group: str
+    kind: str
+    bytes: int
+
+
+def by_axis(calls: Iterable[Call], axes: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for call in calls:
+        axis = "control" if call.bytes <= CONTROL_BYTES else axes.get(call.group, "world")
+        total, count = found.get((axis, call.kind), (0, 0))
+        found[axis, call.kind] = total + call.bytes, count + 1
+    return found
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every collective as it is called, from Python or from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := collective(func):
+            self.calls.append(Call(group_name(args), kind, payload_bytes(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def collective(func: Any) -> str | None:
+    """The kind of collective that an operation of torch is; None for one that is none."""
+    return KINDS.get(func._schema.name.partition("::")[2]) if func.namespace == "c10d" else None
+
+
+def group_name(args: tuple[Any, ...]) -> str:
+    """The name of the process group among an operation's arguments; empty if there is none."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+            return str(dist.ProcessGroup.unbox(value).group_name)
+    return ""
+
+
+def payload_bytes(args: tuple[Any, ...]) -> int:
+    """The larger of input and output: tensors lie bare in the arguments, in lists, or in lists of lists."""
+    sizes = [_bytes(value) for value in args if isinstance(value, (Tensor, list))]
+    return max(sizes, default=0)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(item) for item in value) if isinstance(value, list) else 0
+
+
+@contextmanager
+def record_traffic() -> Iterator[list[Call]]:
+    """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
+    sends the same."""
+    with suspended(), _Recorder() as recorder:
+        yield recorder.calls
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of torch's allocations on one rank. ``state`` by category at the step's start, ``peak_bytes`` at its worst;
+    ``resident_bytes``: the whole process (RSS)."""
+
+    state: dict[str, int]
+    peak_bytes: int
+    resident_bytes: int
+
+    def categories(self) -> dict[str, int]:
+        """What is alive at the peak. What is neither weights nor moments (activations, gradients, gathered weights,
+        logits) cannot be told apart by looking at allocations."""
+        return self.state | {"the rest": self.peak_bytes - sum(self.state.values())}
+
+
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """Bytes of the weights' and moments' local shards on this rank (each moment with its step count)."""
+    weights, kept = state.parameters().values(), state.optimizer.state
+    moments = [value for weight in weights for value in kept.get(weight, {}).values()]
+    return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = (local(tensor.detach()).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident now (RSS)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def return_freed_memory() -> None:
+    """Give the system what this process has freed: glibc's heap keeps it, and grows by what does not fit into its gaps
+    (over 420 steps of the quickstart from 0.8 to 1.6 GiB). Takes 10 to 20 ms; does nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def highest_bytes(profiler: Any) -> int:
+    """The highest running sum of the bytes allocated and freed since the profile began."""
+    records = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    running = peak = 0
+    for event in sorted(records, key=lambda event: event.start_ns()):
+        running += event.nbytes()
+        peak = max(peak, running)
+    return peak
+
+
+class Meter:
+    """Measures two early steps of a process: traffic at its second, memory at its third (what comes once, such as
+    compilation, is over by then). Neither changes any number; ``measured``: the last step was slowed by it."""
+
+    TRAFFIC_STEP = 2
+    MEMORY_STEP = 3
+
+    def __init__(self, meshes: Meshes, device: torch.device) -> None:
+        self.memory: Memory | None = None
+        self.traffic: dict[tuple[str, str], tuple[int, int]] = {}
+        self.measured = False
+        self._axes = meshes.axis_names()
+        self._device = device
+        self._steps = 0
+
+    @contextmanager
+    def measuring(self, state: TrainState) -> Iterator[None]:
+        """One optimizer step runs inside, measured if it is its turn."""
+        self._steps += 1
+        self.measured = self._steps <= self.MEMORY_STEP
+        if self._steps == self.TRAFFIC_STEP:
+            with record_traffic() as calls:
+                yield
+            with only_reports("measuring the traffic"):
+                self.traffic = by_axis(calls, self._axes)
+        elif self._steps == self.MEMORY_STEP:
+            held: dict[str, int] = {}
+            with only_reports("measuring the memory"):
+                held = state_bytes(state)
+            with _peak_bytes(self._device, sum(held.values())) as peak:
+                yield
+            if peak:
+                self.memory = Memory(held, peak[0], resident_bytes())
+        else:
+            yield
+
+
+@contextmanager
+def _peak_bytes(device: torch.device, held_bytes: int) -> Iterator[list[int]]:
+    """Puts the peak of torch's allocations into the list it yields: on a GPU what the allocator counted, on a CPU
+    ``held_bytes`` and the highest sum of the profiler's memory records."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.append(int(torch.cuda.max_memory_allocated(device)))
+        return
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with only_reports("measuring the memory"):
+        profiler.start()
+    try:
+        yield found
+    finally:
+        with only_reports("measuring the memory"):
+            profiler.stop()
+            found.append(held_bytes + highest_bytes(profiler))

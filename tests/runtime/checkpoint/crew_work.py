@@ -1,0 +1,29 @@
+"""What the tests of the crew run on each rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from shardwise.runtime.checkpoint.crew import Crew
+
+
+def spare(rank: int, world: int, together: bool) -> tuple[str, float]:
+    """Rank 1 fails; the others have done their work, or (not ``together``) wait inside of it for rank 1. What comes of
+    it on this rank, and after how many seconds."""
+    crew = Crew.of(None)
+
+    def work() -> str:
+        if rank == 1:
+            raise ValueError("rank 1 cannot")
+        if not together:
+            dist.barrier()
+        return "done"
+
+    begun = time.monotonic()
+    try:
+        found = crew.spared(work, patience_s=1.0)
+    except Exception as error:
+        return f"raised {error}", time.monotonic() - begun
+    return f"spared {found}", time.monotonic() - begun
