@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Shard
 from shardwise.techniques import fourbit, nf4
 
@@ -97,6 +98,6 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "layers.0.attention.q.weight has 48 columns" in problems[0].what
     assert not nf4.check(replace(spec, hidden_size=64), replace(plan, compile=False), parse_cluster("1xH100"))
     monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
-    sharded = replace(plan, lora=Lora(4, 8.0, nf4=True), compile=False, shard=Shard("zero3"))
+    sharded = Plan(Layout(dp_shard=2), lora=plan.lora, shard=Shard("zero3"))
     (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))
     assert problem.what.endswith("this is torch 2.11.0+cu130")
