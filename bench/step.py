@@ -3,6 +3,7 @@
     python bench/step.py [--pairs 30] [--case ddp-fp32 ...] [--rows 2] [--json FILE]
     python bench/step.py --compile [--case ddp-bf16 ...]        # compiled blocks against eager ones instead
     python bench/step.py --frameworks                           # against Accelerate and DeepSpeed instead
+    python bench/step.py --against CHECKOUT                     # against another version (bench/versions.py)
 
 The model is a Llama of 32.5 M parameters at 512 tokens. Shardwise runs the plan that the planner chooses, through
 techniques.apply and runtime.step, with the count of tokens that the training loop makes before every step. The plain
@@ -40,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import versions
 
 from shardwise.data.batch import MicroBatch
 from shardwise.models import hf, init
@@ -351,13 +353,26 @@ def run(pool: RankPool, case: Case, rounds: int, memory: bool) -> Result:
     return result
 
 
+def of_versions(case: Case, checkout: Path, rounds: int, exact: bool) -> Result:
+    """This version against that in ``checkout``."""
+    result = Result(case.name, rounds, case.plan.batch.loss_chunk_tokens)
+    taken = versions.compare(checkout, case.name, case.rows, rounds, exact)
+    ratios(result, case, {side: taken[side]["wall"] for side in taken}, {side: taken[side]["cpu"] for side in taken})
+    return result
+
+
 def compare(result: Result, case: Case, ranks: list[dict[str, Times]]) -> None:
     wall = {side: [max(pair) for pair in zip(*(r[side].wall for r in ranks), strict=True)] for side in case.sides}
     cpu = {side: [sum(pair) for pair in zip(*(r[side].cpu for r in ranks), strict=True)] for side in case.sides}
+    result.first_step_s = {side: max(r[side].first for r in ranks) for side in case.sides}
+    ratios(result, case, wall, cpu)
+
+
+def ratios(result: Result, case: Case, wall: dict[str, list[float]], cpu: dict[str, list[float]]) -> None:
+    """Of each round's seconds, the slower rank's, and processor seconds, all ranks'."""
     own = case.sides[0]
     for side in case.sides:
         result.seconds[side] = statistics.median(wall[side])
-        result.first_step_s[side] = max(r[side].first for r in ranks)
         if side != own:
             result.ratio[side] = spread(divided(wall[own], wall[side]))
             result.cpu_ratio[side] = statistics.median(divided(cpu[own], cpu[side]))
@@ -401,15 +416,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch on a rank")
     parser.add_argument("--compile", action="store_true", help="compare compiled blocks with eager ones")
     parser.add_argument("--frameworks", action="store_true", help="compare with Accelerate and DeepSpeed")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the version in this directory")
+    parser.add_argument("--exact", action="store_true", help="with --against: the losses must be equal bit by bit")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
+    if chosen.against is not None and not (chosen.against / "bench" / "step.py").is_file():
+        parser.error(f"--against: {chosen.against} is no checkout of Shardwise with a bench/step.py")
     cases = []
     usual = FRAMEWORK_CASES[:3] if chosen.compile else FRAMEWORK_CASES if chosen.frameworks else CASES
     for name in chosen.case or usual:
         rivals = ("plain ddp", *(["plain fsdp"] if name[:4] == "zero" else []))
         if chosen.frameworks:
             rivals = ("Accelerate",) if name.startswith("ddp") else ("DeepSpeed",)
+        rivals = ("before",) if chosen.against else rivals
         sides = ("compiled", "shardwise") if chosen.compile else ("shardwise", *rivals)
         cases.append(Case(name, plan_of(name, chosen.rows), sides))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes lines between ours
@@ -419,7 +439,10 @@ def main() -> None:
     results = []
     with RankPool(WORLD) as pool:
         for case in cases:
-            results.append(run(pool, case, chosen.pairs, chosen.memory))
+            if chosen.against:
+                results.append(of_versions(case, chosen.against, chosen.pairs, chosen.exact))
+            else:
+                results.append(run(pool, case, chosen.pairs, chosen.memory))
             show(results[-1], case)
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
