@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, str(REPOSITORY / "bench" / "step.py"), "--rows", "1", "--pairs", "2", "--exact"]
+COMMAND = [sys.executable, str(REPOSITORY / "bench" / "step.py"), "--rows", "1", "--pairs", "3", "--exact"]
 
 
 @pytest.fixture(autouse=True)
