@@ -46,6 +46,7 @@ WITH_TORCH = {
     "shardwise.planner.record",
     "shardwise.planner.ship",
     "shardwise.techniques.constants",
+    "shardwise.techniques.crossing",
     "shardwise.techniques.dora",
     "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",
