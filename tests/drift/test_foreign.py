@@ -53,4 +53,4 @@ def test_every_kind(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt_neox", "cohere2"])
 def test_a_sheet_is_kept_and_read_again(kind: str) -> None:
     found = sheet(kind, "wide")
-    assert unpack(pack(found, spec_of(kind)), spec_of(kind)) == found
+    assert unpack(pack(found), spec_of(kind)) == found

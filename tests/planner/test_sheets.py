@@ -1,8 +1,12 @@
-"""The sheets that ship are those the code makes, and a sheet survives being written down."""
+"""The units that ship are those the code makes, and a sheet survives being written down."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -10,53 +14,85 @@ import pytest
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.families import FULL, SLIDING
 from shardwise.planner import sheets, ship
+from shardwise.planner.features import templates
 from shardwise.planner.price import flops as flops_of_plan
 from shardwise.planner.price import seen
 from shardwise.planner.trace import trace
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Sheet
+from tests.models.foreign import spec_of as foreign_spec
 
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
 
 
 @pytest.mark.big
-def test_shipped_sheets_are_what_the_code_makes() -> None:
-    assert sheets.shipped() == ship.make(ship.well_known())
+def test_shipped_units_are_what_the_code_makes() -> None:
+    assert sheets.shipped() == ship.make(ship.reachable())
 
 
-def test_some_shipped_sheets_are_what_the_code_makes() -> None:
-    made = ship.make(ship.well_known()[::6])
-    assert len(made) >= 6 and made.items() <= sheets.shipped().items()
+def test_some_shipped_units_are_what_the_code_makes() -> None:
+    made = ship.make(dict.fromkeys([*ship.reachable()][::16]))
+    assert len(made) >= 10 and made.items() <= sheets.shipped().items()
 
 
-def test_every_well_known_model_ships() -> None:
-    """Keys hold a hash of the code: a change of the models or of the tracer needs ``python -m
-    shardwise.planner.ship``."""
-    for spec in ship.well_known():
-        for variant in ship.VARIANTS:
-            assert sheets.key(spec, variant) in sheets.shipped()
+def test_the_shipped_file_is_small() -> None:
+    """Before sizes were symbols, each well-known model had a sheet of its own: 85,854 bytes."""
+    assert len(files("shardwise.planner").joinpath(sheets.SHIPPED).read_bytes()) < 85_854
+
+
+ODD = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
+"""Features that no family has together."""
+KINDS = {"ships": (lambda: SPEC, 0), "odd": (lambda: ODD, 1), "transformers'": (lambda: foreign_spec("gpt_neox"), 1)}
+"""A model by whether its sheet ships, and how many files it takes in the cache."""
 
 
 @pytest.mark.parametrize("variant", ship.VARIANTS)
-def test_a_sheet_survives_being_cached(variant: str, tmp_path: Path) -> None:
-    made = sheets.sheet_of(SPEC, variant, tmp_path)
-    assert made == trace(SPEC, variant)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert sheets.sheet_of(SPEC, variant, tmp_path) == made
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_ship_is_cached(kind: str, variant: str, tmp_path: Path) -> None:
+    spec_of, kept = KINDS[kind]
+    made = sheets.sheet_of(spec_of(), variant, tmp_path)
+    assert made == trace(spec_of(), variant)
+    assert len(list(tmp_path.iterdir())) == kept
+    assert sheets.sheet_of(spec_of(), variant, tmp_path) == made
 
 
-def test_a_spoilt_cache_is_made_again(tmp_path: Path) -> None:
-    sheets.sheet_of(SPEC, "wide", tmp_path)
+@pytest.mark.parametrize("kind", [kind for kind, (_, kept) in KINDS.items() if kept])
+def test_a_spoilt_cache_is_made_again(kind: str, tmp_path: Path) -> None:
+    spec = KINDS[kind][0]()
+    made = sheets.sheet_of(spec, "wide", tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text("{not json")
-    assert sheets.sheet_of(SPEC, "wide", tmp_path) == trace(SPEC, "wide")
+    assert sheets.sheet_of(spec, "wide", tmp_path) == made
 
 
 def test_depth_and_name_share_a_sheet() -> None:
-    assert sheets.key(SPEC, "wide") == sheets.key(replace(SPEC, name="other", num_hidden_layers=9), "wide")
-    assert sheets.key(SPEC, "wide") != sheets.key(replace(SPEC, hidden_size=64), "wide")
-    assert sheets.key(SPEC, "wide") != sheets.key(SPEC, "narrow")
+    spec = foreign_spec("gpt_neox")
+    assert sheets.key(spec, "wide") == sheets.key(replace(spec, name="other", num_hidden_layers=9), "wide")
+    assert sheets.key(spec, "wide") != sheets.key(replace(spec, hidden_size=32), "wide")
+    assert sheets.key(spec, "wide") != sheets.key(spec, "narrow")
+
+
+def test_units_of_other_code_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheets, "code_digest", lambda: "another")
+    assert sheets.shipped.__wrapped__() == {}
+
+
+def test_any_model_of_a_family_has_a_sheet_without_torch(tmp_path: Path) -> None:
+    """One whose config.json nobody has seen before, too; and its tensors are those of its numbers."""
+    unknown = {"model_type": "qwen3", "vocab_size": 1234, "hidden_size": 96, "intermediate_size": 200}
+    unknown |= {"num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
+    (tmp_path / "config.json").write_text(json.dumps(unknown | {"attention_bias": True}))
+    (tmp_path / "a.txt").write_text("one two three\n" * 4000)
+    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer=bytes", "cluster=8xH100"]
+    program = f"import sys; from shardwise.cli.app import main; code = main({words!r}); "
+    program += "sys.exit(code or ('torch' in sys.modules) * 99)"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / ".cache" / "shardwise" / "sheets").exists()
 
 
 WINDOWED = replace(
@@ -78,9 +114,10 @@ def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int, tmp_pa
     ]
 
 
-def test_windows_and_numbers_share_a_sheet_but_sorts_of_layers_do_not() -> None:
-    assert sheets.key(SPEC, "wide") == sheets.key(WINDOWED, "wide") != sheets.key(MIXED, "wide")
-    assert sheets.key(SPEC, "wide") != sheets.key(replace(SPEC, norm_placement="both"), "wide")
+def test_windows_and_numbers_share_units_but_sorts_of_layers_do_not() -> None:
+    assert templates(SPEC) == templates(WINDOWED) != templates(MIXED)
+    assert templates(SPEC) == templates(replace(SPEC, hidden_size=96, head_dim=6, rope_theta=1e6))
+    assert templates(SPEC) != templates(replace(SPEC, norm_placement="both"))
 
 
 def test_a_window_saves_arithmetic_beyond_it() -> None:

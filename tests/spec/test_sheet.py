@@ -7,15 +7,26 @@ from dataclasses import fields, replace
 import pytest
 
 from shardwise.spec.layout import Layout
-from shardwise.spec.sheet import Tensor
+from shardwise.spec.sheet import Op, Tensor, size_of
 
-WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("dp_shard", 0),), "statistics", False)
+WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("dp_shard", 0),), "statistics", False, ("4*f", "d"), True)
 
 
 def test_a_tensor_in_other_types_is_else_the_same() -> None:
     defaults = {field.name: field.default for field in fields(Tensor)}
     assert all(getattr(WEIGHT, name) != default for name, default in defaults.items())
     assert WEIGHT.typed("bf16", "fp32") == replace(WEIGHT, dtype="bf16", used_as="fp32")
+    assert WEIGHT.cut(("tp", 1)) == replace(WEIGHT, shards=(("tp", 1),))
+
+
+def test_symbols_are_bound_to_numbers() -> None:
+    sizes = {"f": 24, "d": 5}
+    assert WEIGHT.bound(sizes) == WEIGHT and WEIGHT.bound({"f": 6, "d": 5}).shape == (24, 5)
+    activation = Tensor("x", ("b*s", "2*f"), "bf16", symbols=("b*s", "2*f"))
+    assert activation.bound(sizes).shape == ("b*s", 48)
+    assert replace(activation, symbols=()).bound(sizes).shape == ("b*s", "2*f")  # traced with its own numbers
+    assert Op("matmul", "mm", symbols="2*d*f").bound(sizes).flops == 240
+    assert [size_of(dim, sizes) for dim in (3, "f", "3*f*d")] == [3, 24, 360]
 
 
 @pytest.mark.parametrize(

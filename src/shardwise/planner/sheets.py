@@ -1,6 +1,8 @@
-"""Sheets at hand: of well-known models from data that ships with the package, of others from a cache, else traced.
+"""Sheets at hand. Units of the decoder ship with the package, one for each set of features, in symbols; sheets of
+transformers' own modules are kept in a cache, else traced.
 
-A sheet's key says what it was made from: the dimensions of the model, the variant, and the code that was traced.
+What is kept says what it was made from: a unit its features, a sheet the dimensions of its model, both the variant and
+the code that was traced.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 import xxhash
 
 from shardwise.data.whole import write_whole
-from shardwise.models.config import TOKENS, LayerKind, ModelSpec, layer_kinds
+from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.planner.features import What, assembled, joined, name_of
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 
@@ -29,57 +32,59 @@ TRACED = (
     "models/decoder.py",
     "models/layers.py",
     "models/rotary.py",
+    "planner/features.py",
     "planner/record.py",
+    "planner/symbols.py",
     "planner/trace.py",
     "spec/sheet.py",
 )
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""
-UNTRACED: dict[str, Any] = {
-    **dict.fromkeys(("name", "family"), ""),
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 0,
-    **dict.fromkeys(("rope_theta", "initializer_range", "rms_norm_eps"), 0.0),
-    **dict.fromkeys((*TOKENS, "local_rope_theta", "sliding_window"), None),
-    **dict.fromkeys(("attention_scale", "attention_soft_cap", "final_soft_cap"), None),
-    **dict.fromkeys(("layer_types", "nope_layers"), ()),
-}
-"""Fields of ModelSpec that no sheet depends on, and what stands for them in its key: the number of blocks and what is
-stated of each, names, and what only changes values."""
-
-
 def variant(precision: Precision) -> str:
     """``wide`` where statistics have the compute type, so that converting to them costs nothing."""
     return "wide" if precision.compute in ("fp32", "fp64") else "narrow"
 
 
 def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Sheet:
-    """The sheet of a model. Only a model never met before is traced, which imports torch and takes seconds."""
-    name = key(spec, which)
-    packed = shipped().get(name) or _cached(cache_directory / f"{name}.json")
+    """The sheet of a model. Those of the decoder's families are put together from units that ship with the package;
+    another model is traced once, which imports torch and takes seconds."""
+    if spec.foreign is None:
+        return assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory))
+    path = cache_directory / f"{key(spec, which)}.json"
+    packed = _cached(path)
     if packed is None:
         from shardwise.planner.trace import trace
 
-        packed = pack(trace(spec, which), spec)
-        _keep(cache_directory / f"{name}.json", packed)
+        packed = pack(trace(spec, which))
+        _keep(path, packed)
     return unpack(packed, spec)
 
 
+def _unit_of(what: What, template: ModelSpec, which: str, cache_directory: Path) -> Unit:
+    """The unit of a template: of features that no family of today has, traced and kept."""
+    name = name_of(what, template, which)
+    if name in shipped():
+        return unpack_unit(json.loads(shipped()[name]), symbolic=True)
+    path = cache_directory / f"{_digest([name, code_digest()])}.json"
+    packed = _cached(path)
+    if packed is None:
+        from shardwise.planner.trace import trace_template
+
+        packed = pack_unit(trace_template(which, what, template))
+        _keep(path, packed)
+    return unpack_unit(packed, symbolic=True)
+
+
 def key(spec: ModelSpec, which: str) -> str:
-    """What the sheet depends on."""
+    """What the sheet of a model of transformers' modules depends on: not on its name, nor on the number of blocks."""
     kinds, _ = layer_kinds(spec)
-    dims = astuple(replace(spec, **UNTRACED))
-    theirs = [] if spec.foreign is None else [code_digest("models/foreign.py"), metadata.version("transformers")]
-    sorts = [
-        list(dict.fromkeys(_sort(kind, spec) for kind in kinds)),
-        sorted({kind.local for kind in kinds if kind.rotated}),
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps([dims, sorts, which, code_digest(), theirs]).encode())
+    neutral = replace(spec, name="", num_hidden_layers=1, sliding_window=None, layer_types=(), final_soft_cap=None)
+    theirs = [code_digest("models/foreign.py"), metadata.version("transformers")]
+    return _digest([astuple(neutral), [kind.local for kind in kinds], which, theirs])
 
 
-def _sort(kind: LayerKind, spec: ModelSpec) -> bool:
-    """Layers allocate alike that are both rotated, or both not; of a foreign model those that see alike."""
-    return kind.rotated if spec.foreign is None else kind.local
+def _digest(made_from: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
 
 
 @cache
@@ -93,10 +98,15 @@ def code_digest(*more: str) -> str:
 
 
 @cache
-def shipped() -> dict[str, Any]:
-    """The sheets of models/known.py, made by ``python -m shardwise.planner.ship``."""
+def shipped() -> dict[str, str]:
+    """The packed units of every set of features that a family can have, by name, as ``python -m
+    shardwise.planner.ship`` made them; none where they are of other code."""
     data = files("shardwise.planner").joinpath(SHIPPED)
-    return dict(json.loads(gzip.decompress(data.read_bytes()))) if data.is_file() else {}
+    if not data.is_file():
+        return {}
+    digest, *lines = gzip.decompress(data.read_bytes()).decode().splitlines()
+    named = (line.partition("\t") for line in lines)
+    return {name: packed for name, _, packed in named} if digest == code_digest() else {}
 
 
 def _cached(path: Path) -> Any:
@@ -111,44 +121,53 @@ def _keep(path: Path, packed: Any) -> None:
         write_whole(path, json.dumps(packed, separators=(",", ":")))
 
 
-def pack(sheet: Sheet, spec: ModelSpec) -> list[Any]:
-    """A traced sheet as nested lists; what techniques add is not kept."""
-    kinds, _ = layer_kinds(spec)
-    blocks = {_sort(kind, spec): block for kind, block in zip(kinds, sheet.blocks, strict=True)}
-    return [_pack_unit(unit) for unit in (sheet.stem, *blocks.values(), sheet.tail)]
+def pack(sheet: Sheet) -> list[Any]:
+    """The units of a traced sheet as nested lists; what techniques add is not kept."""
+    return [pack_unit(unit) for unit in sheet.units]
 
 
 def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
     """The sheet of ``spec``, whose depth, name and windows are not packed."""
-    stem, *traced, tail = (_unpack_unit(unit) for unit in packed)
-    kinds, order = layer_kinds(spec)
-    by_sort = dict(zip(dict.fromkeys(_sort(kind, spec) for kind in kinds), traced, strict=True))
-    blocks = tuple(replace(by_sort[_sort(kind, spec)], window=kind.window) for kind in kinds)
-    capped = spec.final_soft_cap is not None
-    return Sheet(spec.name, stem, blocks, order, tail, spec.tie_word_embeddings, capped=capped)
+    stem, *traced, tail = (unpack_unit(unit, symbolic=False) for unit in packed)
+    # The output layer is the tail's last weight, which is not of what was traced.
+    own = tuple(weight for weight in tail.weights if weight.name != "head.weight")
+    return joined(spec, stem, traced, replace(tail, weights=own))
 
 
-def _pack_unit(unit: Unit) -> list[Any]:
+def pack_unit(unit: Unit) -> list[Any]:
+    """A unit as nested lists."""
     return [
         unit.name,
-        [[t.name, t.shape, t.dtype, t.category] for t in unit.weights],
-        [[t.name, t.shape, t.dtype, t.category] for t in unit.tensors],
-        [[astuple(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
+        [[weight.name, weight.shape] for weight in unit.weights],
+        [[tensor.shape, tensor.dtype, int(tensor.inside)] for tensor in unit.tensors],
+        [[_pack_op(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
         [vars(unit)[mark] for mark in MARKS],
         unit.weight_gradients,
         sorted(unit.saved),
     ]
 
 
-def _unpack_unit(packed: list[Any]) -> Unit:
-    name, *held, ops, marks, listed, saved = packed
-    weights, tensors = (tuple(Tensor(n, tuple(shape), *types) for n, shape, *types in each) for each in held)
+def _pack_op(op: Op) -> list[Any]:
+    return [*astuple(op)[:6], op.symbols or op.flops, op.per, op.node]
+
+
+def unpack_unit(packed: list[Any], *, symbolic: bool) -> Unit:
+    """The inverse of :func:`pack_unit`; ``symbolic``: its sizes are to be bound."""
+    name, weights, tensors, ops, marks, gradients, saved = packed
+    held = tuple(
+        Tensor(name, tuple(shape), "weights", "weights", symbols=tuple(shape) if symbolic else ())
+        for name, shape in weights
+    )
+    made = tuple(
+        Tensor(f"t{i}", tuple(shape), dtype, symbols=tuple(shape) if symbolic else (), inside=bool(inside))
+        for i, (shape, dtype, inside) in enumerate(tensors)
+    )
     forward, plain, backward = (tuple(_op(op) for op in each) for each in ops)
-    gradients = tuple((weight, tensor) for weight, tensor in listed)
-    named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": gradients, "saved": frozenset(saved)}
-    return Unit(name, weights, tensors, forward, plain, backward, **named)
+    named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": tuple(map(tuple, gradients))}
+    return Unit(name, held, made, forward, plain, backward, **named, saved=frozenset(saved))
 
 
 def _op(packed: list[Any]) -> Op:
-    kind, name, allocates, frees, reads, *rest = packed
-    return Op(kind, name, tuple(allocates), tuple(frees), tuple(reads), *rest)
+    kind, name, allocates, frees, reads, weight, size, per, node = packed
+    flops, symbols = (0, size) if isinstance(size, str) else (size, "")
+    return Op(kind, name, tuple(allocates), tuple(frees), tuple(reads), weight, flops, per, node, symbols)

@@ -2,15 +2,16 @@
 applied.
 
 The micro-batch and the sequence are two large primes, so that every dim that grows with them can be recognised in the
-shapes seen. Two variants are traced: ``narrow`` (compute type smaller than the type of statistics: bf16, fp16) and
+shapes seen; of the decoder's units all sizes are primes (planner/features.py). Two variants are traced: ``narrow`` (compute type smaller than the type of statistics: bf16, fp16) and
 ``wide`` (the same: fp32, fp64), since converting costs a tensor in the one and nothing in the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blocks import blocks
-from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.foreign import ForeignDecoder
+from shardwise.planner.features import What, assembled, joined
 from shardwise.planner.record import Event, Recorder, Stored, plain_tensors
+from shardwise.planner.symbols import symbolic
 from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
 
 MICRO_BATCH, SEQ_LEN = 10_007, 10_009
-SYMBOLS: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN: "b*s"}
-
+GROWING: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN: "b*s"}
+ENDS: tuple[What, What] = ("stem", "tail")
 
 Tell = Callable[[torch.Tensor], None]
 Start = Callable[[], torch.Tensor]
@@ -77,13 +80,37 @@ class _Run:
 
 
 def trace(spec: ModelSpec, variant: str) -> Sheet:
-    """The sheet of a model; ``variant`` is ``narrow`` or ``wide``. Takes seconds, and no memory to speak of."""
+    """The sheet of a model; ``variant`` is ``narrow`` or ``wide``. Takes a second or two, and no memory to speak of."""
+    if spec.foreign is not None:
+        with _tracing(variant) as dtype:
+            return _foreign_sheet(spec, dtype)
+    return assembled(spec, partial(trace_template, variant))
+
+
+@cache
+def trace_template(variant: str, what: What, template: ModelSpec) -> Unit:
+    """The unit of all models with this template, in symbols."""
+    with _tracing(variant) as dtype:
+        return symbolic(_decoders(what, template, layer_kinds(template)[0][0], dtype))
+
+
+def trace_as_it_is(spec: ModelSpec, variant: str) -> Sheet:
+    """The sheet of a model of the decoder's families, traced with its own numbers: what symbols must come to."""
+    kinds, _ = layer_kinds(spec)
+    with _tracing(variant) as dtype:
+        stem, tail = (_decoders(what, spec, kinds[0], dtype) for what in ENDS)
+        return joined(spec, stem, [_decoders("block", spec, kind, dtype) for kind in kinds], tail)
+
+
+@contextmanager
+def _tracing(variant: str) -> Iterator[torch.dtype]:
+    """Tensors are fake, and of the type that is computed in where none is asked for."""
     dtype = torch.bfloat16 if variant == "narrow" else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            return (_sheet if spec.foreign is None else _foreign_sheet)(spec, dtype)
+            yield dtype
     finally:
         torch.set_default_dtype(before)
 
@@ -139,7 +166,7 @@ def _foreign_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
         call = partial(_call, layers[layer], args, kwargs)
         traced.append(_unit("block", _named("", layers[layer]), call, hidden, plain_tensors((args, kwargs))))
     end = _unit("tail", named(places[middle + 1 : -1]), tail, hidden, [])
-    return _joined(spec, begin, traced, end)
+    return joined(spec, begin, traced, end)
 
 
 class _Reached(Exception):
@@ -155,22 +182,11 @@ def _call(block: nn.Module, args: Any, kwargs: Any, start: Start) -> torch.Tenso
     return out
 
 
-def _joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet:
-    kinds, order = layer_kinds(spec)
-    if not spec.tie_word_embeddings:
-        head = Tensor("head.weight", (spec.vocab_size, spec.hidden_size), "weights", "weights")
-        tail = replace(tail, weights=(*tail.weights, head))
-    seen = tuple(replace(block, window=kind.window) for kind, block in zip(kinds, traced, strict=True))
-    capped = spec.final_soft_cap is not None
-    return Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped)
-
-
-def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
+def _decoders(what: What, spec: ModelSpec, kind: LayerKind, dtype: torch.dtype) -> Unit:
+    """A unit of the decoder, of a kind of block where it is one."""
     model = Decoder(replace(spec, num_hidden_layers=1))
-    block = model.layers[0]
     kinds, _ = layer_kinds(spec)
     ids = torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64)
-    tables = model.tables(kinds, ids, dtype, MaskSpec())
     hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
     held: list[Any] = []
 
@@ -180,14 +196,13 @@ def _sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
         held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
         return out
 
-    traced: dict[bool, Unit] = {}  # what a layer sees changes what it computes, but not what it allocates
-    for kind, rotary in zip(kinds, tables, strict=True):
-        if kind.rotated not in traced:
-            call = partial(_call, block, (rotary, MaskSpec()), {})
-            traced[kind.rotated] = _unit("block", _named("", block), call, hidden, [*(rotary or ())])
-    begin = _unit("stem", _named("embed.", model.embed), stem, hidden, [ids])
-    end = _unit("tail", _named("norm.", model.norm), lambda start: model.normed(start()), hidden, [])
-    return _joined(spec, begin, [traced[kind.rotated] for kind in kinds], end)
+    if what == "stem":
+        return _unit("stem", _named("embed.", model.embed), stem, hidden, [ids])
+    if what == "tail":
+        return _unit("tail", _named("norm.", model.norm), lambda start: model.normed(start()), hidden, [])
+    (rotary,) = model.tables((kind,), ids, dtype, MaskSpec())
+    call = partial(_call, model.layers[0], (rotary, MaskSpec()), {})
+    return _unit("block", _named("", model.layers[0]), call, hidden, [*(rotary or ())])
 
 
 def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -212,7 +227,7 @@ def _unit(
     marks = {key: local[index] for key, index in run.marks.items()}
     freed = {index for op in forward for index in op.frees}
     made = {index for op in forward for index in op.allocates}
-    tensors = tuple(_tensor(stored, leaf.dtype) for stored in run.recorder.made.values())
+    tensors = tuple(_tensor(stored, leaf.dtype, i) for i, stored in enumerate(run.recorder.made.values()))
     return Unit(
         name=name,
         weights=tuple(Tensor(key, tuple(p.shape), "weights", "weights") for key, p in parameters.items()),
@@ -313,18 +328,18 @@ def _arithmetic(event: Event) -> tuple[str, int, str]:
     return "elementwise", 0, "b*s"
 
 
-def _tensor(stored: Stored, compute: torch.dtype) -> Tensor:
+def _tensor(stored: Stored, compute: torch.dtype, index: int) -> Tensor:
     shape = tuple(_dim(size) for size in stored.shape)
     if stored.dtype == compute:
         dtype = "compute"
     else:
         dtype = "statistics" if stored.dtype.is_floating_point else str(stored.dtype).removeprefix("torch.")
-    return Tensor(f"t{stored.index}", shape, dtype)
+    return Tensor(f"t{index}", shape, dtype)
 
 
 def _dim(size: int) -> Dim:
-    if size in SYMBOLS:
-        return SYMBOLS[size]
+    if size in GROWING:
+        return GROWING[size]
     if size and (size % MICRO_BATCH == 0 or size % SEQ_LEN == 0):
         raise ValueError(f"a dim of {size} grows with the batch in a way that a sheet cannot say")
     return size

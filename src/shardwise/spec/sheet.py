@@ -2,29 +2,53 @@
 
 A *unit* is a piece of the model that runs in one go: the stem (embedding, rotation tables), a block, the tail (last
 norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is free
-once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are symbolic in
-the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with their ``cost``; nothing in a sheet
-knows a peak or a second: planner/replay.py finds those.
+once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products of
+symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
+(:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with their
+``cost``; nothing in a sheet knows a peak or a second: planner/replay.py finds those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
 from shardwise.spec.layout import Axis, Layout
 from shardwise.spec.plan import BYTES
 
 Dim = int | str
-"""A whole number, or ``b``, ``s`` or ``b*s``: micro-batch, sequence length, tokens."""
+"""A whole number, or a product such as ``b*s`` or ``2*K*e``. In a bound sheet only ``b``, ``s`` and ``b*s`` are left."""
+
+SYMBOLS = {
+    "b": "rows of a micro-batch",
+    "s": "tokens of a row",
+    "d": "hidden_size",
+    "f": "intermediate_size",
+    "V": "vocab_size",
+    "K": "key heads",
+    "G": "query heads for each key head",
+    "e": "head_dim",
+    "p": "pairs of elements of a head that are rotated",
+}
+"""What a size is a product of."""
+Sizes = Mapping[str, int]
+"""The number that each symbol but ``b`` and ``s`` stands for."""
+
+
+def size_of(dim: Dim, sizes: Sizes) -> int:
+    """The product that ``dim`` stands for."""
+    return dim if isinstance(dim, int) else prod(sizes[x] if x in sizes else int(x) for x in dim.split("*"))
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
     ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
-    ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient."""
+    ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient.
+    ``symbols`` is the shape before it was bound; empty where a model was traced with its own numbers. What has a place
+    for every token is of the residual stream, or ``inside``: between the first and the last product of attention or
+    of the MLP, where tensor parallelism cuts heads or columns and never tokens."""
 
     name: str
     shape: tuple[Dim, ...]
@@ -33,11 +57,26 @@ class Tensor:
     shards: tuple[tuple[Axis, int], ...] = ()
     used_as: str = "compute"
     trained: bool = True
+    symbols: tuple[Dim, ...] = ()
+    inside: bool = False
+
+    def _with(self, shape: tuple[Dim, ...], dtype: str, shards: tuple[tuple[Axis, int], ...], used_as: str) -> Tensor:
+        """Written out, since ``replace`` takes four times as long and every plan rewrites hundreds of tensors."""
+        kept = (self.trained, self.symbols, self.inside)
+        return Tensor(self.name, shape, dtype, self.category, shards, used_as, *kept)
 
     def typed(self, dtype: str, used_as: str) -> Tensor:
-        """The same tensor in other types. Written out, since ``replace`` takes four times as long and every plan types
-        hundreds of tensors."""
-        return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, self.trained)
+        """The same tensor in other types."""
+        return self._with(self.shape, dtype, self.shards, used_as)
+
+    def cut(self, *shards: tuple[Axis, int]) -> Tensor:
+        """The same tensor, cut along these dims and no others."""
+        return self._with(self.shape, self.dtype, shards, self.used_as)
+
+    def bound(self, sizes: Sizes) -> Tensor:
+        """The same tensor with the numbers that its symbols stand for."""
+        shape = tuple(dim if dim in ("b", "s", "b*s") else size_of(dim, sizes) for dim in self.symbols)
+        return self._with(shape, self.dtype, self.shards, self.used_as) if self.symbols else self
 
     def numel(self, b: int, s: int) -> int:
         size = {"b": b, "s": s, "b*s": b * s}
@@ -64,6 +103,7 @@ class Op:
     """``allocates`` and ``frees`` are indices into the unit's tensors: what comes into being with the operation and
     what is free once it has run. ``flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
     attention's grow with ``b*s*s``. Backward operations of one ``node`` (a function written in Python) run all or none.
+    ``symbols`` is the product that ``flops`` are.
     """
 
     kind: str
@@ -75,6 +115,11 @@ class Op:
     flops: int = 0
     per: str = "b*s"
     node: int = -1
+    symbols: str = ""
+
+    def bound(self, sizes: Sizes) -> Op:
+        """The same operation with the numbers that its symbols stand for."""
+        return replace(self, flops=size_of(self.symbols, sizes)) if self.symbols else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +158,20 @@ class Unit:
     window: int | None = None
     collectives: tuple[Collective, ...] = ()
 
+    def bound(self, sizes: Sizes) -> Unit:
+        """The same unit with the numbers that its symbols stand for."""
+        weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
+        passes = (self.forward, self.forward_plain, self.backward)
+        forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
+        return replace(
+            self, weights=weights, tensors=tensors, forward=forward, forward_plain=plain, backward=backward
+        )
+
 
 @dataclass(frozen=True)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
-    the loss caps its logits."""
+    the loss caps its logits. ``sizes`` are those that it is bound to."""
 
     model: str
     stem: Unit
@@ -127,6 +181,11 @@ class Sheet:
     tied: bool
     step: tuple[Collective, ...] = ()
     capped: bool = False
+    sizes: Sizes = field(default_factory=dict)
+
+    def bound(self, sizes: Sizes) -> Sheet:
+        """The sheet of a model with these sizes; of one bound before, with others."""
+        return replace(self.rewritten(lambda unit: unit.bound(sizes)), sizes=sizes)
 
     @property
     def units(self) -> tuple[Unit, ...]:

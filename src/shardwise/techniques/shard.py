@@ -27,7 +27,6 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Axis
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, torch_type
@@ -120,9 +119,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
         return dataclasses.replace(sheet, step=sheet.step + _bucket_sums(sheet, plan))
 
     def cut(unit: Unit) -> Unit:
-        rows: tuple[tuple[Axis, int]] = (("dp_shard", 0),)  # written out: ``replace`` takes four times as long
-        weights = tuple(Tensor(w.name, w.shape, w.dtype, w.category, rows, w.used_as, w.trained) for w in unit.weights)
-        return dataclasses.replace(unit, weights=weights)
+        return dataclasses.replace(unit, weights=tuple(weight.cut(("dp_shard", 0)) for weight in unit.weights))
 
     sheet = sheet.rewritten(cut)
     blocks = tuple(
