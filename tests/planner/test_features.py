@@ -14,7 +14,7 @@ from shardwise.models.config import ModelSpec, from_hf, problems
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner.features import PRIMES, assembled, name_of, templates
-from shardwise.planner.sheets import shipped, sheet_of
+from shardwise.planner.sheets import sheet_of, shipped
 from shardwise.planner.symbols import FACTORS, named
 from shardwise.planner.trace import MICRO_BATCH, SEQ_LEN, trace_as_it_is, trace_template
 from shardwise.spec.sheet import SYMBOLS, Sheet, Tensor, Unit

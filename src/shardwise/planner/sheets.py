@@ -40,6 +40,8 @@ TRACED = (
 )
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""
+
+
 def variant(precision: Precision) -> str:
     """``wide`` where statistics have the compute type, so that converting to them costs nothing."""
     return "wide" if precision.compute in ("fp32", "fp64") else "narrow"

@@ -2,8 +2,9 @@
 applied.
 
 The micro-batch and the sequence are two large primes, so that every dim that grows with them can be recognised in the
-shapes seen; of the decoder's units all sizes are primes (planner/features.py). Two variants are traced: ``narrow`` (compute type smaller than the type of statistics: bf16, fp16) and
-``wide`` (the same: fp32, fp64), since converting costs a tensor in the one and nothing in the other.
+shapes seen; of the decoder's units all sizes are primes (planner/features.py). Two variants are traced: ``narrow``
+(compute type smaller than the type of statistics: bf16, fp16) and ``wide`` (the same: fp32, fp64), since converting
+costs a tensor in the one and nothing in the other.
 """
 
 from __future__ import annotations

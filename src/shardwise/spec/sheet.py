@@ -4,8 +4,8 @@ A *unit* is a piece of the model that runs in one go: the stem (embedding, rotat
 norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is free
 once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products of
 symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
-(:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with their
-``cost``; nothing in a sheet knows a peak or a second: planner/replay.py finds those.
+(:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with
+their ``cost``; nothing in a sheet knows a peak or a second: planner/replay.py finds those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.spec.layout import Axis, Layout
 from shardwise.spec.plan import BYTES
 
 Dim = int | str
-"""A whole number, or a product such as ``b*s`` or ``2*K*e``. In a bound sheet only ``b``, ``s`` and ``b*s`` are left."""
+"""A whole number, or a product such as ``b*s`` or ``2*K*e``. Bound, only ``b``, ``s`` and ``b*s`` are left."""
 
 SYMBOLS = {
     "b": "rows of a micro-batch",
@@ -163,9 +163,7 @@ class Unit:
         weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
         passes = (self.forward, self.forward_plain, self.backward)
         forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
-        return replace(
-            self, weights=weights, tensors=tensors, forward=forward, forward_plain=plain, backward=backward
-        )
+        return replace(self, weights=weights, tensors=tensors, forward=forward, forward_plain=plain, backward=backward)
 
 
 @dataclass(frozen=True)
