@@ -17,7 +17,7 @@ from shardwise.planner.features import PRIMES, assembled, name_of, templates
 from shardwise.planner.sheets import sheet_of, shipped
 from shardwise.planner.symbols import FACTORS, named
 from shardwise.planner.trace import MICRO_BATCH, SEQ_LEN, trace_as_it_is, trace_template
-from shardwise.spec.sheet import SYMBOLS, Sheet, Tensor, Unit
+from shardwise.spec.sheet import SYMBOLS, Op, Sheet, Tensor, Unit
 from tests.models.families import CONFIGS
 
 MODELS = {
@@ -169,3 +169,51 @@ def test_a_sheet_can_be_bound_to_other_sizes() -> None:
     q = next(op for op in half.blocks[0].forward if op.weight == "attention.q.weight")
     assert q.symbols == "2*d*K*G*e" and q.flops == 8192 * 8192
     assert half.bound(sheet.sizes) == sheet
+
+
+def block_of(model: str, variant: str = "narrow") -> Unit:
+    return sheet_of(load_spec(model), variant).blocks[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_cut_by_heads_or_columns_is_inside_and_what_is_added_to_the_stream_is_not(model: str) -> None:
+    """Whatever a model is made of: tensor parallelism cuts the one and, with its sequence, the tokens of the other."""
+    unit = block_of(model, MODELS[model])
+    inside = [tensor.inside for tensor in unit.tensors]
+    for tensor in unit.tensors:
+        if {"K", "G", "e", "p", "f"} & {symbol for dim in tensor.symbols for symbol in str(dim).split("*")}:
+            assert tensor.inside == bool({"b", "s", "b*s"} & set(tensor.shape))
+    products = [op for op in unit.forward if op.kind in ("matmul", "attention")]
+    assert len(products) == 8 and all(inside[tensor] for op in products for tensor in op.allocates)
+    into_columns = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    for op in unit.backward:
+        if op.kind == "matmul" and op.weight.removesuffix(".weight") in into_columns:
+            assert all(inside[tensor] for tensor in op.allocates)  # a rank's part of a sum over ranks
+    added = [op for op in unit.forward if op.name == "aten.add.Tensor"]
+    assert len(added) == 2 and not any(inside[tensor] for op in added for tensor in op.allocates)
+    assert not any(inside[i] for i in (unit.gradient_in, unit.gradient_out, unit.output) if i >= 0)
+
+
+def test_the_stream_of_a_llama_block() -> None:
+    """Operation by operation. Of the sums of gradients those of q, k and v, and of gate and up, are inside."""
+    unit = block_of("Llama-3-8B")
+
+    def stream(ops: tuple[Op, ...]) -> list[str]:
+        made = [
+            (op, tensor) for op in ops for tensor in op.allocates if {"b", "s", "b*s"} & set(unit.tensors[tensor].shape)
+        ]
+        return [op.name.removeprefix("aten.") for op, tensor in made if not unit.tensors[tensor].inside]
+
+    norm = ["_to_copy", "linalg_vector_norm", "mul.Tensor", "_to_copy"]
+    assert stream(unit.forward) == [*norm, "add.Tensor", *norm, "add.Tensor"]
+    sums = [op for op in unit.backward if op.name == "aten.add.Tensor"]
+    assert [unit.tensors[op.allocates[0]].inside for op in sums] == [True, False, True, True, False]
+
+
+def test_statistics_of_a_norm_over_all_heads_are_inside() -> None:
+    """OLMo 2: a number for each token, as of the norms of the stream, but summed over heads."""
+    unit = block_of("OLMo-2-1124-7B", "wide")
+    narrow = [i for i, tensor in enumerate(unit.tensors) if tensor.symbols in (("b", "s", 1), ("b", "s"))]
+    made = {i: op for op in unit.forward for i in op.allocates}
+    statistics = [i for i in narrow if i in made and made[i].name == "aten.linalg_vector_norm"]
+    assert [unit.tensors[i].inside for i in statistics] == [True, True, False, False]  # q, k; attention, MLP

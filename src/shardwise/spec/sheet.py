@@ -20,18 +20,9 @@ from shardwise.spec.plan import BYTES
 Dim = int | str
 """A whole number, or a product such as ``b*s`` or ``2*K*e``. Bound, only ``b``, ``s`` and ``b*s`` are left."""
 
-SYMBOLS = {
-    "b": "rows of a micro-batch",
-    "s": "tokens of a row",
-    "d": "hidden_size",
-    "f": "intermediate_size",
-    "V": "vocab_size",
-    "K": "key heads",
-    "G": "query heads for each key head",
-    "e": "head_dim",
-    "p": "pairs of elements of a head that are rotated",
-}
-"""What a size is a product of."""
+SYMBOLS = "bsdfVKGep"
+"""What sizes are products of: b rows of a micro-batch, s tokens of a row, d hidden_size, f intermediate_size, V
+vocab_size, K key heads, G query heads for each key head, e head_dim, p pairs of elements of a head that are rotated."""
 Sizes = Mapping[str, int]
 """The number that each symbol but ``b`` and ``s`` stands for."""
 
@@ -60,23 +51,21 @@ class Tensor:
     symbols: tuple[Dim, ...] = ()
     inside: bool = False
 
-    def _with(self, shape: tuple[Dim, ...], dtype: str, shards: tuple[tuple[Axis, int], ...], used_as: str) -> Tensor:
-        """Written out, since ``replace`` takes four times as long and every plan rewrites hundreds of tensors."""
-        kept = (self.trained, self.symbols, self.inside)
-        return Tensor(self.name, shape, dtype, self.category, shards, used_as, *kept)
-
     def typed(self, dtype: str, used_as: str) -> Tensor:
-        """The same tensor in other types."""
-        return self._with(self.shape, dtype, self.shards, used_as)
+        """The same tensor in other types. Written out, as :meth:`cut` is, since ``replace`` takes four times as long
+        and every plan rewrites hundreds of tensors."""
+        kept = (self.trained, self.symbols, self.inside)
+        return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, *kept)
 
     def cut(self, *shards: tuple[Axis, int]) -> Tensor:
         """The same tensor, cut along these dims and no others."""
-        return self._with(self.shape, self.dtype, shards, self.used_as)
+        kept = (self.used_as, self.trained, self.symbols, self.inside)
+        return Tensor(self.name, self.shape, self.dtype, self.category, shards, *kept)
 
     def bound(self, sizes: Sizes) -> Tensor:
         """The same tensor with the numbers that its symbols stand for."""
         shape = tuple(dim if dim in ("b", "s", "b*s") else size_of(dim, sizes) for dim in self.symbols)
-        return self._with(shape, self.dtype, self.shards, self.used_as) if self.symbols else self
+        return replace(self, shape=shape) if self.symbols else self
 
     def numel(self, b: int, s: int) -> int:
         size = {"b": b, "s": s, "b*s": b * s}
@@ -160,10 +149,8 @@ class Unit:
 
     def bound(self, sizes: Sizes) -> Unit:
         """The same unit with the numbers that its symbols stand for."""
-        weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
-        passes = (self.forward, self.forward_plain, self.backward)
-        forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
-        return replace(self, weights=weights, tensors=tensors, forward=forward, forward_plain=plain, backward=backward)
+        sized = ("weights", "tensors", "forward", "forward_plain", "backward")
+        return replace(self, **{name: tuple(one.bound(sizes) for one in vars(self)[name]) for name in sized})
 
 
 @dataclass(frozen=True)
