@@ -84,7 +84,7 @@ def test_any_model_of_a_family_has_a_sheet_without_torch(tmp_path: Path) -> None
     unknown |= {"num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
     (tmp_path / "config.json").write_text(json.dumps(unknown | {"attention_bias": True}))
     (tmp_path / "a.txt").write_text("one two three\n" * 4000)
-    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer=bytes", "cluster=8xH100"]
+    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100"]
     program = f"import sys; from shardwise.cli.app import main; code = main({words!r}); "
     program += "sys.exit(code or ('torch' in sys.modules) * 99)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}

@@ -132,9 +132,9 @@ def templates(spec: ModelSpec) -> list[tuple[What, ModelSpec]]:
 def assembled(spec: ModelSpec, unit: Callable[[What, ModelSpec], Unit]) -> Sheet:
     """The sheet of a model of the decoder's families, from the ``unit`` of each template, bound to its sizes."""
     kinds, _ = layer_kinds(spec)
-    made = {template: unit(what, template) for what, template in templates(spec)}
-    blocks = [made[block(spec, kind)] for kind in kinds]
-    return joined(spec, made[stem(spec)], blocks, made[tail(spec)]).bound(sizes(spec))
+    made = {named: unit(*named) for named in templates(spec)}
+    blocks = [made["block", block(spec, kind)] for kind in kinds]
+    return joined(spec, made["stem", stem(spec)], blocks, made["tail", tail(spec)]).bound(sizes(spec))
 
 
 def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet:

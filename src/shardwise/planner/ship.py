@@ -72,7 +72,8 @@ def make(wanted: dict[tuple[What, ModelSpec], None]) -> dict[str, str]:
 
 def main() -> None:
     """Write the file that the package carries."""
-    made = sorted(make(reachable()).items())  # neighbours are alike, which compresses best
+    # Units that end alike are alike, and as neighbours they compress to half of what they take sorted by name.
+    made = sorted(make(reachable()).items(), key=lambda item: item[1][::-1])
     lines = [code_digest(), *(f"{name}\t{packed}" for name, packed in made)]
     Path(__file__).with_name(SHIPPED).write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
 
