@@ -149,8 +149,11 @@ class Unit:
 
     def bound(self, sizes: Sizes) -> Unit:
         """The same unit with the numbers that its symbols stand for."""
-        sized = ("weights", "tensors", "forward", "forward_plain", "backward")
-        return replace(self, **{name: tuple(one.bound(sizes) for one in vars(self)[name]) for name in sized})
+        weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
+        passes = (self.forward, self.forward_plain, self.backward)
+        forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
+        changed = replace(self, weights=weights, tensors=tensors)
+        return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
 @dataclass(frozen=True)
