@@ -116,7 +116,7 @@ class _Step:
         kept = any(block.recompute for block in self.blocks)
         for tensor in () if kept else range(len(self.sheet.stem.tensors)):
             if tensor not in (*self.sheet.stem.saved, self.sheet.stem.output):
-                self.tape.free(("stem", tensor))
+                self.tape.release(("stem", tensor))
 
     def _output(self, name: Hashable) -> int:
         return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
@@ -139,7 +139,7 @@ class _Step:
                 if tensor != unit.input:
                     self.tape.free((name, tensor))
         for tensor in made - unit.saved:
-            self.tape.free((name, tensor))
+            self.tape.release((name, tensor))
 
     def backward(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
         sizes = self.sizes[id(unit)]
@@ -157,24 +157,24 @@ class _Step:
                     self.weights.gradient(gradients[tensor], name, (name, tensor))
             if op.kind == "attention" and self.kind == "cuda":
                 self.tape.make((name, "workspace"), "attention workspace", attention_bytes(unit, op, self.plan))
-                self.tape.free((name, "workspace"))
+                self.tape.release((name, "workspace"))
             for tensor in op.frees:
                 if tensor == unit.gradient_in:
                     self.tape.free(("gradient", name))
                 elif tensor == unit.input and before is not None:
                     self.tape.free((before, self._output(before)))
                 elif tensor not in gradients:
-                    self.tape.free((name, tensor))
+                    self.tape.release((name, tensor))
         for tensor in range(len(unit.tensors)):
-            self.tape.free((name, tensor))
+            self.tape.release((name, tensor))
         self.weights.uncast(unit, name)
         if before is not None:
-            self.tape.free((before, self._output(before)))
+            self.tape.release((before, self._output(before)))
 
     def loss_forward(self) -> None:
         for key, size, frees in forward_tensors(self.sheet, self.plan, self.kind):
             for other in frees:
-                self.tape.free(("head", other))
+                self.tape.release(("head", other))
             if size:
                 self.tape.make(("head", key), "logits", size)
         self.tape.free(("tail", self.sheet.tail.output))

@@ -25,9 +25,16 @@ class Tape:
             self.make(key, category, size)
 
     def free(self, key: Hashable) -> None:
+        """Raises KeyError where ``key`` is not alive: whoever frees it has counted wrong."""
+        if key not in self.alive:
+            raise KeyError(f"{key} is freed, but it is not alive")
+        del self.alive[key]
+        self.events.append((key, "", 0))
+
+    def release(self, key: Hashable) -> None:
+        """Free ``key`` if it is still there: for callers that do not know whether it is."""
         if key in self.alive:
-            del self.alive[key]
-            self.events.append((key, "", 0))
+            self.free(key)
 
     def mark(self, name: str) -> None:
         self.events.append((name, "", MARK))

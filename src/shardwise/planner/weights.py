@@ -69,7 +69,7 @@ class Replicated(Weights):
 
     def uncast(self, unit: Unit, name: Hashable) -> None:
         for weight in unit.weights:
-            self.tape.free(("cast", name, weight.name))
+            self.tape.release(("cast", name, weight.name))
 
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
         if self.tied and weight is self.embedding:
@@ -128,11 +128,11 @@ class Sharded(Weights):
         if size.cast_bytes and not kept:
             self.tape.make(("slice", group), "buffers", size.cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
-        self.tape.free(("slice", group))
+        self.tape.release(("slice", group))
 
     def _copy_out(self, group: Hashable) -> None:
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
-        self.tape.free(("post forward", group))
+        self.tape.release(("post forward", group))
         self.gathered.add(group)
 
     def before_forward(self, unit: Hashable) -> None:
@@ -142,14 +142,14 @@ class Sharded(Weights):
         self._gather(group)
         for other in self.groups:
             if other != group:
-                self.tape.free(("gather", other))
+                self.tape.release(("gather", other))
         self._copy_out(group)
 
     def after_forward(self, unit: Hashable) -> None:
         group = self._group(unit)
         if unit == "tail":
             for other in self.groups:
-                self.tape.free(("gather", other))
+                self.tape.release(("gather", other))
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once:
                 share = self.groups[group].wire_bytes // self.reshard
@@ -157,7 +157,7 @@ class Sharded(Weights):
             self._drop(group)
 
     def _drop(self, group: Hashable) -> None:
-        self.tape.free(("weights", group))
+        self.tape.release(("weights", group))
         self.gathered.discard(group)
 
     def before_backward(self, unit: Hashable) -> None:
@@ -205,21 +205,21 @@ class Sharded(Weights):
     def end(self) -> None:
         if self.last:
             for group in self.groups:
-                self.tape.free(("scatter", group))
+                self.tape.release(("scatter", group))
 
     def _reduce(self, group: Hashable, unsharded: list[Hashable]) -> None:
         size = self.groups[group]
         for other in self.groups:
-            self.tape.free(("scatter", other))
+            self.tape.release(("scatter", other))
         self.tape.make(("scatter", group), "buffers", size.reduce_bytes)
         for key in [*unsharded, ("accumulated", group)]:
-            self.tape.free(key)
+            self.tape.release(key)
         share = size.reduce_bytes // self.plan.layout.dp_shard
         self.tape.make(("scattered", group), "buffers", share)
         if self.plan.layout.dp_replicate > 1 and not self.last:
             self.tape.hold(("partial", group), "gradients", share)
-            self.tape.free(("scattered", group))
+            self.tape.release(("scattered", group))
             return
-        self.tape.free(("partial", group))
+        self.tape.release(("partial", group))
         self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
-        self.tape.free(("scattered", group))
+        self.tape.release(("scattered", group))
