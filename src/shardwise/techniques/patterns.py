@@ -19,9 +19,12 @@ class _Draft(Draft):
         return self.add(*self.tensors[tensor].shape, dtype=dtype)
 
     def release(self, tensor: int, reads: int) -> None:
-        """``tensor`` is no longer saved if no backward operation reads it (``reads`` counts those that still do)."""
+        """``tensor`` is no longer saved if no backward operation reads it (``reads`` counts those that still do), and
+        so it is free in forward already."""
         if reads or tensor not in self.saved:
             return
+        for index, op in enumerate(self.backward):
+            self.backward[index] = replace(op, frees=tuple(other for other in op.frees if other != tensor))
         self.saved.discard(tensor)
         for op, plain in zip(list(self.forward), self.plain, strict=True):
             if tensor in plain.frees and tensor not in op.frees:
@@ -71,15 +74,18 @@ def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[in
     converted = draft.converted(incoming, number)
     outgoing = draft.backward[second].allocates[0]
     wide = draft.converted(outgoing, number)
+    freed = any(given in draft.backward[i].frees for i in (first, second))
+    for i in (first, second):
+        op = draft.backward[i]
+        draft.backward[i] = replace(op, frees=tuple(tensor for tensor in op.frees if tensor != given))
     op = draft.backward[second]
-    frees = (*(tensor for tensor in op.frees if tensor != given), inside, converted)
     draft.backward[second : second + 1] = [
-        replace(op, allocates=(wide,), reads=(converted,), frees=frees),
+        replace(op, allocates=(wide,), reads=(converted,), frees=(*op.frees, inside, converted)),
         Op("elementwise", "cast", (outgoing,), (wide,), (wide,)),
     ]
     draft.backward[first] = replace(draft.backward[first], reads=(converted, inside))
     draft.backward.insert(first, Op("elementwise", "cast", (converted,), (), (incoming,)))
-    if given in op.frees:
+    if freed:
         # Whoever still reads the given input is now the last to do so.
         last = max((i for i, other in enumerate(draft.backward) if given in other.reads), default=None)
         if last is not None:
