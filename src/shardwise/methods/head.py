@@ -35,16 +35,18 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         if narrow:
             steps.append(("widened", logits * wide, ()))
         # Capped in place in the wide type, which is needed until the slope is made.
-        steps.append(("log_probabilities", logits * wide, ("logits",) if sheet.capped and narrow else ()))
-        steps.append(("", 0, ("widened", "logits")))
+        early = ("logits",) if sheet.capped and narrow else ()
+        steps.append(("log_probabilities", logits * wide, early))
+        steps.append(("", 0, tuple(name for name in ("widened", "logits")[not narrow :] if name not in early)))
         if narrow:
             steps.append(("slope", logits * compute, ()))
+        apart = want_weight and chunks > 1 and narrow and not joins_products(device)
         if want_weight and chunks == 1:
             steps.append(("grad_weight", vocabulary * hidden * compute, ()))
-        elif want_weight and narrow and not joins_products(device):
+        elif apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
-        steps.append(("", 0, ("product", "slope", "log_probabilities")))
-    steps.append(("loss", wide, ("cast", "factors")))
+        steps.append(("", 0, (*["product"] * apart, *["slope"] * narrow, "log_probabilities")))
+    steps.append(("loss", wide, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
     return steps
 
 

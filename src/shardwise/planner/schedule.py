@@ -113,10 +113,9 @@ class _Step:
 
     def release_tables(self) -> None:
         """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
-        kept = any(block.recompute for block in self.blocks)
-        for tensor in () if kept else range(len(self.sheet.stem.tensors)):
-            if tensor not in (*self.sheet.stem.saved, self.sheet.stem.output):
-                self.tape.release(("stem", tensor))
+        if not any(block.recompute for block in self.blocks):
+            for tensor in unfreed(self.sheet.stem) - self.sheet.stem.saved:
+                self.tape.free(("stem", tensor))
 
     def _output(self, name: Hashable) -> int:
         return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
@@ -138,8 +137,9 @@ class _Step:
             for tensor in op.frees:
                 if tensor != unit.input:
                     self.tape.free((name, tensor))
+                    made.discard(tensor)
         for tensor in made - unit.saved:
-            self.tape.release((name, tensor))
+            self.tape.free((name, tensor))
 
     def backward(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
         sizes = self.sizes[id(unit)]
@@ -157,24 +157,32 @@ class _Step:
                     self.weights.gradient(gradients[tensor], name, (name, tensor))
             if op.kind == "attention" and self.kind == "cuda":
                 self.tape.make((name, "workspace"), "attention workspace", attention_bytes(unit, op, self.plan))
-                self.tape.release((name, "workspace"))
+                self.tape.free((name, "workspace"))
             for tensor in op.frees:
                 if tensor == unit.gradient_in:
                     self.tape.free(("gradient", name))
                 elif tensor == unit.input and before is not None:
                     self.tape.free((before, self._output(before)))
                 elif tensor not in gradients:
-                    self.tape.release((name, tensor))
-        for tensor in range(len(unit.tensors)):
-            self.tape.release((name, tensor))
+                    self.tape.free((name, tensor))
         self.weights.uncast(unit, name)
-        if before is not None:
-            self.tape.release((before, self._output(before)))
+        self.end_of_graph(unit, name, before)
+
+    def end_of_graph(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
+        """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
+        run, and the tables, which the blocks have used for the last time."""
+        kept = any(block.recompute for block in self.blocks)
+        held = unfreed(unit)
+        for tensor in held if kept and unit is self.sheet.stem else held & unit.saved:
+            self.tape.free((name, tensor))
+        used = any(unit.input in op.frees for op in unit.backward)
+        if before is not None and not used and (unit.recompute or unit.input in unit.saved):
+            self.tape.free((before, self._output(before)))
 
     def loss_forward(self) -> None:
         for key, size, frees in forward_tensors(self.sheet, self.plan, self.kind):
             for other in frees:
-                self.tape.release(("head", other))
+                self.tape.free(("head", other))
             if size:
                 self.tape.make(("head", key), "logits", size)
         self.tape.free(("tail", self.sheet.tail.output))
@@ -193,3 +201,9 @@ class _Step:
             self.tape.free(("head", "grad_hidden"))
             stem = self.sheet.stem
             self.tape.make(("gradient", "tail"), "logits", self.sizes[id(stem)][stem.output])
+
+
+def unfreed(unit: Unit) -> set[int]:
+    """What the forward pass of a unit makes and none of its operations frees, short of its output."""
+    freed = {tensor for op in (*unit.forward, *unit.backward) for tensor in op.frees}
+    return {tensor for op in unit.forward for tensor in op.allocates} - freed - {unit.output}

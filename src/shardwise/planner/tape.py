@@ -1,4 +1,4 @@
-"""A list of events in the making."""
+"""A list of events in the making, which raises where one cannot be true."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from shardwise.planner.replay import MARK, Event
 
 
 class Tape:
-    """The events so far, and what is alive, so that a whole unit can be cleared away."""
+    """The events so far, and the bytes of what is alive; what has none makes no event."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.alive: dict[Hashable, None] = {}
+        self.alive: dict[Hashable, int] = {}
 
     def make(self, key: Hashable, category: str, size: int) -> None:
-        if size > 0:
+        """Raises KeyError where ``key`` is alive already."""
+        if key in self.alive:
+            raise KeyError(f"{key} is made, but it is alive already")
+        self.alive[key] = size
+        if size:
             self.events.append((key, category, size))
-            self.alive[key] = None
 
     def hold(self, key: Hashable, category: str, size: int) -> None:
         """Make ``key``, unless it is there already: what is added to."""
@@ -28,13 +31,8 @@ class Tape:
         """Raises KeyError where ``key`` is not alive: whoever frees it has counted wrong."""
         if key not in self.alive:
             raise KeyError(f"{key} is freed, but it is not alive")
-        del self.alive[key]
-        self.events.append((key, "", 0))
-
-    def release(self, key: Hashable) -> None:
-        """Free ``key`` if it is still there: for callers that do not know whether it is."""
-        if key in self.alive:
-            self.free(key)
+        if self.alive.pop(key):
+            self.events.append((key, "", 0))
 
     def mark(self, name: str) -> None:
         self.events.append((name, "", MARK))

@@ -53,6 +53,7 @@ class Replicated(Weights):
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
         self.missing: list[int] = []
         self.sent = 0
+        self.copies: dict[Hashable, list[Hashable]] = {}
 
     def begin(self, *, last: bool) -> None:
         super().begin(last=last)
@@ -65,11 +66,13 @@ class Replicated(Weights):
             for weight in unit.weights:
                 if weight.name in read and weight.used_as != weight.dtype:
                     size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
-                    self.tape.make(("cast", name, weight.name), "gathered", size)
+                    key = ("cast", name, weight.name)
+                    self.tape.make(key, "gathered", size)
+                    self.copies.setdefault(name, []).append(key)
 
     def uncast(self, unit: Unit, name: Hashable) -> None:
-        for weight in unit.weights:
-            self.tape.release(("cast", name, weight.name))
+        for key in self.copies.pop(name, []):
+            self.tape.free(key)
 
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
         if self.tied and weight is self.embedding:
@@ -115,6 +118,8 @@ class Sharded(Weights):
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         self.order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
         self.gathered: set[Hashable] = set()
+        self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
+        self.scattering: Hashable | None = None  # the group whose buffer of gradients is there
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
@@ -124,32 +129,35 @@ class Sharded(Weights):
     def _gather(self, group: Hashable) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size = self.groups[group]
-        kept = ("post forward", group) in self.tape.alive
-        if size.cast_bytes and not kept:
-            self.tape.make(("slice", group), "buffers", size.cast_bytes)
+        cast_bytes = 0 if ("post forward", group) in self.tape.alive else size.cast_bytes
+        self.tape.make(("slice", group), "buffers", cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
-        self.tape.release(("slice", group))
+        self.tape.free(("slice", group))
+        self.buffers.append(group)
 
     def _copy_out(self, group: Hashable) -> None:
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
-        self.tape.release(("post forward", group))
+        if ("post forward", group) in self.tape.alive:
+            self.tape.free(("post forward", group))
         self.gathered.add(group)
+
+    def _let_go(self, buffers: list[Hashable]) -> None:
+        for group in buffers:
+            self.tape.free(("gather", group))
+            self.buffers.remove(group)
 
     def before_forward(self, unit: Hashable) -> None:
         group = self._group(unit)
         if group in self.gathered:
             return
         self._gather(group)
-        for other in self.groups:
-            if other != group:
-                self.tape.release(("gather", other))
+        self._let_go([other for other in self.buffers if other != group])
         self._copy_out(group)
 
     def after_forward(self, unit: Hashable) -> None:
         group = self._group(unit)
         if unit == "tail":
-            for other in self.groups:
-                self.tape.release(("gather", other))
+            self._let_go([*self.buffers])
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once:
                 share = self.groups[group].wire_bytes // self.reshard
@@ -157,16 +165,17 @@ class Sharded(Weights):
             self._drop(group)
 
     def _drop(self, group: Hashable) -> None:
-        self.tape.release(("weights", group))
-        self.gathered.discard(group)
+        if group in self.gathered:
+            self.tape.free(("weights", group))
+            self.gathered.remove(group)
 
     def before_backward(self, unit: Hashable) -> None:
         group = self._group(unit)
         if group not in self.gathered | self.once:
-            if ("gather", group) not in self.tape.alive:
+            if group not in self.buffers:
                 self._gather(group)
             self._copy_out(group)
-            self.tape.free(("gather", group))
+            self._let_go([group])
         ahead = self._group(self.order[self.order.index(unit) - 1])
         if ahead not in self.gathered | self.once:
             self._gather(ahead)
@@ -204,22 +213,29 @@ class Sharded(Weights):
 
     def end(self) -> None:
         if self.last:
-            for group in self.groups:
-                self.tape.release(("scatter", group))
+            self._scattered()
 
     def _reduce(self, group: Hashable, unsharded: list[Hashable]) -> None:
         size = self.groups[group]
-        for other in self.groups:
-            self.tape.release(("scatter", other))
+        self._scattered()
         self.tape.make(("scatter", group), "buffers", size.reduce_bytes)
-        for key in [*unsharded, ("accumulated", group)]:
-            self.tape.release(key)
+        self.scattering = group
+        for key in unsharded:
+            self.tape.free(key)
+        if ("accumulated", group) in self.tape.alive:
+            self.tape.free(("accumulated", group))
         share = size.reduce_bytes // self.plan.layout.dp_shard
         self.tape.make(("scattered", group), "buffers", share)
         if self.plan.layout.dp_replicate > 1 and not self.last:
             self.tape.hold(("partial", group), "gradients", share)
-            self.tape.release(("scattered", group))
+            self.tape.free(("scattered", group))
             return
-        self.tape.release(("partial", group))
+        if ("partial", group) in self.tape.alive:
+            self.tape.free(("partial", group))
         self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
-        self.tape.release(("scattered", group))
+        self.tape.free(("scattered", group))
+
+    def _scattered(self) -> None:
+        if self.scattering is not None:
+            self.tape.free(("scatter", self.scattering))
+            self.scattering = None

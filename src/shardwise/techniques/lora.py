@@ -225,8 +225,8 @@ class _Sized:
         draft.gradients[f"{self.module}.lora_m"] = grad
         return [
             Op("elementwise", "aten.mul.Tensor", (through,), (), (incoming, self.gain)),
-            Op("elementwise", "aten.mul.Tensor", (summand,), (), (incoming, self.bare)),
-            Op("elementwise", "aten.sum.dim_IntList", (grad,), (summand,), (summand, self.norm)),
+            Op("elementwise", "aten.mul.Tensor", (summand,), (self.gain, self.bare), (incoming, self.bare)),
+            Op("elementwise", "aten.sum.dim_IntList", (grad,), (summand, self.norm), (summand, self.norm)),
         ], through
 
 
