@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.methods.loss import linear_cross_entropy
+from shardwise.methods.loss import Output, linear_cross_entropy
 from shardwise.models import attention
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
@@ -343,7 +343,7 @@ def loss_chunks(on: Device) -> Lines:
 
         def work(size: int = chunk) -> None:
             hidden.grad = weight.grad = None
-            linear_cross_entropy(hidden, weight, labels, size).backward()
+            linear_cross_entropy(hidden, Output(weight), labels, size).backward()
 
         yield f"| {chunk} | {on.time_ms(work):,.2f} | {mib(on.peak_bytes(work))} |"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.methods.loss import linear_cross_entropy
+from shardwise.methods.loss import Output, linear_cross_entropy
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 
@@ -29,7 +29,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def chunked(chunk: int, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    linear_cross_entropy(hidden, weight, labels, chunk).backward()
+    linear_cross_entropy(hidden, Output(weight), labels, chunk).backward()
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from shardwise.data.pack import Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, evaluation
 from shardwise.methods import dpo, pretrain
-from shardwise.methods.loss import linear_cross_entropy
+from shardwise.methods.loss import Output, linear_cross_entropy
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf import to_hf_name
@@ -221,15 +221,15 @@ def test_a_factor_for_each_token(chunk_tokens: int, cap: float | None) -> None:
     logits = logits if cap is None else torch.tanh(logits / cap) * cap
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     expected = (each * factors).sum()
-    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens, cap, factors)
+    loss = linear_cross_entropy(hidden, Output(weight, cap), labels, chunk_tokens, factors)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
     for ours, theirs in zip(grads, torch.autograd.grad(expected * 0.37, (hidden, weight)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        again = linear_cross_entropy(hidden, weight, labels, chunk_tokens, cap, factors)
+        again = linear_cross_entropy(hidden, Output(weight, cap), labels, chunk_tokens, factors)
     torch.testing.assert_close(again, expected.detach(), rtol=1e-12, atol=0)
-    ones = linear_cross_entropy(hidden, weight, labels, chunk_tokens, None, torch.ones_like(factors))
+    ones = linear_cross_entropy(hidden, Output(weight), labels, chunk_tokens, torch.ones_like(factors))
     torch.testing.assert_close(ones, reference(hidden, weight, labels), rtol=1e-12, atol=0)
 
 

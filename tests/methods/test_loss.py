@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.data.batch import MicroBatch
 from shardwise.methods import loss as loss_module
 from shardwise.methods import pretrain
-from shardwise.methods.loss import linear_cross_entropy, token_losses
+from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.models.attention import MaskSpec
 from shardwise.runtime import passes
 from shardwise.spec.cluster import joins_products
@@ -37,7 +37,10 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def test_loss_and_gradients_are_those_of_cross_entropy(chunk_tokens: int) -> None:
     """fp64: only rounding may differ. The factor is not one, as accumulation and loss scaling need."""
     hidden, weight, labels = inputs()
-    loss, expected = linear_cross_entropy(hidden, weight, labels, chunk_tokens), reference(hidden, weight, labels)
+    loss, expected = (
+        linear_cross_entropy(hidden, Output(weight), labels, chunk_tokens),
+        reference(hidden, weight, labels),
+    )
     assert loss.shape == ()
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
@@ -55,14 +58,14 @@ def test_capped_logits(chunk_tokens: int, dtype: torch.dtype) -> None:
         (torch.tanh(exact[0] @ exact[1].mT / cap) * cap).flatten(0, 1), labels.flatten(), reduction="sum"
     )
     hidden, weight, _ = inputs(dtype)
-    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens, cap)
+    loss = linear_cross_entropy(hidden, Output(weight, cap), labels, chunk_tokens)
     tolerance = 1e-12 if dtype == torch.float64 else 0.02
     assert relative(loss.double(), expected) < tolerance
     assert relative(loss.double(), reference(*exact, labels)) > 0.1
     loss.backward()
     for ours, theirs in zip((hidden, weight), torch.autograd.grad(expected, exact), strict=True):
         assert relative(ours.grad.double(), theirs) < tolerance
-    losses = token_losses(hidden, weight, labels, chunk_tokens, cap)
+    losses = token_losses(hidden, Output(weight, cap), labels, chunk_tokens)
     torch.testing.assert_close(losses.sum().double(), loss.detach().double(), rtol=1e-6, atol=0)
 
 
@@ -83,7 +86,7 @@ def test_narrow_products_are_added_to_a_wide_sum_as_they_are_made(monkeypatch: p
         monkeypatch.setattr(loss_module, "joins_products", lambda device, joined=joined: joined)
         monkeypatch.setattr(torch, "addmm", addmm)
         narrow = (inputs(torch.bfloat16)[0].detach(), weight.detach().float().bfloat16().float().requires_grad_())
-        linear_cross_entropy(*narrow, labels, 4).backward()
+        linear_cross_entropy(narrow[0], Output(narrow[1]), labels, 4).backward()
         errors.append(relative(narrow[1].grad.double(), exact))
     assert calls == [torch.float32] * 6 and errors[1] < errors[0] < 0.02
 
@@ -100,7 +103,7 @@ def test_gradients_against_finite_differences() -> None:
     """gradcheck propagates one loss several times, which this one refuses; so central differences along a direction,
     whose error is about 1e-10 for a step of 1e-5."""
     hidden, weight, labels = inputs()
-    linear_cross_entropy(hidden, weight, labels, 5).backward()
+    linear_cross_entropy(hidden, Output(weight), labels, 5).backward()
     for tensor, other in ((hidden, weight), (weight, hidden)):
         direction = torch.randn_like(tensor)
         slope = float((tensor.grad * direction).sum())
@@ -108,7 +111,7 @@ def test_gradients_against_finite_differences() -> None:
         for step in (1e-5, -1e-5):
             moved = (tensor + step * direction).detach()
             pair = (moved, other.detach()) if tensor is hidden else (other.detach(), moved)
-            ends.append(float(linear_cross_entropy(*pair, labels, 5)))
+            ends.append(float(linear_cross_entropy(pair[0], Output(pair[1]), labels, 5)))
         assert abs((ends[0] - ends[1]) / 2e-5 - slope) < 1e-7 * abs(slope)
 
 
@@ -117,7 +120,7 @@ def test_a_frozen_side_gets_no_gradient(frozen: int) -> None:
     hidden, weight, labels = inputs()
     trained = (hidden, weight)[1 - frozen]
     (hidden, weight)[frozen].requires_grad_(False)
-    linear_cross_entropy(hidden, weight, labels, 4).backward()
+    linear_cross_entropy(hidden, Output(weight), labels, 4).backward()
     (expected,) = torch.autograd.grad(reference(hidden, weight, labels), trained)
     torch.testing.assert_close(trained.grad, expected)
     assert (hidden, weight)[frozen].grad is None
@@ -129,7 +132,7 @@ def test_bf16_sums_over_chunks_in_fp32() -> None:
     expected = torch.autograd.grad(reference(*exact), exact[:2])
     for chunk_tokens in (1, 1000):
         hidden, weight, labels = inputs(torch.bfloat16)
-        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
+        loss = linear_cross_entropy(hidden, Output(weight), labels, chunk_tokens)
         assert loss.dtype == torch.float32
         loss.backward()
         assert relative(hidden.grad.double(), expected[0]) < 0.02 and relative(weight.grad.double(), expected[1]) < 0.02
@@ -138,14 +141,14 @@ def test_bf16_sums_over_chunks_in_fp32() -> None:
 def test_a_weight_in_fp32_gets_a_gradient_in_fp32() -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
     master = weight.detach().float().requires_grad_()
-    linear_cross_entropy(hidden, master, labels, 4).backward()
+    linear_cross_entropy(hidden, Output(master), labels, 4).backward()
     assert master.grad.dtype == torch.float32 and hidden.grad.dtype == torch.bfloat16
 
 
 def test_nothing_supervised_is_a_loss_of_zero() -> None:
     """A micro-batch may hold no label; cross_entropy's mean would be nan."""
     hidden, weight, labels = inputs()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), 4)
+    loss = linear_cross_entropy(hidden, Output(weight), torch.full_like(labels, -100), 4)
     loss.backward()
     assert float(loss.detach()) == 0 and not hidden.grad.any() and not weight.grad.any()
 
@@ -153,7 +156,7 @@ def test_nothing_supervised_is_a_loss_of_zero() -> None:
 def test_a_loss_is_propagated_once() -> None:
     """Backward scales the gradients in place: a second time is an error, not a wrong number."""
     hidden, weight, labels = inputs()
-    loss = linear_cross_entropy(hidden, weight, labels, 4)
+    loss = linear_cross_entropy(hidden, Output(weight), labels, 4)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -163,10 +166,10 @@ def test_a_loss_is_propagated_once() -> None:
 def test_token_losses(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs()
     expected = F.cross_entropy((hidden @ weight.mT).flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
-    losses = token_losses(hidden, weight, labels, chunk_tokens)
+    losses = token_losses(hidden, Output(weight), labels, chunk_tokens)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-13, atol=1e-14)
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, chunk_tokens), losses.sum())
+        torch.testing.assert_close(linear_cross_entropy(hidden, Output(weight), labels, chunk_tokens), losses.sum())
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
@@ -174,7 +177,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
     hidden = torch.randn(512, 16, requires_grad=True)
     weight = torch.randn(1000, 16, requires_grad=True)
     with torch.profiler.profile(profile_memory=True) as profile:
-        linear_cross_entropy(hidden, weight, torch.zeros(512, dtype=torch.int64), 32).backward()
+        linear_cross_entropy(hidden, Output(weight), torch.zeros(512, dtype=torch.int64), 32).backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest <= 3 * 32 * 1000 * 4 + 1000 * 16 * 4
 

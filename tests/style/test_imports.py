@@ -53,6 +53,7 @@ WITH_TORCH = {
     "shardwise.techniques.rounding",
     "shardwise.techniques.meshes",
     "shardwise.techniques.slices",
+    "shardwise.techniques.vocabulary",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 

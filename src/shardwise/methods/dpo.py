@@ -26,12 +26,12 @@ def finish(
 ) -> Tensor:
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
     assert batch.answers is not None and batch.references is not None
-    scored = token_losses(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap)
+    scored = token_losses(hidden, head, batch.labels, chunk_tokens)
     margins = ratios(scored, batch) - batch.references
     slopes = slope(margins, method)
     factors = torch.stack([-slopes, slopes], 1).flatten()[batch.answers].to(scored.dtype)
     value = pair_losses(margins, method).sum().to(scored.dtype)
-    weighed = linear_cross_entropy(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap, factors)
+    weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
     return (weighed - weighed.detach() + value) / denominator
 
 

@@ -67,6 +67,17 @@ def products(sheet: Sheet, plan: Plan) -> int:
     return 1 + sum(wants(sheet)) + (plan.loss == "dpo")
 
 
+def gathers(plan: Plan) -> list[int]:
+    """Bytes of each all-gather over tp that the loss of a micro-batch makes in its forward pass, in order: three
+    numbers a token of every rank, a chunk at a time, and before that of all tokens, to score pairs. Its backward sends
+    nothing: what hidden needs is summed at the output layer's edge."""
+    _, wide, tokens, chunks = _sizes(plan)
+    chunk, ranks = plan.batch.loss_chunk_tokens, plan.layout.tp
+    counts = [min(chunk, tokens - index * chunk) for index in range(chunks)]
+    scored = [tokens] if plan.loss == "dpo" else []
+    return [3 * wide * ranks * count for count in scored + counts] if ranks > 1 else []
+
+
 def wants(sheet: Sheet) -> tuple[bool, bool]:
     """Whether a gradient of the hidden states is wanted, and one of the output weight."""
     return bool(sheet.tail.backward), _output(sheet).trained

@@ -2,6 +2,10 @@
 
 Gradients of the hidden states and of the weight are made in the forward pass, while a chunk's logits are at hand; the
 backward pass scales them (Hsu et al., "Liger Kernel", 2024). So a loss can be propagated once.
+
+Where ranks hold rows of the weight each (techniques/vocabulary.py), a rank computes the logits of its own rows. What
+the others need of them are three numbers a token: the greatest logit, the sum of the exponentials, the label's logit.
+The loss is then the same on every rank; the gradient of hidden is this rank's part of a sum.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from torch import Tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
+from shardwise.techniques import vocabulary
+from shardwise.techniques.vocabulary import Rows
 
 IGNORED = -100
 Finish = Callable[[Tensor, "Output", MicroBatch, float], Tensor]
@@ -26,15 +32,24 @@ Score = Callable[[Tensor, "Output", MicroBatch], Tensor]
 
 @dataclass(frozen=True)
 class Output:
-    """The output layer as a method finds it: its weight [V,d], and what caps its logits."""
+    """The output layer as a method finds it: its weight [V,d], what caps its logits to cap * tanh(logits / cap), and
+    how many of its rows are ids, the others being padding at its end; None: all."""
 
     weight: Tensor
+    soft_cap: float | None = None
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class _Rule:
+    chunk_tokens: int
     soft_cap: float | None
+    rows: Rows | None
 
 
 def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
     """[..,V] in fp32 of hidden [..,d], whole."""
-    return soft_cap((hidden @ head.weight.to(hidden.dtype).T).float(), head.soft_cap)
+    return soft_cap(vocabulary.logits(hidden, head.weight, head.vocabulary).float(), head.soft_cap)
 
 
 def _log_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -65,6 +80,46 @@ def _logit_gradient(logs: Tensor, labels: Tensor) -> Tensor:
     return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), less).mul_(supervised)
 
 
+def _losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows | None
+) -> tuple[Tensor, Tensor]:
+    """The losses of a chunk, and their gradient by its (capped) logits."""
+    if rows is not None:
+        exponentials, own = _own_statistics(hidden, weight, labels, capped, rows)
+        losses, share = _join(rows.stacked(own), labels, rows.rank)
+        place, mine = rows.own(labels)
+        less = -mine.unsqueeze(-1).to(share.dtype)
+        return losses, exponentials.mul_(share.unsqueeze(-1)).scatter_add_(-1, place.unsqueeze(-1), less)
+    logs = _log_probabilities(hidden, weight) if capped is None else torch.log_softmax(capped, -1)
+    return _pick(logs, labels), _logit_gradient(logs, labels)
+
+
+def _own_statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Of this rank's rows: exp(logits - greatest) [n,rows], and [3,n]: the greatest logit, the sum of these, and the
+    label's logit (0 if it is another rank's)."""
+    logits = (hidden @ weight.mT).to(accumulation_dtype(hidden.dtype)) if capped is None else capped
+    place, mine = rows.own(labels)
+    picked = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
+    greatest = logits.amax(-1)
+    less = logits - greatest.unsqueeze(-1) if logits is capped else logits.sub_(greatest.unsqueeze(-1))
+    exponentials = less.exp_()
+    return exponentials, torch.stack([greatest, exponentials.sum(-1), picked])
+
+
+def _join(statistics: Tensor, labels: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """From the ranks' statistics [ranks,3,n] the losses [n], 0 where ignored, and what times this rank's exponentials
+    gives probabilities, 0 where ignored."""
+    greatest, sums, picked = statistics.unbind(1)
+    highest = greatest.amax(0)
+    scales = (greatest - highest).exp_()
+    total = (sums * scales).sum(0)
+    ignored = labels == IGNORED
+    losses = highest.sub_(picked.sum(0)).add_(total.log()).masked_fill_(ignored, 0.0)
+    return losses, (scales[rank] / total).masked_fill_(ignored, 0.0)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``; the total is wider."""
     if joins_products(total.device.type):
@@ -79,88 +134,84 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk_tokens: int,
-        soft_cap: float | None,
-        factors: Tensor | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _Rule
     ) -> Tensor:
-        wide = accumulation_dtype(hidden.dtype)
-        cast = weight.to(hidden.dtype)
+        wide, rows, chunk_tokens = accumulation_dtype(hidden.dtype), rule.rows, rule.chunk_tokens
+        held = weight.shape[0] if rows is None else rows.held
+        cast = weight.to(hidden.dtype)[:held]
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         single = hidden.shape[0] <= chunk_tokens
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(cast, dtype=wide) if want_weight and not single else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight and not single else None
         total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], chunk_tokens):
             tokens = slice(start, start + chunk_tokens)
-            capped = None if soft_cap is None else _capped(hidden[tokens], cast, soft_cap)
-            logs = _log_probabilities(hidden[tokens], cast) if capped is None else torch.log_softmax(capped, -1)
-            losses = _pick(logs, labels[tokens])
+            capped = None if rule.soft_cap is None else _capped(hidden[tokens], cast, rule.soft_cap)
+            losses, wide_slope = _losses(hidden[tokens], cast, labels[tokens], capped, rows)
             total += losses.sum() if factors is None else losses @ factors[tokens]
-            slope = _logit_gradient(logs, labels[tokens])
             if factors is not None:
-                slope = slope.mul_(factors[tokens].unsqueeze(-1))
-            if capped is not None and soft_cap is not None:
-                slope = slope.mul_(_capped_slope(capped, soft_cap))
+                wide_slope.mul_(factors[tokens].unsqueeze(-1))
+            if capped is not None and rule.soft_cap is not None:
+                wide_slope.mul_(_capped_slope(capped, rule.soft_cap))
             del capped
-            slope = slope.to(hidden.dtype)
+            slope = wide_slope.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, cast, out=grad_hidden[tokens])
             if grad_weight is not None and slope.dtype == wide:
-                grad_weight.addmm_(slope.mT, hidden[tokens])
+                grad_weight[:held].addmm_(slope.mT, hidden[tokens])
             elif grad_weight is not None:
-                _add_product(grad_weight, slope.mT, hidden[tokens])
+                _add_product(grad_weight[:held], slope.mT, hidden[tokens])
             elif want_weight:
-                grad_weight = slope.mT @ hidden
-            del logs, slope  # or they would live on while the next chunk's are made
+                grad_weight = torch.empty_like(weight, dtype=hidden.dtype)
+                torch.mm(slope.mT, hidden, out=grad_weight[:held])
+                grad_weight[held:].zero_()
+            del wide_slope, slope  # or they would live on while the next chunk's are made
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden.mul_(grad)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk_tokens: int,
-    soft_cap: float | None = None,
-    factors: Tensor | None = None,
+    hidden: Tensor, head: Output, labels: Tensor, chunk_tokens: int, factors: Tensor | None = None
 ) -> Tensor:
     """The sum of the token losses, each times its factor, a scalar in fp32 (fp64 for fp64).
 
-    hidden [..,d], weight [V,d] (cast to hidden's dtype), labels int64 [..] with -100 where nothing is to be learned,
-    ``factors`` like labels in the result's dtype, constants; None: all 1. ``soft_cap`` is the model's final one: logits
-    become cap * tanh(logits / cap).
+    hidden [..,d], the output layer's weight [V,d] (cast to hidden's dtype), labels int64 [..] with -100 where nothing
+    is to be learned, ``factors`` like labels in the result's dtype, constants; None: all 1.
     """
     if not torch.is_grad_enabled():
-        losses = token_losses(hidden, weight, labels, chunk_tokens, soft_cap)
+        losses = token_losses(hidden, head, labels, chunk_tokens)
         return (losses if factors is None else losses * factors).sum()
     flat = hidden.reshape(-1, hidden.shape[-1])
     factors = None if factors is None else factors.reshape(-1)
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), chunk_tokens, soft_cap, factors)
+    weight, rows = vocabulary.rows(head.weight, head.vocabulary)
+    rule = _Rule(chunk_tokens, head.soft_cap, rows)
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
 
 
 @torch.no_grad()
-def token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, soft_cap: float | None = None
-) -> Tensor:
+def token_losses(hidden: Tensor, head: Output, labels: Tensor, chunk_tokens: int) -> Tensor:
     """The loss of each token, shaped as ``labels``, 0 where ignored; without gradients, for evaluation."""
-    cast = weight.to(hidden.dtype)
+    weight, rows = vocabulary.rows(head.weight, head.vocabulary)
+    cast, cap = weight.to(hidden.dtype)[: None if rows is None else rows.held], head.soft_cap
 
-    def logs(h: Tensor) -> Tensor:
-        return _log_probabilities(h, cast) if soft_cap is None else _capped(h, cast, soft_cap).log_softmax(-1)
+    def found(h: Tensor, y: Tensor) -> Tensor:
+        capped = None if cap is None else _capped(h, cast, cap)
+        if rows is not None:
+            return _own_statistics(h, cast, y, capped, rows)[1]
+        return _pick(_log_probabilities(h, cast) if capped is None else capped.log_softmax(-1), y)
 
     chunks = zip(hidden.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens), strict=True)
-    return torch.cat([_pick(logs(h), y) for h, y in chunks]).view_as(labels)
+    each = torch.cat([found(h, y) for h, y in chunks], -1)
+    if rows is not None:  # the ranks' statistics of all tokens together
+        each = _join(rows.stacked(each), labels.flatten(), rows.rank)[0]
+    return each.view_as(labels)

@@ -16,9 +16,9 @@ def mask(batch: MicroBatch) -> MaskSpec:
 
 def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Tensor:
     """Sum of the token losses over ``denominator``, which is the supervised tokens of the whole optimizer step."""
-    return linear_cross_entropy(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap) / denominator
+    return linear_cross_entropy(hidden, head, batch.labels, chunk_tokens) / denominator
 
 
 def score(hidden: Tensor, head: Output, batch: MicroBatch, *, chunk_tokens: int) -> Tensor:
     """The loss of each token [b,s] in nats, 0 where there is no label; without gradients."""
-    return token_losses(hidden, head.weight, batch.labels, chunk_tokens, head.soft_cap)
+    return token_losses(hidden, head, batch.labels, chunk_tokens)

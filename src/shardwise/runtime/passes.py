@@ -78,7 +78,7 @@ def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tens
     spec: ModelSpec = model.spec  # type: ignore[assignment]
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        return score(hidden, Output(weight, spec.final_soft_cap), batch)
+        return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
     scored: Tensor = model(batch.ids, batch.positions, pretrain.mask(batch), finish)
     return scored

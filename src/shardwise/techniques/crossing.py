@@ -81,10 +81,16 @@ def summed(partial: Tensor, group: Group) -> Tensor:
 
 def gathered(share: Tensor, group: Group, tokens: tuple[int, ...]) -> Tensor:
     """The ranks' shares [n,d] of the tokens, one behind the other, as [*tokens,d]; what was filled up is cut off."""
-    count, size = share.shape
-    whole = share.new_empty(count * dist.get_world_size(group), size)
-    _all_gather(whole, share.contiguous(), group=group)
-    return whole[: torch.Size(tokens).numel()].view(*tokens, size)
+    whole = stacked(share, group).flatten(0, 1)
+    return whole[: torch.Size(tokens).numel()].view(*tokens, share.shape[1])
+
+
+def stacked(part: Tensor, group: Group) -> Tensor:
+    """The ranks' ``part``, of one shape on all, as [ranks,*part.shape]."""
+    ranks = dist.get_world_size(group)
+    flat = part.new_empty(ranks * part.numel())  # gloo takes no further dim for the ranks
+    _all_gather(flat, part.flatten(), group=group)
+    return flat.view(ranks, *part.shape)
 
 
 def scattered(partial: Tensor, group: Group) -> Tensor:
