@@ -66,3 +66,19 @@ def test_what_an_adapter_reads_is_dropped_and_only_in_training() -> None:
     assert not torch.equal(draws[0], draws[1])
     error = draws.std(0) / 20
     assert ((draws.mean(0) - whole).abs() <= 5 * error + 1e-6).all()
+
+
+def test_an_adapter_of_which_ranks_hold_columns_drops_others_on_each() -> None:
+    """With its place set, a layer draws from it: alike without, or with the same."""
+    torch.manual_seed(0)
+    model = Decoder(SPEC)
+    lora.apply([model], Plan(lora=Lora(4, 8.0, ("o",), dropout=0.25)), None)
+    layer = model.get_submodule("layers.0.attention.o")
+    torch.nn.init.ones_(layer.lora_b.weight)
+    found = []
+    for place in (None, None, 0, 0, 1):
+        torch.manual_seed(1)
+        layer.lora_place = place
+        found.append(layer(torch.ones(6, layer.in_features)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2]) and not torch.equal(found[2], found[4])

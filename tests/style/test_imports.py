@@ -48,6 +48,7 @@ WITH_TORCH = {
     "shardwise.techniques.constants",
     "shardwise.techniques.crossing",
     "shardwise.techniques.dora",
+    "shardwise.techniques.dropout",
     "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",
     "shardwise.techniques.rounding",

@@ -290,7 +290,8 @@ def _renamed(op: Op, old: int, new: int) -> Op:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns."""
+    """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns. Its
+    ``lora_place`` is for dropout: a rank's number where ranks hold different columns of what the layer reads."""
     if plan.lora is None:
         return parts
     from torch import nn
@@ -307,6 +308,7 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
     from torch import nn
 
     from shardwise.techniques.dora import row_norms
+    from shardwise.techniques.dropout import dropped
 
     like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
     if lora.dora:
@@ -320,7 +322,7 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
             return out
         x = args[0]
         if lora.dropout and torch.is_grad_enabled():
-            x = torch.native_dropout(x, lora.dropout, True)[0]
+            x = dropped(x, lora.dropout, module.lora_place)
         total: torch.Tensor = out + up(down(x) * factor)
         if not lora.dora:
             return total
@@ -333,6 +335,7 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
         return (total - bias) * gain + bias
 
     module.lora_off = False  # type: ignore[assignment]
+    module.lora_place = None  # type: ignore[assignment]
     _HOOKS[module] = module.register_forward_hook(add)
 
 
