@@ -42,7 +42,7 @@ def recipe_of(directory: Path, name: str = "run") -> Recipe:
 def job_of(directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> Job:
     """The run as :func:`open_job` would give it."""
     groups = meshes(plan.layout, "cpu")
-    return Job(recipe_of(directory), plan, spec, load(directory / "pairs"), CPU, steps, groups=groups)
+    return Job(recipe_of(directory), plan, spec, load(directory / "pairs"), CPU, steps, groups)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     if listed and alike and all(next(member.parameters(), None) is not None for member in members):
         return members
     return [block for member in members for block in blocks(member)]
+
+
+def with_head(parts: Sequence[nn.Module]) -> nn.Module:
+    """The part of a model that has the output layer."""
+    return next(part for part in parts if "head" in dict(part.named_children()))
 
 
 def ends(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

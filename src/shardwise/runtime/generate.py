@@ -15,6 +15,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.data.chat import Asked
 from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import Output, logits
+from shardwise.models.blocks import with_head
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.runtime import passes
 from shardwise.techniques import shard
@@ -47,7 +48,7 @@ def generate(
     ``first`` (Crew.first) the first rank draws for all, so that an error in drawing is everybody's."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
-    spec: ModelSpec = parts[-1].spec  # type: ignore[assignment]
+    spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
     try:
         for _ in range(min(room, sampling.max_new_tokens)):

@@ -46,7 +46,7 @@ SAVES_A_RUN = 10
 class Job:
     """A run as one rank sees it. ``run_id`` binds checkpoints to the run. ``references``: of pairs, the scores of the
     initial model, by split (runtime/reference.py). ``portions``: of streamed data, of which the first is
-    ``prepared``. ``groups``: once the ranks have met."""
+    ``prepared``. ``meshes`` have groups once the ranks have met."""
 
     recipe: Recipe
     plan: Plan
@@ -54,10 +54,10 @@ class Job:
     prepared: Prepared
     device: torch.device
     max_steps: int
+    meshes: Meshes
     run_id: str = ""
     references: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     portions: Portions | None = None
-    groups: Meshes | None = None
 
     @property
     def directory(self) -> Path:
@@ -65,13 +65,7 @@ class Job:
 
     @property
     def rank(self) -> int:
-        return process().rank
-
-    @property
-    def meshes(self) -> Meshes:
-        """The groups of the run: only once the ranks have met."""
-        assert self.groups is not None
-        return self.groups
+        return self.meshes.rank
 
     @cached_property
     def windows(self) -> Windows | Packs:
@@ -138,7 +132,8 @@ def open_job(recipe: Recipe, plan: Plan) -> Job:
     prepared, portions = open_data(recipe, data, run_directory(recipe) / "stream", first, TRUST_S)
     spec = resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
-    job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, portions=portions)
+    meshes = Meshes(plan.layout, process().rank)
+    job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, meshes, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(job.windows, batch, recipe.data)
     return replace(job, max_steps=max_steps(recipe, job.windows, batch))
@@ -162,7 +157,7 @@ def settle(job: Job, meshes: Meshes) -> Job:
         fix = "restore the data, or start another run: run.name=another-name"
         raise DataError(Problem("DATA013", what, str(job.directory / "run.json"), fix))
     run_id = run["run_id"] if run else from_first(lambda: uuid.uuid4().hex[:12])
-    job = replace(job, run_id=run_id, groups=meshes)
+    job = replace(job, run_id=run_id, meshes=meshes)
     torch.set_float32_matmul_precision(job.plan.precision.matmul)
     if job.plan.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.plan.deterministic)

@@ -59,7 +59,6 @@ from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-_MESHES: WeakKeyDictionary[nn.Module, Meshes] = WeakKeyDictionary()
 _STATES = "$states"
 """The key of a checkpoint's facts that holds the states of other objects; no argument of ``save`` has such a name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
@@ -147,7 +146,7 @@ def parallelize(
     if not plan.sharded and plan.precision.compute in ("bf16", "fp16"):
         _autocast(module, torch_type(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
-    _PLANS[module], _MESHES[module] = plan, meshes
+    _PLANS[module] = plan
     return module
 
 
@@ -223,7 +222,7 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
 def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
     """Scale the gradients down to ``max_norm`` (None: not at all); the true norm over all ranks before that. Infinite
     or NaN gradients are left as they are: look at what is returned."""
-    meshes = _MESHES[module]
+    meshes = _USAGES[module].meshes
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     norm = reduce.local_squares(parameters, meshes.size("stage"))
     meshes.sum(norm, "world")
@@ -302,7 +301,7 @@ class Checkpoints:
                 warnings.warn(f"checkpoint of step {event.step} {event.kind}: {event.what}", stacklevel=2)
         changing = {f"model.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
         for buffer in changing.values():  # or some would be saved as one rank has them, some as another
-            _MESHES[self.module].broadcast(buffer, "world")
+            _USAGES[self.module].meshes.broadcast(buffer, "world")
         states = {_STATES: self._objects.collect(self._kept.crew)} if self._objects.objects else {}
         self._kept.save(self.tensors() | changing, {"step": step, **plain, **states}, step)
 

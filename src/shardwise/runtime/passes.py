@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.data.batch import MicroBatch
 from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Finish, Output, Score
-from shardwise.models.blocks import blocks
+from shardwise.models.blocks import blocks, with_head
 from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Optim
@@ -35,10 +35,8 @@ class Rules:
 
 def finish_of(method: Method, plan: Plan) -> Finish:
     """The loss of ``method``, over as many tokens at a time as ``plan`` says."""
-    chunk = plan.batch.loss_chunk_tokens
-    if method.name == "dpo":
-        return partial(dpo.finish, chunk_tokens=chunk, method=method)
-    return partial(pretrain.finish, chunk_tokens=chunk)
+    of_all = partial(dpo.finish, method=method) if method.name == "dpo" else pretrain.finish
+    return partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
 
 
 def score_of(plan: Plan) -> Score:
@@ -91,4 +89,4 @@ def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
         if out.requires_grad:
             out.register_hook(lambda grad: enter("reduce"))
 
-    blocks(parts[-1])[-1].register_forward_hook(watch)
+    blocks(with_head(parts))[-1].register_forward_hook(watch)
