@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.prove.pool import RankPool
-from shardwise.runtime.checkpoint.save import Checkpoints
+from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.spec.recipe import Checkpoint
 
 PIECES = 24
@@ -59,7 +59,7 @@ def blocked(rank: int, world: int, directory: str, total_bytes: int, pairs: int)
     rows = total_bytes // world // PIECES // 4
     state = {f"model.{n}": DTensor.from_local(torch.randn(rows), mesh, [Shard(0)]) for n in range(PIECES)}
     modes = (True, False)
-    kinds = {mode: Checkpoints(f"{directory}/{mode}", Checkpoint(asynchronous=mode), "bench") for mode in modes}
+    kinds = {mode: RunCheckpoints(f"{directory}/{mode}", Checkpoint(asynchronous=mode), "bench") for mode in modes}
     for checkpoints in kinds.values():
         checkpoints.prepare(state)
     matrix = torch.randn(512, 512)

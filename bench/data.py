@@ -27,7 +27,7 @@ from shardwise.data.pack import open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, stream
 from shardwise.spec.host import cores
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 
 STEP_S = 0.2
 
@@ -78,7 +78,9 @@ def main() -> None:
         directory = Path(where)
         sources = texts(chosen.mib)
         plain, chats = write(directory, sources)
-        made = prepare(Data(path=str(plain), cache=str(directory / "first"), tokenizer=Tokenizer(vocab_size=4096)))
+        made = prepare(
+            Data(path=str(plain), cache=str(directory / "first"), tokenizer=TokenizerSection(vocab_size=4096))
+        )
         from tokenizers import Tokenizer as Bare
 
         bare = Bare.from_file(str(made.tokenizer_directory / "tokenizer.json"))
@@ -91,7 +93,7 @@ def main() -> None:
                 data = Data(
                     path=str(path),
                     cache=str(cache),
-                    tokenizer=Tokenizer(path=str(made.tokenizer_directory)),
+                    tokenizer=TokenizerSection(path=str(made.tokenizer_directory)),
                     num_proc=cores(),
                     chat_template=TEMPLATE if name == "conversations" else None,
                 )

@@ -40,7 +40,7 @@ from shardwise.planner.search import choose
 from shardwise.runtime.build import build_parts
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.watch.metrics import flops_per_token
 from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster, local_cluster
@@ -179,7 +179,7 @@ def bare_steps(
     device = device_of(recipe.run.device)
 
     state = random_state(recipe, spec, plan, mesh, device)
-    rules = Rules(plan, mesh, recipe.optim, WARM_UP + asked.steps, finish_of(recipe.method, plan))
+    rules = StepRules(plan, mesh, recipe.optim, WARM_UP + asked.steps, finish_of(recipe.method, plan))
     times = []
     for number in range(WARM_UP + asked.steps):
         batches = [random_batch(spec, plan, asked.documents, number).to(device)] * plan.batch.accumulation

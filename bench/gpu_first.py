@@ -45,7 +45,7 @@ from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.prove import parity
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.watch.measure import state_bytes
 from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
@@ -222,7 +222,7 @@ def steps_of(on: Device, recipe: Any, plan: Plan) -> tuple[tuple[int, int], dict
 
     with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
         state = gpu.random_state(recipe, spec, plan, mesh, on.device)
-        rules = Rules(plan, mesh, recipe.optim, 10, finish_of(recipe.method, plan))
+        rules = StepRules(plan, mesh, recipe.optim, 10, finish_of(recipe.method, plan))
         for number in range(4):
             if not on.rehearse:
                 torch.cuda.reset_peak_memory_stats(on.device)
@@ -265,7 +265,7 @@ def one_step(on: Device) -> Lines:
     with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
         state = gpu.random_state(recipe, spec, plan, mesh, on.device)
         rules, batch = (
-            Rules(plan, mesh, recipe.optim, 20, finish_of(recipe.method, plan)),
+            StepRules(plan, mesh, recipe.optim, 20, finish_of(recipe.method, plan)),
             gpu.random_batch(spec, plan, None, 0).to(on.device),
         )
 

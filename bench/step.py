@@ -52,10 +52,10 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reduce import count_supervised
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import StepRules, step
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Matmul, Plan
-from shardwise.spec.recipe import Method, Optim, Parallel, Precision, Recipe, Recompute, Run, Train
+from shardwise.spec.recipe import Method, OptimSection, Parallel, PrecisionSection, Recipe, Recompute, Run, Train
 from shardwise.techniques.meshes import meshes
 
 SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
@@ -63,7 +63,7 @@ SEQ_LEN = 512
 WORLD = 2
 BATCHES = 4
 WARMUP = 2
-OPTIM = Optim(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
+OPTIM = OptimSection(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
 NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "highest")}
 NUMBERS |= {"fp32-shipped": ("fp32", "auto")}
 FRAMEWORK_CASES = [f"{strategy}-{number}" for strategy in ("ddp", "zero1", "zero2", "zero3") for number in NUMBERS]
@@ -109,7 +109,7 @@ def plan_of(name: str, rows: int) -> Plan:
         train=Train(seq_len=SEQ_LEN, micro_batch_size=rows, gradient_accumulation_steps=1),
         optim=OPTIM,
         parallel=Parallel(strategy=strategy),  # type: ignore[arg-type]
-        precision=Precision(compute=compute, matmul=matmul),  # type: ignore[arg-type]
+        precision=PrecisionSection(compute=compute, matmul=matmul),  # type: ignore[arg-type]
         recompute=Recompute(mode="none"),
     )
     cluster = local_cluster(WORLD, "cpu")
@@ -120,7 +120,7 @@ def shardwise(plan: Plan) -> Step:
     """The product: the runtime's step over the parts that the techniques made."""
     groups = meshes(plan.layout, "cpu")
     state = build(Recipe(optim=OPTIM), SPEC, plan, groups, torch.device("cpu"))
-    rules = Rules(plan, groups, OPTIM, 10_000, finish_of(Method(), plan))
+    rules = StepRules(plan, groups, OPTIM, 10_000, finish_of(Method(), plan))
 
     def train(ids: torch.Tensor) -> float:
         labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)

@@ -11,7 +11,7 @@ import pytest
 from shardwise.data import tokens
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 
 WORDS = [
     "alpha",
@@ -69,7 +69,7 @@ def settings(tmp_path: Path, tokenizer: tokens.Tokenizer) -> Callable[..., Data]
             "path": str(path) if isinstance(path, Path) else path,
             "cache": str(tmp_path / "cache"),
             "num_proc": 1,
-            "tokenizer": Tokenizer(path=str(tokenizer.directory)),
+            "tokenizer": TokenizerSection(path=str(tokenizer.directory)),
         }
         return Data.model_validate({**facts, **more})
 

@@ -13,7 +13,7 @@ from shardwise.data import read, tokens
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.errors import DataError, MissingInputError
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.conftest import prose
 
 Make = Callable[..., Data]
@@ -120,6 +120,6 @@ def test_what_is_damaged_is_named(settings: Make, tmp_path: Path, documents: lis
 def test_ids_need_their_tokenizer(settings: Make, tmp_path: Path, documents: list[list[int]]) -> None:
     path = megatron(tmp_path / "a.bin", documents)
     with pytest.raises((DataError, MissingInputError), match=r"TOK004.*holds token ids"):
-        prepare(settings(path, tokenizer=Tokenizer()))
+        prepare(settings(path, tokenizer=TokenizerSection()))
     with pytest.raises(DataError, match=r"DATA005\]: a.bin is token ids; methods sft and dpo read records"):
         prepare(settings(path, validation_share=0.0), sample_tokens=64)

@@ -24,7 +24,7 @@ from shardwise.data.stream import Share, stream
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Data, Recipe, Tokenizer
+from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 from tests.data.conftest import prose
 
 Settings = Callable[..., Data]
@@ -278,7 +278,7 @@ def test_records_for_fine_tuning_are_streamed_too(tmp_path: Path, settings: Sett
 
 
 def test_a_tokenizer_is_trained_on_the_first_portion(recipe: Recipe, tmp_path: Path) -> None:
-    data = recipe.data.model_copy(update={"tokenizer": Tokenizer(vocab_size=300)})
+    data = recipe.data.model_copy(update={"tokenizer": TokenizerSection(vocab_size=300)})
     run = Run(recipe.model_copy(update={"data": data}), tmp_path / "stream")
     run.steps(40)
     opened = [store.load(path / "data").manifest for path in (tmp_path / "stream").glob("portion-*")]

@@ -18,7 +18,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.errors import ConfigError, DataError
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.test_sft import ANSWER, EOT, USER, lines, shown
 
 Record = dict[str, Any]
@@ -95,7 +95,7 @@ def test_a_token_across_the_end_of_the_prompt(pairs: Pairs, tmp_path: Path) -> N
     (tmp_path / "own").mkdir()
     tokens.train(["alpha\n\n\nbeta gamma\n\n\n" * 50], 300, tmp_path / "own")
     record = {"prompt": [ASK], "chosen": [says("\n\nbeta")], "rejected": [says("gamma")]}
-    prepared = pairs([record], tokenizer=Tokenizer(path=str(tmp_path / "own")))
+    prepared = pairs([record], tokenizer=TokenizerSection(path=str(tmp_path / "own")))
     head = USER.format("alpha") + "<|assistant|>"
     assert shown(prepared) == [f"{head}«\n\n\nbeta{EOT}»\n", f"{head}«\ngamma{EOT}»\n"]
 

@@ -18,7 +18,7 @@ from shardwise.data import read, shards, store, tokens
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.errors import DataError, OutputError
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.conftest import prose
 
 Make = Callable[..., Data]
@@ -96,7 +96,7 @@ def test_a_path_of_its_own_for_validation(corpus: Path, tmp_path: Path, settings
 
 def test_a_tokenizer_is_trained_once_for_the_same_text(corpus: Path, settings: Make) -> None:
     stages: list[str] = []
-    trained = settings(corpus, tokenizer=Tokenizer(vocab_size=320))
+    trained = settings(corpus, tokenizer=TokenizerSection(vocab_size=320))
     first = prepare(trained, progress=lambda stage, done, total: stages.append(stage))
     assert set(stages) == {"tokenizer", "tokens"} and first.manifest.vocab_size == 320
     stages.clear()
@@ -148,7 +148,7 @@ def test_wide_vocabularies_take_four_bytes(
     content = json.loads((wide / "tokenizer.json").read_text())
     content["model"]["vocab"]["wide"] = 70_000
     (wide / "tokenizer.json").write_text(json.dumps(content))
-    prepared = prepare(settings(corpus, tokenizer=Tokenizer(path=str(wide))))
+    prepared = prepare(settings(corpus, tokenizer=TokenizerSection(path=str(wide))))
     narrow = prepare(settings(corpus))
     assert (prepared.train.split.dtype, narrow.train.split.dtype) == ("<u4", "<u2")
     theirs = prepared.train.read(0, 10**9)
@@ -190,7 +190,7 @@ def test_b52_a_bad_line_is_found_when_preparing(
         ):
             prepare(settings(tmp_path / "a.jsonl", num_proc=num_proc))
     with pytest.raises(DataError, match=r"error\[DATA004\]: a.jsonl:1777 col 10"):
-        prepare(settings(tmp_path / "a.jsonl", tokenizer=Tokenizer(vocab_size=300)))
+        prepare(settings(tmp_path / "a.jsonl", tokenizer=TokenizerSection(vocab_size=300)))
     for directory in ("data", "tokenizers"):
         assert [path.suffix for path in (tmp_path / "cache" / directory).iterdir()] == [".lock"]
 
@@ -207,16 +207,16 @@ def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tok
         f"fix:   data.tokenizer.path={out}/tokenizer, or prepare it again with --force"
     )
     for attempt in (
-        lambda: prepare(settings(corpus, tokenizer=Tokenizer(path=str(other.directory))), out),
-        lambda: prepare(settings(out, tokenizer=Tokenizer(path=str(other.directory)))),
+        lambda: prepare(settings(corpus, tokenizer=TokenizerSection(path=str(other.directory))), out),
+        lambda: prepare(settings(out, tokenizer=TokenizerSection(path=str(other.directory)))),
     ):
         with pytest.raises(DataError) as caught:
             attempt()
         assert str(caught.value) == expected
-    assert prepare(settings(out, tokenizer=Tokenizer())).directory == out
+    assert prepare(settings(out, tokenizer=TokenizerSection())).directory == out
     with pytest.raises(DataError, match=r"TOK002.*data prepared with 300 ids, the recipe asks for 4096"):
-        prepare(settings(out, tokenizer=Tokenizer(vocab_size=4096)))
-    again = prepare(settings(corpus, tokenizer=Tokenizer(path=str(other.directory))), out, force=True)
+        prepare(settings(out, tokenizer=TokenizerSection(vocab_size=4096)))
+    again = prepare(settings(corpus, tokenizer=TokenizerSection(path=str(other.directory))), out, force=True)
     assert again.manifest.tokenizer_hash == other.hash
 
 

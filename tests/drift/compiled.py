@@ -21,10 +21,10 @@ from shardwise.prove.world import Measured, Sent
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.watch.measure import CONTROL_BYTES, Meter, state_bytes
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques.meshes import meshes
 from shardwise.techniques.slices import local
 
@@ -105,7 +105,7 @@ def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
 
     state = build(Recipe(), spec, plan, groups, CPU)
     rules, meters = (
-        Rules(plan, groups, Optim(), 10, finish_of(Method(), plan), enter),
+        StepRules(plan, groups, OptimSection(), 10, finish_of(Method(), plan), enter),
         [Meter(groups, CPU) for _ in range(3)],
     )
     for meter in meters:

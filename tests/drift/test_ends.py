@@ -30,13 +30,13 @@ def order(spec: ModelSpec, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[
     """The collectives of a measured step one after another, kind and elements: fp32."""
     sent: list[tuple[str, int]] = []
 
-    class Ordered(world.Tracker):
+    class Ordered(world.WorldCounter):
         def _sent(self, kind: str, args: Any) -> None:
             before = self.sent.copy()
             super()._sent(kind, args)
             sent.extend((kind, size // 4) for axis, kind, size in self.sent - before if axis == "dp_shard")
 
-    monkeypatch.setattr(world, "Tracker", Ordered)
+    monkeypatch.setattr(world, "WorldCounter", Ordered)
     measured = world.measure(spec, plan, 0)
     return sent[-sum(calls for (axis, *_), calls in measured.sent.items() if axis == "dp_shard") :]
 

@@ -35,7 +35,7 @@ def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> 
     the directory gets its name (``unnamed``), or right after (``named``)."""
     from shardwise.runtime import begin
     from shardwise.runtime.checkpoint import commit
-    from shardwise.runtime.checkpoint.save import Checkpoints
+    from shardwise.runtime.checkpoint.save import RunCheckpoints
 
     if rank != who:
         return
@@ -63,7 +63,7 @@ def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> 
             die(directory, name)
 
     disk = replace(commit.DISK, open=open_file, write=write, rename=rename)
-    begin.Checkpoints = partial(Checkpoints, disk=disk)  # type: ignore[misc, assignment]
+    begin.RunCheckpoints = partial(RunCheckpoints, disk=disk)  # type: ignore[misc, assignment]
 
 
 def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: str) -> None:
@@ -146,9 +146,9 @@ def tell_tensors(rank: int, directory: Path) -> None:
     """Rank 0 notes the hash of every whole tensor: as it is saved (``saved-<step>.json``) and as it is after resuming
     (``loaded-<step>.json``)."""
     from shardwise.runtime import loop
-    from shardwise.runtime.checkpoint.save import Checkpoints
+    from shardwise.runtime.checkpoint.save import RunCheckpoints
 
-    true_begin, true_save = loop.begin, Checkpoints.save
+    true_begin, true_save = loop.begin, RunCheckpoints.save
 
     def note(kind: str, step: int, tensors: Any) -> None:
         found = {}
@@ -167,7 +167,7 @@ def tell_tensors(rank: int, directory: Path) -> None:
         note("saved", step, tensors)
         return true_save(self, tensors, facts, step, finite)
 
-    loop.begin, Checkpoints.save = begin, save  # type: ignore[method-assign]
+    loop.begin, RunCheckpoints.save = begin, save  # type: ignore[method-assign]
 
 
 def no_memory(rank: int, directory: Path, who: int, step: int = 0) -> None:

@@ -21,11 +21,11 @@ from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import Rules, launch, step
+from shardwise.runtime.step import StepRules, launch, step
 from shardwise.runtime.transfer import Upload
 from shardwise.spec import plan as plans
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques.meshes import Meshes
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
@@ -135,8 +135,8 @@ def test_loss_and_gradients_are_those_of_a_cpu(
     assert found.loss.error < 1e-2 and found.turn.error < 3e-3, found
 
 
-def rules_of(plan: Plan) -> Rules:
-    return Rules(plan, Meshes(), Optim(), 10, finish_of(Method(), plan))
+def rules_of(plan: Plan) -> StepRules:
+    return StepRules(plan, Meshes(), OptimSection(), 10, finish_of(Method(), plan))
 
 
 def peak_bytes(plan: Plan, device: torch.device) -> int:

@@ -29,7 +29,7 @@ from shardwise.models.hf import to_hf_name
 from shardwise.runtime import passes
 from shardwise.runtime.evaluate import evaluate_pairs
 from shardwise.spec.plan import Batch, Plan
-from shardwise.spec.recipe import Data, Method, Recipe, Tokenizer
+from shardwise.spec.recipe import Data, Method, Recipe, TokenizerSection
 from shardwise.techniques.meshes import Meshes
 from tests.methods.test_loss import inputs, reference
 from tests.models.llama import pair, random_config
@@ -54,7 +54,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
     data = Data(
         path=str(directory / "pairs.jsonl"),
         cache=str(directory / "cache"),
-        tokenizer=Tokenizer(path=str(directory / "tokenizer")),
+        tokenizer=TokenizerSection(path=str(directory / "tokenizer")),
         validation_share=0.0,
         format="preference",
         num_proc=1,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.methods import head as paper
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import Tracker, fake_world
+from shardwise.prove.world import fake_world
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
 from tests.models.llama import relative
@@ -115,10 +115,10 @@ def test_preferences(ranks: RankPool) -> None:
         torch.testing.assert_close(found, weight.grad, rtol=1e-11, atol=1e-13)
 
 
-def tracked(tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype) -> tuple[Tracker, int]:
+def tracked(tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype) -> tuple[WorldCounter, int]:
     """A loss of 8,000 ids over 8 ranks on fake tensors, and the bytes of its logits of one chunk, in fp32."""
     with fake_world(Layout(tp=8)) as groups:
-        tracker = Tracker(FakeTensorMode(allow_non_fake_inputs=True), groups.axis_names())
+        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True), groups.axis_names())
         assert tracker.fake is not None
         with tracker.fake, tracker:
             local = torch.empty(1000, 4, dtype=dtype)

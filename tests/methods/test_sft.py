@@ -16,7 +16,7 @@ from shardwise.methods import pretrain
 from shardwise.models.config import from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import passes
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 
 DIMENSIONS = {
     "model_type": "llama",
@@ -43,7 +43,7 @@ def windows(directory: Path, packing: bool) -> Windows | Packs:
     data = Data(
         path=str(directory / "talks.jsonl"),
         cache=str(directory / "cache"),
-        tokenizer=Tokenizer(path=str(directory / "tokenizer")),
+        tokenizer=TokenizerSection(path=str(directory / "tokenizer")),
         validation_share=0.0,
         chat_template="zephyr",
         packing=packing,

@@ -9,23 +9,23 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
 from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Recipe, Tokenizer
+from shardwise.spec.recipe import Recipe, TokenizerSection
 from tests.runtime.small_run import MODEL
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model.path=a/b"], Tokenizer(path="a/b")),
-        (["model.path=a/b", "model.revision=v1"], Tokenizer(path="a/b", revision="v1")),
-        (["model.path=models/x/model.safetensors"], Tokenizer(path="models/x")),
-        (["model.path=a/b", "data.tokenizer.path=c/d"], Tokenizer(path="c/d")),
-        (["model.path=a/b", "data.tokenizer.vocab_size=300"], Tokenizer(vocab_size=300)),
-        (["model.path=a/b", "model.init=random"], Tokenizer()),
-        (["model.config.vocab_size=9"], Tokenizer()),
+        (["model.path=a/b"], TokenizerSection(path="a/b")),
+        (["model.path=a/b", "model.revision=v1"], TokenizerSection(path="a/b", revision="v1")),
+        (["model.path=models/x/model.safetensors"], TokenizerSection(path="models/x")),
+        (["model.path=a/b", "data.tokenizer.path=c/d"], TokenizerSection(path="c/d")),
+        (["model.path=a/b", "data.tokenizer.vocab_size=300"], TokenizerSection(vocab_size=300)),
+        (["model.path=a/b", "model.init=random"], TokenizerSection()),
+        (["model.config.vocab_size=9"], TokenizerSection()),
     ],
 )
-def test_a_model_that_is_trained_on_brings_its_tokenizer(words: list[str], expected: Tokenizer) -> None:
+def test_a_model_that_is_trained_on_brings_its_tokenizer(words: list[str], expected: TokenizerSection) -> None:
     recipe = load_recipe(None, words)
     assert data_of(recipe).tokenizer == expected
     assert data_of(recipe).model_copy(update={"tokenizer": recipe.data.tokenizer}) == recipe.data

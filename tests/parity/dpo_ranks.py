@@ -23,7 +23,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.job import Job
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reference import refer
-from shardwise.runtime.step import Rules, step
+from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run
 from shardwise.techniques.meshes import meshes
@@ -84,7 +84,7 @@ def one(
         if phase == "clip" and state.step == 0:
             gradients.update(parity.full_gradients(state))
 
-    rules = Rules(plan, job.meshes, parity.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
+    rules = StepRules(plan, job.meshes, parity.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
     assert isinstance(job.windows, Packs)
     batches, losses, norms = stream(job.windows, job.order, job.share), [], []
     for _ in range(steps):

@@ -25,7 +25,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
-from shardwise.spec.recipe import Data, Tokenizer
+from shardwise.spec.recipe import Data, TokenizerSection
 from tests.parity import dpo_ranks
 from tests.parity.cases import FP64, UNTIED, layout
 from tests.parity.dpo_ranks import METHOD, SEQ_LEN
@@ -48,7 +48,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens.train(["say word 1234567890 . " * 50], 300, directory / "tokenizer")
     data = Data(
         path=str(directory / "pairs.jsonl"),
-        tokenizer=Tokenizer(path=str(directory / "tokenizer")),
+        tokenizer=TokenizerSection(path=str(directory / "tokenizer")),
         cache=str(directory / "cache"),
         validation_share=0.2,
         format="preference",
@@ -78,7 +78,7 @@ def plain(directory: Path, lora: Lora | None) -> tuple[parity.Trace, dict[int, f
     windows = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).windows
     order = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).order
     assert isinstance(windows, Packs)
-    job = parity.Job(SPEC, ROWS, SEQ_LEN, "fp64", "fp64", STEPS, lora=lora)
+    job = parity.Workload(SPEC, ROWS, SEQ_LEN, "fp64", "fp64", STEPS, lora=lora)
     parameters, model = parity.plain_parameters(job), Decoder(SPEC).double()
     first = {name: value.detach().clone() for name, value in parameters.items() if not is_adapter(name)}
     matrices = [p for p in parameters.values() if p.ndim > 1]

@@ -20,7 +20,7 @@ from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import Cluster, Device, Kind, Products, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Traffic
-from shardwise.spec.recipe import Lora, Parallel, Precision, Recipe, Recompute, Train
+from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
 ONE_B = load_spec("meta-llama/Llama-3.2-1B")
@@ -51,7 +51,7 @@ def test_where_all_settings_fit_the_wire_chooses() -> None:
 
 def test_of_what_takes_as_long_the_smallest_is_chosen() -> None:
     """In fp32, with one micro-batch, ddp and zero1 send the same: 8 bytes a weight."""
-    asked = recipe(train=Train(seq_len=1024, global_batch_size=64), precision=Precision(compute="fp32"))
+    asked = recipe(train=Train(seq_len=1024, global_batch_size=64), precision=PrecisionSection(compute="fp32"))
     plan = choose(asked, ONE_B, H100S)
     assert (plan.shard.strategy, plan.batch.accumulation) == ("zero1", 1)
     assert "as ddp over 8, which needs more memory; zero3 over 8: " in plan.why["shard.strategy"]
@@ -59,7 +59,7 @@ def test_of_what_takes_as_long_the_smallest_is_chosen() -> None:
 
 def test_between_nodes_the_weights_of_adapters_stay_in_the_node() -> None:
     """ZeRO-3 over 16 gathers 558 GB a step, 10 s of the network; replicas of two nodes send 0.1 GB over it."""
-    asked = Recipe(train=Train(seq_len=8192), lora=Lora(rank=16))
+    asked = Recipe(train=Train(seq_len=8192), lora=LoraSection(rank=16))
     cluster = parse_cluster("2x8xH100+400Gb/node")
     plan = choose(asked, SEVENTY_B, cluster)
     assert (plan.shard.strategy, plan.layout.dp_replicate, plan.layout.dp_shard) == ("zero3", 2, 8)
@@ -83,7 +83,7 @@ def test_the_groups_of_a_node_share_its_network() -> None:
 
 def test_an_illegal_setting_is_passed_over_where_another_fits() -> None:
     """Sharded modules of their own type stand in the way of selective recompute, replicas do not."""
-    asked = recipe(precision=Precision(modules={"*norm*": "fp32"}), recompute=Recompute(mode="selective"))
+    asked = recipe(precision=PrecisionSection(modules={"*norm*": "fp32"}), recompute=Recompute(mode="selective"))
     assert choose(asked, ONE_B, H100S).shard.strategy == "ddp"
     with pytest.raises(ConfigError) as error:
         choose(asked, SEVENTY_B, H100S)
@@ -91,7 +91,7 @@ def test_an_illegal_setting_is_passed_over_where_another_fits() -> None:
 
 
 def test_the_bound_without_a_replay_is_below_the_peak() -> None:
-    for asked in (recipe(), recipe(lora=Lora(rank=8)), recipe(train=Train(seq_len=128, global_batch_size=64))):
+    for asked in (recipe(), recipe(lora=LoraSection(rank=8)), recipe(train=Train(seq_len=128, global_batch_size=64))):
         for plan in settings(asked, ONE_B, parse_cluster("2x8xH100")):
             sheet = techniques.cost(sheet_of(ONE_B, "narrow"), plan)
             assert 0.01 < least_bytes(sheet, plan, H100S) / plan.estimate.peak_bytes <= 1
@@ -153,7 +153,7 @@ def test_a_cpu_computes_in_what_was_measured_to_be_faster(
     assert why in plan.why["precision.compute"]
     assert ("precision.matmul" in plan.why) == (products is not None and types[0] == "fp32")
     for asked in ("fp32", "bf16"):
-        assert choose(recipe(precision=Precision(compute=asked)), ONE_B, cpu).precision.compute == asked  # type: ignore[arg-type]
+        assert choose(recipe(precision=PrecisionSection(compute=asked)), ONE_B, cpu).precision.compute == asked  # type: ignore[arg-type]
 
 
 def test_what_is_faster_on_the_wire_than_the_choice_does_not_fit() -> None:
@@ -267,7 +267,7 @@ def test_accumulation_multiplies_what_zero3_gathers() -> None:
 
 def test_convergence_settings_are_left_alone() -> None:
     for cluster in ("8xH100", "2xH100", "64xRTX-5090"):
-        plan = choose(recipe(precision=Precision(weights="fp32")), ONE_B, parse_cluster(cluster))
+        plan = choose(recipe(precision=PrecisionSection(weights="fp32")), ONE_B, parse_cluster(cluster))
         assert plan.batch.global_batch_size(plan.layout.dp) == 64
         assert plan.batch.seq_len == 4096
         assert plan.precision.weights == "fp32"
@@ -340,7 +340,7 @@ def test_blocks_are_compiled_on_gpus_unless_something_bars_it() -> None:
     assert told(H100S, compile=False) == (False, "pinned")
     lacks = "torch.compile needs a C compiler (gcc or clang), which is not installed here"
     assert told(bare) == (False, f"derived: off: {lacks}")
-    nf4 = Lora(rank=16, frozen="nf4")
+    nf4 = LoraSection(rank=16, frozen="nf4")
     never = "derived: off: nf4 does not work with compiled blocks yet"
     assert told(parse_cluster("1xH100"), lora=nf4) == (False, never)
     assert told(cpus) == (False, "default: off; see docs/techniques/compile.md")

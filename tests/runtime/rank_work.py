@@ -23,12 +23,12 @@ from shardwise.runtime import agree, build, exchange, export, generate, reduce
 from shardwise.runtime.end import until_asked
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules, StepStats, step
+from shardwise.runtime.step import StepRules, StepStats, step
 from shardwise.runtime.watch import measure
 from shardwise.runtime.watch.guard import StopRequest
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
-from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques import optim
 from shardwise.techniques.meshes import meshes
 from shardwise.techniques.slices import local, local_slice
@@ -41,7 +41,7 @@ def mixed_step(rank: int, world: int) -> tuple[bool, bool]:
     """A sharded layer and a plain one in one optimizer: are they in separate groups, and do both move?"""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 6), "head": nn.Linear(6, 4, bias=False)})
     fully_shard(model["head"], mesh=init_device_mesh("cpu", (world,)))
-    optimizer = optim.build([model], Optim(learning_rate=0.1), Plan())
+    optimizer = optim.build([model], OptimSection(learning_rate=0.1), Plan())
     kinds = [{isinstance(p, DTensor) for p in group["params"]} for group in optimizer.param_groups]
     before = {name: local(p.detach()).clone() for name, p in optim.named([model]).items()}
     model["head"](model["embed"](torch.arange(4))).square().sum().backward()
@@ -65,7 +65,7 @@ def slices_fit(rank: int, ranks: int, replicas: int, shape: tuple[int, ...]) -> 
     return torch.equal(module.weight.full_tensor(), whole)
 
 
-def state_of(plan: Plan, settings: Optim) -> TrainState:
+def state_of(plan: Plan, settings: OptimSection) -> TrainState:
     """The tied tiny model, built as a run builds it."""
     recipe = Recipe.model_validate({"optim": settings.model_dump()})
     return build.build(recipe, TIED, plan, meshes(plan.layout, "cpu"), CPU)
@@ -73,7 +73,7 @@ def state_of(plan: Plan, settings: Optim) -> TrainState:
 
 def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[float, dict[str, Tensor]]:
     """The global norm, and every gradient after clipping, gathered; gradients are set to those of :func:`gradient`."""
-    state = state_of(plan, Optim())
+    state = state_of(plan, OptimSection())
     for name, parameter in state.parameters().items():
         whole = gradient(name, tuple(parameter.shape))
         grad = torch.empty_like(parameter)
@@ -130,8 +130,8 @@ def part(batch: MicroBatch, start: int, length: int) -> MicroBatch:
     return MicroBatch(batch.ids[some], batch.labels[some], batch.positions[some], None, LENGTH)
 
 
-def rules_of(plan: Plan, settings: Optim) -> Rules:
-    return Rules(plan, meshes(plan.layout, "cpu"), settings, STEPS, finish_of(Method(), plan))
+def rules_of(plan: Plan, settings: OptimSection) -> StepRules:
+    return StepRules(plan, meshes(plan.layout, "cpu"), settings, STEPS, finish_of(Method(), plan))
 
 
 def few_steps(
@@ -139,7 +139,7 @@ def few_steps(
 ) -> tuple[list[StepStats], dict[str, Tensor]]:
     """``steps`` steps on this rank's share of the global batches; during step ``poison`` the last rank has NaN for the
     weight of its last norm. Returns the stats and the whole tensors of the state."""
-    settings = Optim(learning_rate=1e-2, max_grad_norm=0.5)
+    settings = OptimSection(learning_rate=1e-2, max_grad_norm=0.5)
     state, rules = state_of(plan, settings), rules_of(plan, settings)
     own = ROWS // plan.layout.dp
     size = own // plan.batch.accumulation
@@ -176,7 +176,7 @@ def disagree(rank: int, ranks: int, change: dict[str, Any]) -> list[str]:
 
 def gathered_names(rank: int, ranks: int, plan: Plan) -> tuple[list[str], bool]:
     """The names of a state's tensors on this rank, and whether head and embedding are one parameter."""
-    state = state_of(plan, Optim())
+    state = state_of(plan, OptimSection())
     model = state.parts[0]
     tied = model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     dist.barrier()
@@ -185,7 +185,7 @@ def gathered_names(rank: int, ranks: int, plan: Plan) -> tuple[list[str], bool]:
 
 def traffic_of_a_step(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
     """What the second step sends, by axis and kind."""
-    settings = Optim()
+    settings = OptimSection()
     groups = meshes(plan.layout, "cpu")
     state = build.build(Recipe(), TIED, plan, groups, CPU)
     meter, rules = measure.Meter(groups, CPU), rules_of(plan, settings)
@@ -197,7 +197,7 @@ def traffic_of_a_step(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str]
 
 def whole_weights(rank: int, ranks: int, plan: Plan) -> dict[str, Tensor]:
     """Every parameter of a fresh model, gathered."""
-    return {name: export.whole(parameter) for name, parameter in state_of(plan, Optim()).parameters().items()}
+    return {name: export.whole(parameter) for name, parameter in state_of(plan, OptimSection()).parameters().items()}
 
 
 class NoTokenizer:
@@ -230,7 +230,7 @@ def why_not_read(rank: int, ranks: int, source: str, plan: Plan) -> str:
 
 def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) -> tuple[list[int], bool]:
     """What a sharded model writes after three ids, and whether its weights are shards afterwards."""
-    state = state_of(plan, Optim())
+    state = state_of(plan, OptimSection())
     ids = generate.generate(state.parts, [1, 2, 3], sampling, CPU)
     return ids, all(isinstance(parameter, DTensor) for parameter in state.parameters().values())
 

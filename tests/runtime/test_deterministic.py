@@ -15,10 +15,9 @@ from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.loop import train
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import Rules
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat
-from shardwise.spec.plan import Optim as PlanOptim
-from shardwise.spec.recipe import Optim, Recipe
+from shardwise.runtime.step import StepRules
+from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat
+from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques.meshes import Meshes
 from tests.runtime.small_run import numbers, plan, recipe, train_here
 
@@ -29,8 +28,8 @@ REFUSED += ["embedding_bag", "histc", "bincount", "median", "kthvalue", "grid_sa
 PLANS = [
     Plan(),
     Plan(remat=Remat("full")),
-    Plan(optim=PlanOptim("adamw8bit")),
-    Plan(optim=PlanOptim(moments="bf16")),
+    Plan(optim=Optim("adamw8bit")),
+    Plan(optim=Optim(moments="bf16")),
     Plan(lora=Lora(4, 8.0, dora=True)),
     Plan(loss="dpo"),
 ]
@@ -62,7 +61,7 @@ def test_a_step_does_nothing_that_torch_would_refuse_on_a_gpu(given: Plan) -> No
     plan = Plan(**{**vars(given), **where})
     state = build(made, SPEC, plan, Meshes(), torch.device("cpu"))
     with Names() as names:
-        rules = Rules(plan, Meshes(), Optim(), 10, finish_of(made.method, plan))
+        rules = StepRules(plan, Meshes(), OptimSection(), 10, finish_of(made.method, plan))
         fit.check_fit(state, rules, SPEC.vocab_size, torch.device("cpu"))
     assert {"attention", "attention_backward", "mm"} <= names.seen and len(names.seen) > 20
     refused = {name for name in names.seen for mark in REFUSED if mark in name or name == "put_"}

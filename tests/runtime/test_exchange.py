@@ -49,7 +49,7 @@ def test_the_plans_of_a_checkpoint_arrive_as_they_were() -> None:
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     assert exchange.decode(exchange.encode(plans)) == plans
-    written = [storage.WriteResult(item.index, 4, storage.Stored("f", RECORD, 8)) for item in plans[0].items]
+    written = [storage.WriteResult(item.index, 4, storage.StoredSlice("f", RECORD, 8)) for item in plans[0].items]
     assert exchange.decode(exchange.encode(written)) == written
 
 

@@ -13,10 +13,9 @@ from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import Rules
-from shardwise.spec.plan import Batch, Plan, Precision
-from shardwise.spec.plan import Optim as PlanOptim
-from shardwise.spec.recipe import Method, Optim, Recipe
+from shardwise.runtime.step import StepRules
+from shardwise.spec.plan import Batch, Optim, Plan, Precision
+from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques.meshes import Meshes
 
 SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
@@ -80,10 +79,8 @@ def test_on_a_gpu_it_is_told_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "kind", [PlanOptim(), PlanOptim(fused=False), PlanOptim("adamw8bit"), PlanOptim(moments="bf16")]
-)
-def test_the_fit_check_makes_an_update_that_changes_nothing(kind: PlanOptim, weights: Any) -> None:
+@pytest.mark.parametrize("kind", [Optim(), Optim(fused=False), Optim("adamw8bit"), Optim(moments="bf16")])
+def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights: Any) -> None:
     plan = Plan(batch=Batch(2, 2, 16, 24), precision=Precision("bf16", weights), optim=kind)
 
     state = build(Recipe(), SPEC, plan, Meshes(), torch.device("cpu"))
@@ -93,7 +90,10 @@ def test_the_fit_check_makes_an_update_that_changes_nothing(kind: PlanOptim, wei
     state.optimizer.register_step_post_hook(lambda *given: updates.append(max(g["lr"] for g in given[0].param_groups)))
     before = {name: value.clone() for name, value in state.tensors().items()}
     fit.check_fit(
-        state, Rules(plan, Meshes(), Optim(), 10, finish_of(Method(), plan)), SPEC.vocab_size, torch.device("cpu")
+        state,
+        StepRules(plan, Meshes(), OptimSection(), 10, finish_of(Method(), plan)),
+        SPEC.vocab_size,
+        torch.device("cpu"),
     )
     assert updates == [0.0]
     for name, value in state.tensors().items():

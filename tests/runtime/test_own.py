@@ -225,13 +225,13 @@ def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:
 
 def test_buffers_are_saved_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next forward, beside which a save copies, changes them."""
-    copy = checkpoint.Checkpoints._copy
+    copy = checkpoint.RunCheckpoints._copy
 
-    def late(self: checkpoint.Checkpoints, *given: Any) -> None:
+    def late(self: checkpoint.RunCheckpoints, *given: Any) -> None:
         time.sleep(0.3)
         copy(self, *given)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_copy", late)
+    monkeypatch.setattr(checkpoint.RunCheckpoints, "_copy", late)
     model, checkpoints = small(tmp_path)
     for step in range(2):
         model(rows(step)[0].float())

@@ -6,14 +6,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import reduce
-from shardwise.runtime.checkpoint.save import Checkpoints
+from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Checkpoint, Optim
+from shardwise.spec.recipe import Checkpoint, OptimSection
 from tests.runtime.rank_work import ROWS, part, rows, rules_of, state_of
 
-SETTINGS = Optim(learning_rate=1e-2, max_grad_norm=0.5)
+SETTINGS = OptimSection(learning_rate=1e-2, max_grad_norm=0.5)
 
 
 def two_and_one(rank: int, ranks: int, plan: Plan, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -22,11 +22,11 @@ def two_and_one(rank: int, ranks: int, plan: Plan, directory: str) -> tuple[dict
     train(straight, rank, plan, 0, 3)
     first = state_of(plan, SETTINGS)
     train(first, rank, plan, 0, 2)
-    checkpoints = Checkpoints(directory, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(), "run")
     checkpoints.save(first.tensors(), first.facts(), first.step)
     checkpoints.wait()
     second = state_of(plan, SETTINGS)
-    facts = Checkpoints(directory, Checkpoint(), "run").resume(second.tensors(), log=lambda line: None)
+    facts = RunCheckpoints(directory, Checkpoint(), "run").resume(second.tensors(), log=lambda line: None)
     assert facts is not None
     second.load_facts(facts)
     train(second, rank, plan, 2, 3)

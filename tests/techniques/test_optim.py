@@ -16,14 +16,14 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec import plan as plans
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Group, Optim
+from shardwise.spec.recipe import OptimSection, ParameterGroup
 from shardwise.techniques import optim
 from tests.parity.cases import TIED, UNTIED
 from tests.runtime import rank_work
 
 
 def test_norms_and_biases_are_not_decayed_and_every_matrix_is() -> None:
-    settings = Optim(weight_decay=0.1)
+    settings = OptimSection(weight_decay=0.1)
     decayed = {
         name.rpartition(".")[0].rpartition(".")[2] + "." + name.rpartition(".")[2]
         for name in optim.named([Decoder(TIED)])
@@ -33,8 +33,11 @@ def test_norms_and_biases_are_not_decayed_and_every_matrix_is() -> None:
 
 
 def test_the_first_matching_group_counts_and_keeps_what_it_does_not_say() -> None:
-    groups = [Group(pattern="layers.0.*", learning_rate=1e-5), Group(pattern="*.mlp.*", weight_decay=0.5)]
-    settings = Optim(learning_rate=1e-3, weight_decay=0.1, groups=groups)
+    groups = [
+        ParameterGroup(pattern="layers.0.*", learning_rate=1e-5),
+        ParameterGroup(pattern="*.mlp.*", weight_decay=0.5),
+    ]
+    settings = OptimSection(learning_rate=1e-3, weight_decay=0.1, groups=groups)
     assert optim.settings("layers.0.mlp.up.weight", settings) == optim.Settings(1e-5, 0.1)
     assert optim.settings("layers.1.mlp.up.weight", settings) == optim.Settings(1e-3, 0.5)
     assert optim.settings("layers.0.mlp_norm.weight", settings) == optim.Settings(1e-5, 0.0)
@@ -44,7 +47,7 @@ def test_the_first_matching_group_counts_and_keeps_what_it_does_not_say() -> Non
 def test_every_trained_parameter_is_in_one_group_with_its_settings() -> None:
     model = Decoder(TIED)
     model.layers[0].attention.q.weight.requires_grad_(False)
-    settings = Optim(groups=[Group(pattern="*.gate.weight", learning_rate=7e-4)])
+    settings = OptimSection(groups=[ParameterGroup(pattern="*.gate.weight", learning_rate=7e-4)])
     optimizer = optim.build([model], settings, Plan())
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(found)
@@ -57,7 +60,7 @@ def test_every_trained_parameter_is_in_one_group_with_its_settings() -> None:
 
 
 def test_a_group_follows_the_curve_of_the_run_at_its_own_height() -> None:
-    settings = Optim(learning_rate=1e-3, groups=[Group(pattern="embed.*", learning_rate=1e-4)])
+    settings = OptimSection(learning_rate=1e-3, groups=[ParameterGroup(pattern="embed.*", learning_rate=1e-4)])
     optimizer = optim.build([Decoder(UNTIED)], settings, Plan())
     optim.set_learning_rate(optimizer, 0.25e-3, settings)
     rates = {group["base_lr"]: group["lr"] for group in optimizer.param_groups}
@@ -66,7 +69,7 @@ def test_a_group_follows_the_curve_of_the_run_at_its_own_height() -> None:
 
 def test_moments_are_there_before_the_first_step_and_the_step_is_torchs() -> None:
     """Five steps equal those of an AdamW without groups, fused kernels or prepared moments (fp64, rounding)."""
-    settings = Optim(learning_rate=1e-2, weight_decay=0.0, beta1=0.8, beta2=0.9, eps=1e-6)
+    settings = OptimSection(learning_rate=1e-2, weight_decay=0.0, beta1=0.8, beta2=0.9, eps=1e-6)
     mine, theirs = (Decoder(UNTIED).double() for _ in range(2))
     theirs.load_state_dict(mine.state_dict())
     optimizer = optim.build([mine], settings, Plan())
@@ -99,7 +102,7 @@ def updated(kept: str, factors: list[float], skips: Sequence[int] = (), in_kerne
     draw = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=draw))
-    optimizer = optim.build([layer], Optim(learning_rate=1e-2), Plan(precision=precision, optim=KEPT[kept]))
+    optimizer = optim.build([layer], OptimSection(learning_rate=1e-2), Plan(precision=precision, optim=KEPT[kept]))
     for number, factor in enumerate(factors):
         for parameter in layer.parameters():
             draw = torch.Generator().manual_seed(number)
@@ -173,27 +176,27 @@ HAND = [
 
 @pytest.mark.parametrize(("schedule", "step", "max_steps", "rate"), HAND)
 def test_schedules_by_hand(schedule: str, step: int, max_steps: int, rate: float) -> None:
-    settings = Optim(learning_rate=1.0, min_learning_rate=0.1, schedule=schedule)  # type: ignore[arg-type]
+    settings = OptimSection(learning_rate=1.0, min_learning_rate=0.1, schedule=schedule)  # type: ignore[arg-type]
     assert optim.learning_rate(settings, step, max_steps) == pytest.approx(rate, rel=1e-12)
 
 
 def test_warmup_as_a_share_of_the_run() -> None:
     """Rounded up, as transformers does."""
-    share, steps = (Optim(learning_rate=1.0, warmup_steps=given) for given in (0.1, 10))
+    share, steps = (OptimSection(learning_rate=1.0, warmup_steps=given) for given in (0.1, 10))
     assert [optim.learning_rate(share, n, 95) for n in range(96)] == [
         optim.learning_rate(steps, n, 95) for n in range(96)
     ]
 
 
 def test_warmup_starts_above_zero_and_ends_at_the_full_rate() -> None:
-    settings = Optim(learning_rate=1.0, warmup_steps=4)
+    settings = OptimSection(learning_rate=1.0, warmup_steps=4)
     assert [optim.learning_rate(settings, step, 20) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_decay_steps_end_the_decay_early_or_bound_its_last_part() -> None:
-    cosine = Optim(learning_rate=1.0, min_learning_rate=0.2, decay_steps=10)
+    cosine = OptimSection(learning_rate=1.0, min_learning_rate=0.2, decay_steps=10)
     assert optim.learning_rate(cosine, 10, 100) == optim.learning_rate(cosine, 99, 100) == pytest.approx(0.2)
-    wsd = Optim(learning_rate=1.0, schedule="wsd", decay_steps=20)
+    wsd = OptimSection(learning_rate=1.0, schedule="wsd", decay_steps=20)
     assert optim.learning_rate(wsd, 80, 100) == 1.0
     assert optim.learning_rate(wsd, 90, 100) == pytest.approx(0.5)
 
@@ -206,7 +209,7 @@ def test_decay_steps_end_the_decay_early_or_bound_its_last_part() -> None:
 )
 def test_schedules_in_closed_form(schedule: str, max_steps: int, warmup: int, step: int) -> None:
     low, high = 0.1, 2.0
-    settings = Optim(learning_rate=high, min_learning_rate=low, schedule=schedule, warmup_steps=warmup)  # type: ignore[arg-type]
+    settings = OptimSection(learning_rate=high, min_learning_rate=low, schedule=schedule, warmup_steps=warmup)  # type: ignore[arg-type]
     rate = optim.learning_rate(settings, step, max_steps)
     if step < warmup:
         assert rate == pytest.approx(high * (step + 1) / warmup)

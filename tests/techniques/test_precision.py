@@ -14,7 +14,7 @@ from shardwise.prove.parity import train_on_rank
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Number, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Dtype, Plan, Precision, Remat, Shard
 from tests.models import foreign
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
@@ -61,7 +61,7 @@ def test_the_plan_of_one_rank_says_what_it_holds(name: str, precision: Precision
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_a_loop_of_ones_own_computes_in_the_type_of_its_plan(compute: Number) -> None:
+def test_a_loop_of_ones_own_computes_in_the_type_of_its_plan(compute: Dtype) -> None:
     seen: list[torch.dtype] = []
 
     class Model(nn.Module):

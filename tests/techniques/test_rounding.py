@@ -21,7 +21,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.cluster import Cluster, find_device
 from shardwise.spec.plan import Optim, Plan, Precision
-from shardwise.spec.recipe import Optim as Settings
+from shardwise.spec.recipe import OptimSection
 from shardwise.techniques import optim
 from shardwise.techniques.rounding import RoundedAdamW, noise, stochastic
 from tests.drift.test_drift import SPEC, plan_of, sheet
@@ -157,7 +157,7 @@ def losses(plan: Plan) -> list[float]:
     model = Decoder(replace(SPEC, vocab_size=64)).to(torch.bfloat16 if plan.precision.weights == "bf16" else None)
     for name, parameter in model.named_parameters():
         nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
-    settings = Settings(learning_rate=3e-3, beta2=0.999)
+    settings = OptimSection(learning_rate=3e-3, beta2=0.999)
     made, found = optim.build([model], settings, plan), []
     draw = torch.Generator().manual_seed(1)
     for _ in range(300):

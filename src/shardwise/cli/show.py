@@ -79,7 +79,7 @@ _LOST = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 """A terminal that has closed, a reader that has gone (``| head``), a disk that is full."""
 
 
-class _Output(io.FileIO):
+class _LossyStream(io.FileIO):
     """An output that may be lost: what is written then goes nowhere, where it would be an error."""
 
     def write(self, data: Any) -> int:
@@ -96,5 +96,5 @@ def outlive_output() -> None:
     for name in ("stdout", "stderr"):
         stream = vars(sys)[name]
         if stream is not None and stream is vars(sys)[f"__{name}__"]:
-            raw = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+            raw = io.BufferedWriter(_LossyStream(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.read import Part
+from shardwise.data.read import SourcePart
 from shardwise.errors import DataError, Problem
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -58,7 +58,7 @@ def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]
     return dtype, starts[firsts[1:]]
 
 
-def documents(part: Part, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def documents(part: SourcePart, eot_id: int, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """The ids of one part, the positions in it where documents end (after their end-of-text), and how many documents
     were empty. Raises DATA009 for an id that the tokenizer does not have."""
     dtype, ends = _layout(part.path)

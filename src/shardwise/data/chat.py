@@ -60,7 +60,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prompt:
     """A prompt: ids that end where the model's turn begins. Its turn ends at the id ``end``, or, if the template ends
     turns with plain text, at the text ``closing``."""
 
@@ -200,7 +200,7 @@ class Chat:
                 samples.append(Rendered(whole, [span]))
         return samples
 
-    def ask(self, messages: list[dict[str, Any]]) -> Asked:
+    def ask(self, messages: list[dict[str, Any]]) -> Prompt:
         """The prompt for the turn that follows ``messages``, as in training. Raises Fault CHAT002 where the template
         refuses them, CHAT003 where it does not show where an answer begins."""
         turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
@@ -209,7 +209,7 @@ class Chat:
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
         given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
-        return Asked(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
+        return Prompt(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
 
     def _check_roles(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
         """Raises Fault CHAT002 for a message that the template leaves out because it does not know its role: changing
@@ -313,7 +313,7 @@ def lay(segments: Sequence[Segment], encoder: Encoder, eot_id: int, end_of_turn:
     return (*found, Rendered(eot, [(0, len(eot))] if learnt else []))
 
 
-def ask(tokenizer: Path, question: str) -> Asked:
+def ask(tokenizer: Path, question: str) -> Prompt:
     """A question as the turn of a user, by the chat template beside a tokenizer. Raises DataError (CHAT001) where there
     is none, and for a question that cannot be encoded."""
     try:

@@ -28,7 +28,7 @@ from shardwise.data.order import Indices, Order, permute
 from shardwise.data.pack import Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.errors import DataError, Problem, ShardwiseError
-from shardwise.spec.recipe import Data, Recipe, Tokenizer
+from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 
 
 def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
@@ -126,7 +126,7 @@ class Portions:
     def _maker(self, visit: int) -> partial[None]:
         own = {"path": self._told["portions"][self._number(visit)], "streaming": False}
         if self._number(visit):
-            tokenizer = Tokenizer(path=str(self._path(0) / "data" / "tokenizer"))
+            tokenizer = TokenizerSection(path=str(self._path(0) / "data" / "tokenizer"))
             own |= {"tokenizer": tokenizer, "validation_path": None, "validation_share": 0.0}
         known = {self._number(before): fingerprint for before, (_, fingerprint) in enumerate(self._visits)}
         named = self._number(visit), known.get(self._number(visit))

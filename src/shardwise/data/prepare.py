@@ -25,9 +25,9 @@ from shardwise.data import convert, remote, shards, source, store, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.faults import Faults
 from shardwise.data.fields import Fields
-from shardwise.data.read import Part, pieces, units
+from shardwise.data.read import SourcePart, pieces, units
 from shardwise.data.remote import Progress
-from shardwise.data.samples import Rules
+from shardwise.data.samples import SampleRules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
 from shardwise.data.whole import becoming, lock, once, write_whole
@@ -124,14 +124,14 @@ def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
     with tempfile.TemporaryDirectory() as scratch:
         found = source.find(here, sample_tokens is not None)[:_MOST_FILES] if here else []
         heads = [convert.head(one, Path(scratch)) for one in found if one.kind != "ids"]
-        parts = [Part(one, 0, one.stop) for one in heads]
+        parts = [SourcePart(one, 0, one.stop) for one in heads]
         if tokenizer is None:
             with _training_texts(sample_tokens, data.text_key, skip) as faults:
                 for piece in (piece for part in parts for piece in pieces(part, data.text_key, 0.0, faults)):
                     faults.counts["read"] += piece.last
             return +faults.counts
         rules = _rules(data, sample_tokens, tokenizer.directory)
-        job = shards.Job(tokenizer.directory, data.text_key, 0.0, ("train", "train"), rules, skip)
+        job = shards.TokenizeSettings(tokenizer.directory, data.text_key, 0.0, ("train", "train"), rules, skip)
         for runs in shards.tokenise_all([((part,), job) for part in parts], num_proc=1):
             counts += runs["train"].counts
             counts["read"] += len(runs["train"].documents)
@@ -164,7 +164,7 @@ def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
     return {**data.model_dump(include=keys | SFT_ONLY, mode="json"), "sample_tokens": sample_tokens}
 
 
-def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | None:
+def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> SampleRules | None:
     """How records become samples. A missing chat template is an error only once a record is a conversation."""
     if sample_tokens is None:
         return None
@@ -172,7 +172,7 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> Rules | No
     with suppress(*() if data.chat_template else (DataError,)):
         template = find_template(data.chat_template, tokenizer)
     kept = data.too_long, data.packing, data.text_key, Fields.of(data)
-    return Rules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept)
+    return SampleRules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept)
 
 
 def _stats(sources: Sources, data: Data) -> list[list[Any]]:
@@ -216,7 +216,7 @@ class _Ingredients:
     sources: Sources
     files: dict[Path, dict[str, Any]]
     settings: dict[str, Any]
-    rules: Rules | None = None
+    rules: SampleRules | None = None
 
     def identity(self, group: Sequence[Source]) -> list[list[Any]]:
         """Names and contents, but not the location of the files."""
@@ -299,7 +299,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             (directory / "tokenizer" / "chat_template.jinja").write_text(of.rules.template, encoding="utf-8")
         names = ("train", "validation")
         writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
-        mixed = shards.Job(
+        mixed = shards.TokenizeSettings(
             directory / "tokenizer", data.text_key, sources.share, names, of.rules, data.on_bad_sample == "skip"
         )
         only = replace(mixed, share=0.0, splits=("validation", "validation"))
@@ -332,7 +332,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
         facts = of.fingerprint(tokenizer), tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
         copied = [path.relative_to(directory) for path in sorted((directory / "tokenizer").iterdir())]
         copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
-        manifest = store.Manifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
+        manifest = store.DataManifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
         length = of.rules.seq_len if of.rules else None
         prefix = len(tokenizer.prefix)
         made = replace(manifest, counts=dict(+counts), seq_len=length, prefix_tokens=prefix)
@@ -352,7 +352,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
     return True
 
 
-def _check_tokenizer(target: Path, manifest: store.Manifest, tokenizer: tokens.Tokenizer) -> None:
+def _check_tokenizer(target: Path, manifest: store.DataManifest, tokenizer: tokens.Tokenizer) -> None:
     if manifest.tokenizer_hash != tokenizer.hash:
         what = f"data prepared with tokenizer {manifest.tokenizer_hash[:8]}, the recipe uses {tokenizer.hash[:8]}"
         fix = f"data.tokenizer.path={target / 'tokenizer'}, or prepare it again with --force"

@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """The lines of ``source`` that start in its bytes [start, stop)."""
 
     source: Source
@@ -60,14 +60,14 @@ class Part:
         return self.source.kind == "text" and self.start > self.source.start
 
 
-def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
+def units(sources: Sequence[Source]) -> list[tuple[SourcePart, ...]]:
     """Divide and group ``sources``, in their order."""
-    result: list[tuple[Part, ...]] = []
-    group: list[Part] = []
+    result: list[tuple[SourcePart, ...]] = []
+    group: list[SourcePart] = []
     room = UNIT_BYTES
     for source in sources:
         for start in range(source.start, source.stop, UNIT_BYTES):
-            part = Part(source, start, min(start + UNIT_BYTES, source.stop))
+            part = SourcePart(source, start, min(start + UNIT_BYTES, source.stop))
             if group and part.stop - part.start > room:
                 result.append(tuple(group))
                 group, room = [], UNIT_BYTES
@@ -76,7 +76,7 @@ def units(sources: Sequence[Source]) -> list[tuple[Part, ...]]:
     return [*result, tuple(group)] if group else result
 
 
-def pieces(part: Part, text_key: str, share: float, faults: Faults) -> Iterator[Piece]:
+def pieces(part: SourcePart, text_key: str, share: float, faults: Faults) -> Iterator[Piece]:
     """The text of ``part``, document by document, piece by piece. ``share`` of a jsonl file's documents are held
     out."""
     if part.source.kind == "jsonl":
@@ -88,7 +88,7 @@ def pieces(part: Part, text_key: str, share: float, faults: Faults) -> Iterator[
             yield from _text(part, faults)
 
 
-def _lines(part: Part, faults: Faults) -> Iterator[tuple[int, bytes]]:
+def _lines(part: SourcePart, faults: Faults) -> Iterator[tuple[int, bytes]]:
     """(offset, line) for each line that starts in the part; one over 64 MiB is a fault (DATA007)."""
     with open_regular(part.path) as file:
         if part.start:
@@ -113,7 +113,7 @@ def _pass_line(file: BinaryIO, stop: int) -> None:
             return
 
 
-def _text(part: Part, faults: Faults) -> Iterator[Piece]:
+def _text(part: SourcePart, faults: Faults) -> Iterator[Piece]:
     block: list[bytes] = []
     size = 0
     block_start = part.start
@@ -143,7 +143,7 @@ def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
     yield Piece(text[start:], last, held_out)
 
 
-def _documents(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, bytes, bool]]:
+def _documents(part: SourcePart, share: float, faults: Faults) -> Iterator[tuple[int, bytes, bool]]:
     """(offset, line, held out) for each line of jsonl to be read. Of a source that is read more than once, held-out
     documents are read once; of a source that is read in part, some documents are skipped."""
     source = part.source
@@ -156,7 +156,7 @@ def _documents(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, 
             yield offset, line, held_out
 
 
-def records(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, dict[str, Any], bool]]:
+def records(part: SourcePart, share: float, faults: Faults) -> Iterator[tuple[int, dict[str, Any], bool]]:
     """(offset, record, held out) for each record of a jsonl file. Faults: DATA004 (not JSON), DATA005 (no object),
     DATA006 (not UTF-8), DATA007 (too long or too deep)."""
     if part.source.kind != "jsonl":
@@ -169,7 +169,7 @@ def records(part: Part, share: float, faults: Faults) -> Iterator[tuple[int, dic
             yield offset, _object(part, offset, line, int, '{"messages": [...]}'), held_out
 
 
-def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
+def _record(part: SourcePart, offset: int, line: bytes, text_key: str) -> str:
     """The text of one line of jsonl. Raises Fault DATA004 (not JSON), DATA005 (no such text), DATA006 (not UTF-8),
     DATA007 (too deep)."""
     # Parsed as floats: parsing a very long integer would take quadratic time.
@@ -192,7 +192,9 @@ def _record(part: Part, offset: int, line: bytes, text_key: str) -> str:
     return text
 
 
-def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float], example: str) -> dict[str, Any]:
+def _object(
+    part: SourcePart, offset: int, line: bytes, number: type[int] | type[float], example: str
+) -> dict[str, Any]:
     """One line of jsonl, which must be an object."""
     decoded = _decode(part, offset, line).rstrip("\r\n")
     try:
@@ -216,7 +218,7 @@ def _object(part: Part, offset: int, line: bytes, number: type[int] | type[float
     return record
 
 
-def _decode(part: Part, offset: int, data: bytes) -> str:
+def _decode(part: SourcePart, offset: int, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -227,6 +229,6 @@ def _decode(part: Part, offset: int, data: bytes) -> str:
         raise Fault("DATA006", what, f"{not_utf8(part.path)}; or leave the file out", line_start) from error
 
 
-def _starts_with_bom(part: Part) -> bool:
+def _starts_with_bom(part: SourcePart) -> bool:
     with open_regular(part.path) as file:
         return file.read(len(_BOM)) == _BOM

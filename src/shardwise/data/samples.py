@@ -17,7 +17,7 @@ from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.faults import Fault, Faults
 from shardwise.data.fields import Fields
 from shardwise.data.formats import Conversation
-from shardwise.data.read import Part, records
+from shardwise.data.read import SourcePart, records
 from shardwise.data.template import Template, find_template
 from shardwise.spec.recipe import PREFERENCE
 
@@ -25,7 +25,7 @@ _BATCH = 64
 
 
 @dataclass(frozen=True)
-class Rules:
+class SampleRules:
     """How records become samples. ``template``: the text of a chat template; None: there is none. ``seq_len``: the
     most tokens a sample may have."""
 
@@ -46,7 +46,7 @@ class Rules:
 
 
 @cache
-def _chat(tokenizer: Path, rules: Rules) -> Chat:
+def _chat(tokenizer: Path, rules: SampleRules) -> Chat:
     text = rules.template if rules.template is not None else find_template(None, tokenizer)
     return Chat(Template(text, tokens.special_tokens(tokenizer)), _encoder(tokenizer), rules.end_of_turn)
 
@@ -73,7 +73,9 @@ class _Waiting:
         return [piece for piece in self.pieces if isinstance(piece, Rendered)]
 
 
-def encode(part: Part, tokenizer: Path, rules: Rules, share: float, faults: Faults) -> Iterator[tuple[bool, Encoded]]:
+def encode(
+    part: SourcePart, tokenizer: Path, rules: SampleRules, share: float, faults: Faults
+) -> Iterator[tuple[bool, Encoded]]:
     """(held out, sample) for the records of ``part``. ``faults.counts`` gains ``truncated``, ``dropped`` (too long to
     be of use), ``divided`` (samples more than records) and ``disarmed`` (special tokens in the data that are encoded as
     text)."""
@@ -94,7 +96,7 @@ def encode(part: Part, tokenizer: Path, rules: Rules, share: float, faults: Faul
     faults.counts["disarmed"] += encoder.disarmed - before
 
 
-def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
+def _render(record: formats.Record, tokenizer: Path, rules: SampleRules) -> Iterator[_Pieces]:
     """The samples of a record: two if it is a pair of answers, else one or more."""
     record = rules.fields.rename(record)
     if not rules.pairs:
@@ -109,7 +111,7 @@ def _render(record: formats.Record, tokenizer: Path, rules: Rules) -> Iterator[_
     yield from (side for (side,) in sides)
 
 
-def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Pieces]:
+def _lay(found: formats.Sample, tokenizer: Path, rules: SampleRules) -> Iterator[_Pieces]:
     own = tokenizer_of(tokenizer)
     if isinstance(found, Conversation):
         for sample in _chat(tokenizer, rules).render(found):
@@ -126,7 +128,7 @@ def _lay(found: formats.Sample, tokenizer: Path, rules: Rules) -> Iterator[_Piec
 
 
 def _finish(
-    part: Part, waiting: list[_Waiting], encoder: Encoder, rules: Rules, faults: Faults
+    part: SourcePart, waiting: list[_Waiting], encoder: Encoder, rules: SampleRules, faults: Faults
 ) -> Iterator[tuple[bool, Encoded]]:
     encoded = iter(encoder.encode([text for item in waiting for text in item.texts()]))
     whole = [
@@ -152,14 +154,14 @@ def _join(pieces: list[Encoded]) -> Encoded:
     return _learn(whole, ids, learnt)
 
 
-def _fit(sample: Encoded, rules: Rules, counts: Counter[str]) -> list[Encoded]:
+def _fit(sample: Encoded, rules: SampleRules, counts: Counter[str]) -> list[Encoded]:
     """The sample within ``seq_len``, or nothing. Raises Fault CHAT002 when it has no supervised tokens."""
     if not sample.supervised.any():
         raise Fault("CHAT002", "has no tokens to train on", "leave the record out")
     return _within([sample], [rules.seq_len], rules, counts)
 
 
-def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[Encoded]:
+def _fit_pair(pair: list[Encoded], rules: SampleRules, counts: Counter[str]) -> list[Encoded]:
     """Both answers, in at most ``seq_len`` tokens together, or nothing. If they are cut, each gets half of it, and what
     the other does not need.
 
@@ -184,7 +186,7 @@ def _fit_pair(pair: list[Encoded], rules: Rules, counts: Counter[str]) -> list[E
     return _within(pair, room, rules, counts)
 
 
-def _within(samples: list[Encoded], room: list[int], rules: Rules, counts: Counter[str]) -> list[Encoded]:
+def _within(samples: list[Encoded], room: list[int], rules: SampleRules, counts: Counter[str]) -> list[Encoded]:
     """``samples``, each cut to its ``room`` in tokens; empty if they are dropped."""
     length = sum(len(sample.ids) for sample in samples)
     if length <= rules.seq_len:

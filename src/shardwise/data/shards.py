@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from shardwise.data import binary, bins
 from shardwise.data.chat import Encoded
 from shardwise.data.faults import MOST, BadRecord, BadRecords, Faults
-from shardwise.data.read import Part, pieces
-from shardwise.data.samples import Rules, encode, tokenizer_of
+from shardwise.data.read import SourcePart, pieces
+from shardwise.data.samples import SampleRules, encode, tokenizer_of
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, MissingInputError, Problem
 
@@ -32,7 +32,7 @@ _FURTHER_UNITS = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeSettings:
     """How units are tokenised. ``splits``: the split of ordinary documents, and that of documents held out while
     reading. ``rules``: how records become samples for fine-tuning; None: text becomes documents. ``skip``: bad records
     are left out."""
@@ -41,12 +41,12 @@ class Job:
     text_key: str
     share: float
     splits: tuple[str, str]
-    rules: Rules | None = None
+    rules: SampleRules | None = None
     skip: bool = False
 
 
 @dataclass(frozen=True)
-class Run:
+class SplitPart:
     """What a unit adds to one split: ids, and for each document that ends in it, (tokens, bytes of text) from the start
     of the unit to the end of the document. ``text_bytes`` includes a document that does not end here. For samples there
     are also ``masks``, one byte per id, a hash of each sample, and the counts of each outcome."""
@@ -60,7 +60,7 @@ class Run:
     counts: Counter[str]
 
 
-def tokenise(unit: Sequence[Part], job: Job) -> dict[str, Run]:
+def tokenise(unit: Sequence[SourcePart], job: TokenizeSettings) -> dict[str, SplitPart]:
     """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer. Raises BadRecords."""
     faults = Faults(job.skip)
     gathered = {name: _Gathered() for name in job.splits}
@@ -129,13 +129,15 @@ class _Gathered:
             self.take([eot_id])
             self.documents.append((self.tokens, self.text_bytes))
 
-    def run(self) -> Run:
+    def run(self) -> SplitPart:
         documents = np.array(self.documents, dtype=np.uint64).reshape(-1, 2)
         ids, masks = np.concatenate(self.ids), np.concatenate(self.masks)
-        return Run(ids, documents, self.text_bytes, self.empty, masks, tuple(self.hashes), self.counts)
+        return SplitPart(ids, documents, self.text_bytes, self.empty, masks, tuple(self.hashes), self.counts)
 
 
-def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[dict[str, Run]]:
+def tokenise_all(
+    units: Sequence[tuple[Sequence[SourcePart], TokenizeSettings]], num_proc: int
+) -> Iterator[dict[str, SplitPart]]:
     """Results in the order of ``units``, a few units ahead at most, from ``num_proc`` processes. After a unit with bad
     records a limited number of others is read, to report theirs too (BadRecords)."""
     found: list[BadRecord] = []
@@ -158,12 +160,14 @@ def tokenise_all(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> 
         raise BadRecords(*found)
 
 
-def _results(units: Sequence[tuple[Sequence[Part], Job]], num_proc: int) -> Iterator[Callable[[], dict[str, Run]]]:
+def _results(
+    units: Sequence[tuple[Sequence[SourcePart], TokenizeSettings]], num_proc: int
+) -> Iterator[Callable[[], dict[str, SplitPart]]]:
     if num_proc == 1 or len(units) <= 1:
         yield from (partial(tokenise, unit, job) for unit, job in units)
         return
     pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), die_with_parent)
-    ahead: deque[Future[dict[str, Run]]] = deque()
+    ahead: deque[Future[dict[str, SplitPart]]] = deque()
     try:
         for unit, job in units:
             ahead.append(pool.submit(tokenise, unit, job))
@@ -212,7 +216,7 @@ class SplitWriter:
         for part in (*self.shards, *self.masks, self.boundaries):
             part.file.close()
 
-    def add(self, run: Run) -> None:
+    def add(self, run: SplitPart) -> None:
         documents = run.documents + np.array([self.tokens, self.text_bytes], dtype=np.uint64)
         self.boundaries.write(documents.astype("<u8").tobytes())
         self._write(self.shards, "tokens", run.ids.astype(self.dtype))
@@ -235,7 +239,7 @@ class SplitWriter:
             files[-1].write(values[:room].tobytes())
             values, at = values[room:], at + room
 
-    def close(self, rules: Rules | None = None) -> Split:
+    def close(self, rules: SampleRules | None = None) -> Split:
         """Finish the files; with ``rules``, pack the samples into windows."""
         shards = tuple(shard.close() for shard in self.shards)
         boundaries = self.boundaries.close()

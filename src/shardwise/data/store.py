@@ -70,7 +70,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DataManifest:
     """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and
     contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are
     for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records on the way;
@@ -105,14 +105,14 @@ def sum_file(directory: Path, name: str) -> FileSum:
     return FileSum(name, (directory / name).stat().st_size, checksum(directory / name))
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: DataManifest) -> None:
     """Write ``manifest.json`` with its own checksum."""
     body = asdict(manifest)
     body["checksum"] = digest(body)
     (directory / MANIFEST).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> DataManifest:
     def damaged(why: str) -> DataError:
         return DataError(Problem("DATA013", f"the manifest of the prepared data is damaged: {why}", str(path), _REDO))
 
@@ -125,7 +125,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise damaged("its checksum does not match")
     if body["format"] != FORMAT:
         raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")
-    return TypeAdapter(Manifest).validate_python(body)
+    return TypeAdapter(DataManifest).validate_python(body)
 
 
 _REDO = "prepare it again: shardwise data prepare --force"
@@ -237,7 +237,7 @@ class Prepared:
     """A prepared directory. ``train`` is always there; ``validation`` may be None."""
 
     directory: Path
-    manifest: Manifest
+    manifest: DataManifest
 
     @property
     def tokenizer_directory(self) -> Path:

@@ -41,7 +41,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _LossSettings:
     chunk_tokens: int
     soft_cap: float | None
     rows: Rows | None
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _Rule
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _LossSettings
     ) -> Tensor:
         wide, rows, chunk_tokens = accumulation_dtype(hidden.dtype), rule.rows, rule.chunk_tokens
         held = weight.shape[0] if rows is None else rows.held
@@ -194,7 +194,7 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     factors = None if factors is None else factors.reshape(-1)
     weight, rows = vocabulary.rows(head.weight, head.vocabulary)
-    rule = _Rule(chunk_tokens, head.soft_cap, rows)
+    rule = _LossSettings(chunk_tokens, head.soft_cap, rows)
     return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
 
 

@@ -42,18 +42,18 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-class _Tokens(NamedTuple):
+class _TokenPlaces(NamedTuple):
     """Place and document of every token, [b,s] each."""
 
     positions: Tensor
     documents: Tensor
 
 
-def _tokens(q: Tensor, rule: Rule) -> _Tokens:
+def _tokens(q: Tensor, rule: Rule) -> _TokenPlaces:
     b, _, s, _ = q.shape
     positions = torch.arange(s, device=q.device).expand(b, s) if rule.positions is None else rule.positions
     found = numbers(q, rule)
-    return _Tokens(positions, torch.zeros_like(positions) if found is None else found)
+    return _TokenPlaces(positions, torch.zeros_like(positions) if found is None else found)
 
 
 def numbers(q: Tensor, rule: Rule) -> Tensor | None:
@@ -74,7 +74,7 @@ def _blocks(s: int) -> list[slice]:
     return [slice(start, min(start + BLOCK, s)) for start in range(0, s, BLOCK)]
 
 
-def _visible(tokens: _Tokens, rule: Rule, rows: slice, columns: slice) -> Tensor:
+def _visible(tokens: _TokenPlaces, rule: Rule, rows: slice, columns: slice) -> Tensor:
     """[b,1,1,rows,columns]: may this query see this key."""
     distance = tokens.positions[:, rows, None] - tokens.positions[:, None, columns]
     seen = tokens.documents[:, rows, None] == tokens.documents[:, None, columns]
@@ -85,7 +85,7 @@ def _visible(tokens: _Tokens, rule: Rule, rows: slice, columns: slice) -> Tensor
     return seen[:, None, None]
 
 
-def _pairs(tokens: _Tokens, rule: Rule, rows: slice, blocks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+def _pairs(tokens: _TokenPlaces, rule: Rule, rows: slice, blocks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
     """The blocks of keys that queries of ``rows`` may see, and which of them. On a CPU every block is looked at; a GPU
     would have to be waited for, so there its place alone decides."""
     far = reach(rule, blocks[-1].stop)

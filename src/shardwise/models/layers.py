@@ -41,7 +41,7 @@ def _fused(x: Tensor) -> bool:
     return x.device.type in FUSED_NORM and not torch.compiler.is_compiling()
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     """Saves x, the weight, and the reciprocal root mean square of each row. ``plus_one``: the weight is added to one,
     in fp32, or bf16 would lose a small one."""
 
@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight.to(x.dtype), self.eps, self.plus_one)[0]
+        return _RMSNormFunction.apply(x, self.weight.to(x.dtype), self.eps, self.plus_one)[0]
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -21,7 +21,7 @@ from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Lora
-from shardwise.spec.recipe import Lora as Asked
+from shardwise.spec.recipe import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BESIDE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
@@ -139,7 +139,7 @@ def _config(directory: Path) -> dict[str, Any]:
     given = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
     wrong = [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(config.get(key) or {}, dict)]
     try:
-        Asked.model_validate(given)
+        LoraSection.model_validate(given)
     except ValidationError as error:
         wrong += [_SETTINGS[str(fault["loc"][0])] for fault in error.errors()]
     modules = config.get("target_modules")

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
-from shardwise.spec.recipe import PREFERENCE, Data, Recipe, Tokenizer
+from shardwise.spec.recipe import PREFERENCE, Data, Recipe, TokenizerSection
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
@@ -73,4 +73,4 @@ def data_of(recipe: Recipe) -> Data:
         return data
     file = Path(model.path).suffix in (".safetensors", ".json")
     path = str(Path(model.path).parent) if file else model.path
-    return data.model_copy(update={"tokenizer": Tokenizer(path=path, revision=model.revision)})
+    return data.model_copy(update={"tokenizer": TokenizerSection(path=path, revision=model.revision)})

@@ -28,7 +28,7 @@ class Stored:
 
 
 @dataclass
-class Event:
+class RecordedOp:
     """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages. ``node`` numbers the
     autograd function written in Python in whose backward it ran; -1 elsewhere."""
 
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[RecordedOp] = []
         self.made: dict[int, Stored] = {}
         self.storages = Storages(self._freed)
         self.node = -1
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         shapes = tuple(tuple(t.shape) for t in inputs)
         # What several nodes send to one tensor is summed after the last of them, before the next begins.
         node = -1 if func is torch.ops.aten.add.Tensor else self.node
-        self.events.append(Event(func, shapes, tuple(reads), tuple(makes), node=node))
+        self.events.append(RecordedOp(func, shapes, tuple(reads), tuple(makes), node=node))
         return out
 
     def watch(self, end: Any) -> None:

@@ -25,7 +25,7 @@ from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.foreign import ForeignDecoder
 from shardwise.planner.features import What, assembled, joined
-from shardwise.planner.record import Event, Recorder, Stored, plain_tensors
+from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import symbolic
 from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
 
@@ -38,7 +38,7 @@ Start = Callable[[], torch.Tensor]
 """Begins the recording of a unit, and returns the unit's input."""
 
 
-class _Source(torch.autograd.Function):
+class _UnitInput(torch.autograd.Function):
     """Hands out a tensor that nothing but the graph holds; its gradient ends here."""
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Seed(torch.autograd.Function):
 
 
 @dataclass
-class _Run:
+class _RecordedPass:
     """One recorded pass through a unit: what its tensors and parameters are called by index of storage."""
 
     recorder: Recorder
@@ -252,13 +252,13 @@ def _record(
     leaf: torch.Tensor,
     shared: list[torch.Tensor],
     backward: bool = True,
-) -> _Run:
+) -> _RecordedPass:
     recorder = Recorder()
     for tensor in shared:
         recorder.outside(tensor)
     one = torch.ones((), dtype=leaf.dtype)
     weights = {recorder.outside(parameter): name for name, parameter in parameters.items()}
-    run = _Run(recorder, weights, {}, 0)
+    run = _RecordedPass(recorder, weights, {}, 0)
 
     def mark(key: str, tensor: torch.Tensor) -> None:
         run.marks[key] = recorder.storages.add(tensor)[0].index
@@ -266,7 +266,7 @@ def _record(
     def start() -> torch.Tensor:
         recorder.events.clear()
         recorder.made.clear()
-        taken: torch.Tensor = _Source.apply(
+        taken: torch.Tensor = _UnitInput.apply(
             leaf, lambda tensor: mark("input", tensor), lambda tensor: mark("gradient_out", tensor)
         )
         return taken
@@ -291,7 +291,7 @@ def _record(
     return run
 
 
-def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...]:
+def _ops(events: list[RecordedOp], local: dict[int, int], run: _RecordedPass) -> tuple[Op, ...]:
     """The operations that make, free or compute something; what a view frees counts to the operation before it."""
     ops: list[Op] = []
     others = {run.marks.get(key) for key in ("input", "gradient_in", "seed")}
@@ -316,7 +316,7 @@ def _ops(events: list[Event], local: dict[int, int], run: _Run) -> tuple[Op, ...
     return tuple(ops)
 
 
-def _arithmetic(event: Event) -> tuple[str, int, str]:
+def _arithmetic(event: RecordedOp) -> tuple[str, int, str]:
     """Kind of operation, and its floating-point operations per token, or per b*s*s for attention (causal: half)."""
     name = str(event.op)
     if name in ("aten.mm.default", "aten.addmm.default"):

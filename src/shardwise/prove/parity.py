@@ -31,9 +31,9 @@ from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules, step
-from shardwise.spec.plan import Lora, Number, Plan
-from shardwise.spec.recipe import Method, Optim, Recipe, Run
+from shardwise.runtime.step import StepRules, step
+from shardwise.spec.plan import Dtype, Lora, Plan
+from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.fourbit import dequantise, quantise
 from shardwise.techniques.meshes import Meshes, meshes
@@ -43,21 +43,21 @@ from shardwise.techniques.quantised import NF4_PARTS
 CPU = torch.device("cpu")
 STEPS = 5
 MAX_STEPS = 10
-OPTIM = Optim(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+OPTIM = OptimSection(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 """Every part of the update is at work: warm-up, decay of the rate, weight decay on matrices only, clipping (the first
 gradients of the tiny models have norms above 0.5)."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What is trained, whatever the layout: ``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute``
     from master weights in ``weights``; parameters whose names match ``frozen`` stay as they are."""
 
     spec: ModelSpec
     rows: int
     seq_len: int
-    compute: Number
-    weights: Number
+    compute: Dtype
+    weights: Dtype
     steps: int = STEPS
     seed: int = 0
     frozen: tuple[str, ...] = ()
@@ -116,11 +116,11 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = S
     return [found[index] for index in range(len(plans))]
 
 
-def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Job:
+def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Workload:
     """What ``plan`` trains, with everything about its layout left out."""
     rows = plan.batch.global_batch_size(plan.layout.dp)
     length, numbers = plan.batch.seq_len, plan.precision
-    return Job(spec, rows, length, numbers.compute, numbers.weights, steps, frozen=plan.frozen, lora=plan.lora)
+    return Workload(spec, rows, length, numbers.compute, numbers.weights, steps, frozen=plan.frozen, lora=plan.lora)
 
 
 def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
@@ -197,7 +197,7 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
         if phase == "clip" and state.step == 0:
             gradients.update(full_gradients(state))
 
-    rules = Rules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan), enter)
+    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan), enter)
     losses, norms = [], []
     for number in range(steps):
         batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), groups, plan)]
@@ -235,7 +235,7 @@ def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[Mi
     return [collate(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
 
 
-def batch_rows(job: Job, number: int) -> list[Sample]:
+def batch_rows(job: Workload, number: int) -> list[Sample]:
     """The rows of step ``number``. Each holds two documents, cut at another place, and another number of supervised
     tokens: row 0 has one, the last row all."""
     draw = torch.Generator().manual_seed(1_000 * job.seed + number)
@@ -253,7 +253,7 @@ def batch_rows(job: Job, number: int) -> list[Sample]:
 
 
 @cache
-def plain(job: Job) -> Trace:
+def plain(job: Workload) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
     model = model_of(job.spec).to(torch_type(job.weights))
     parameters = plain_parameters(job)
@@ -283,7 +283,7 @@ def plain(job: Job) -> Trace:
     return Trace(tuple(losses), tuple(norms), first, weights)
 
 
-def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
+def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
     """Every parameter by canonical name, whole, with its first value; adapters behind the model's own."""
     shapes = parameter_shapes(job.spec) | ({} if job.lora is None else lora.adapters(job.spec, job.lora))
     parameters = {}
@@ -299,7 +299,7 @@ def plain_parameters(job: Job) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def merged(parameters: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
+def merged(parameters: Mapping[str, Tensor], job: Workload) -> dict[str, Tensor]:
     """The weights that the model computes with: where there is an adapter, W + scale * B A, as one matrix."""
     whole = {}
     for name, value in parameters.items():

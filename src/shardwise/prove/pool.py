@@ -49,7 +49,7 @@ class RankFailure(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class Task:
     """What a rank is asked to do: a pickled (function, arguments), and the group to do it in."""
 
     work: bytes
@@ -93,7 +93,7 @@ class RankPool:
         work = pickle.dumps((fn, args))
         self._start()
         self._runs += 1
-        job = pickle.dumps(Job(work, world, f"run-{self._runs}", timeout_s))
+        job = pickle.dumps(Task(work, world, f"run-{self._runs}", timeout_s))
         try:
             for seat in self._seats[:world]:
                 seat.pipe.send_bytes(job)
@@ -209,7 +209,7 @@ def listen(pipe: Any, jobs: SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
-def perform(rank: int, job: Job, directory: Path) -> Any:
+def perform(rank: int, job: Task, directory: Path) -> Any:
     """Do one job inside a default gloo group of ``job.world`` ranks, and take the group down."""
     import torch.distributed as dist
 

@@ -32,7 +32,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.watch.measure import CONTROL_BYTES, collective, group_name, payload_bytes
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Method, Optim
+from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import optim
 from shardwise.techniques.meshes import Meshes, meshes
 from shardwise.techniques.slices import local
@@ -70,7 +70,7 @@ class Measured:
     peak_bytes: int = 0
 
 
-class Tracker(TorchDispatchMode):
+class WorldCounter(TorchDispatchMode):
     """Counts collectives, and bytes alive on fake tensors of one mode, or without one on real tensors. FSDP2 frees
     gathered weights by emptying their storage, so resizes count too."""
 
@@ -137,24 +137,24 @@ class Tracker(TorchDispatchMode):
 def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None) -> Measured:
     """Runs two steps of ``plan`` as ``rank`` of its world and measures the second, on fake tensors or on real ones; if
     not told, on fake ones unless the model is small."""
-    settings = Optim()
+    settings = OptimSection()
     if fake is None:
         fake = parameter_count(spec) > SMALL
     with fake_world(plan.layout, rank) as groups:
-        tracker = Tracker(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.axis_names())
+        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.axis_names())
         with watch_resizes(tracker.resize):
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
                 method = Method(name="dpo") if plan.loss == "dpo" else Method()
-                rules = steps.Rules(plan, groups, settings, 100, finish_of(method, plan))
+                rules = steps.StepRules(plan, groups, settings, 100, finish_of(method, plan))
                 _step(state, rules, 1)  # FSDP2 sets itself up in its first forward
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
                 return _measured_step(state, rules, tracker)
 
 
-def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: Tracker) -> list[torch.nn.Module]:
+def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -> list[torch.nn.Module]:
     """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
     with torch.device("meta"):
         parts: list[torch.nn.Module] = [model_of(spec)]
@@ -166,7 +166,7 @@ def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: Tracker) -> lis
     return techniques.apply(parts, plan, groups, fill)
 
 
-def _measured_step(state: TrainState, rules: steps.Rules, tracker: Tracker) -> Measured:
+def _measured_step(state: TrainState, rules: steps.StepRules, tracker: WorldCounter) -> Measured:
     result = Measured()
     before: list[int] = []
 
@@ -188,7 +188,7 @@ def _measured_step(state: TrainState, rules: steps.Rules, tracker: Tracker) -> M
     return result
 
 
-def _step(state: TrainState, rules: steps.Rules, micro_batches: int) -> None:
+def _step(state: TrainState, rules: steps.StepRules, micro_batches: int) -> None:
     plan = rules.plan
     shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
     batches = [

@@ -13,7 +13,7 @@ from shardwise.runtime import fit
 from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.locate import check_length
-from shardwise.runtime.checkpoint.save import Checkpoints
+from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.job import Job
 from shardwise.runtime.passes import announce_reduce, finish_of
 from shardwise.runtime.reference import refer
@@ -21,8 +21,8 @@ from shardwise.runtime.report.header import header
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules
-from shardwise.runtime.watch.guard import Claim, Guard
+from shardwise.runtime.step import StepRules
+from shardwise.runtime.watch.guard import Guard, Ownership
 from shardwise.runtime.watch.metrics import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.watch.trackers import Subject, track
 from shardwise.spec.cluster import find_device
@@ -38,20 +38,20 @@ class Start:
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False
-    claim: Claim | None = None
+    claim: Ownership | None = None
 
 
-def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, Rules, Checkpoints]:
+def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRules, RunCheckpoints]:
     """The job with its reference, the state to train on from, what is fixed for each step, and where checkpoints go."""
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
     finish = finish_of(job.recipe.method, plan)
-    rules = Rules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, job.recipe.run.seed)
+    rules = StepRules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, job.recipe.run.seed)
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
         state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device))
-    checkpoints = Checkpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
+    checkpoints = RunCheckpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
     job = refer(job, state.parts, watch.enter)

@@ -14,7 +14,7 @@ from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
-from shardwise.runtime.checkpoint.save import Checkpoints
+from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
 from shardwise.runtime.job import Job
@@ -29,13 +29,13 @@ from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.numbers import torch_type
 
 
-def close(checkpoints: Checkpoints, log: Log) -> None:
+def close(checkpoints: RunCheckpoints, log: Log) -> None:
     """Wait for the save in flight and note what became of it."""
     log.follow(checkpoints.wait())
 
 
 @contextmanager
-def saving(checkpoints: Checkpoints, log: Log) -> Iterator[None]:
+def saving(checkpoints: RunCheckpoints, log: Log) -> Iterator[None]:
     """What fails in the block waits for the save in flight, whose state was good; a minute, as a rank may be gone."""
     try:
         yield
@@ -83,7 +83,7 @@ def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Va
     return found
 
 
-def leave(job: Job, checkpoints: Checkpoints, log: Log, watch: Guard, stop: StopRequest) -> NoReturn:
+def leave(job: Job, checkpoints: RunCheckpoints, log: Log, watch: Guard, stop: StopRequest) -> NoReturn:
     """Raise PreemptedError, which says where the run goes on. Only some ranks know a signal's name."""
     close(checkpoints, log)
     watch.enter("save")  # looks once more whether the newest checkpoint is still this run's own
@@ -97,7 +97,7 @@ def leave(job: Job, checkpoints: Checkpoints, log: Log, watch: Guard, stop: Stop
 def finish(
     job: Job,
     state: TrainState,
-    checkpoints: Checkpoints,
+    checkpoints: RunCheckpoints,
     log: Log,
     meter: Meter,
     validation: Validation | Preference | None,

@@ -11,7 +11,7 @@ import torch
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import Problem, TrainingError, first_line
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import Rules, accumulate
+from shardwise.runtime.step import StepRules, accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import optim, shard
@@ -22,7 +22,7 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "
 and cuSOLVER, which make workspaces of their own; NCCL's, which allocates beside torch ("Failed to CUDA calloc")."""
 
 
-def check_fit(state: TrainState, rules: Rules, vocab_size: int, device: torch.device) -> None:
+def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torch.device) -> None:
     """Run forward and backward on rows of one document each, of the full length; two micro-batches where gradients are
     accumulated; and an update, which an optimizer may need memory for. Weights, moments and counters stay as they are:
     the update's gradients and learning rate are zero."""

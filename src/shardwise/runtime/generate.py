@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
-from shardwise.data.chat import Asked
+from shardwise.data.chat import Prompt
 from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import Output, logits
 from shardwise.models.blocks import with_head
@@ -103,7 +103,7 @@ def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
 
 
 def answer(
-    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Asked, sampling: Sampling, device: torch.device
+    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Prompt, sampling: Sampling, device: torch.device
 ) -> str:
     """What the model writes in its turn, without what ends the turn."""
 

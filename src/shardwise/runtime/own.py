@@ -251,9 +251,9 @@ class Checkpoints:
     ) -> None:
         self.module, self.optimizer = module, optimizer
         self._objects = Objects(keep, per_rank, optimizer)
-        self._kept = checkpoint.Checkpoints(directory, settings or Checkpoint(), "own loop")
+        self._kept = checkpoint.RunCheckpoints(directory, settings or Checkpoint(), "own loop")
         self._kept.guard(optimizer)
-        self._events: list[checkpoint.Event] = []
+        self._events: list[checkpoint.SaveResult] = []
         self._signals = ExitStack()
         self._stopped = False
 
@@ -326,7 +326,7 @@ class Checkpoints:
                 self.optimizer.state.pop(parameter, None)
         return self.tensors()
 
-    def close(self) -> list[checkpoint.Event]:
+    def close(self) -> list[checkpoint.SaveResult]:
         """Wait for the save in flight; what became of the saves since the last call. Signals mean again what they did
         before ``stopping`` was read."""
         events, self._events = self._events + self._kept.wait(), []

@@ -15,18 +15,18 @@ from shardwise.methods.loss import Finish, Output, Score
 from shardwise.models.blocks import blocks, with_head
 from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Method, Optim
+from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import shard
 from shardwise.techniques.meshes import Meshes
 
 
 @dataclass(frozen=True)
-class Rules:
+class StepRules:
     """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/watch/guard.py)."""
 
     plan: Plan
     meshes: Meshes
-    optim: Optim
+    optim: OptimSection
     max_steps: int
     finish: Finish
     enter: Callable[[str], None] = lambda phase: None
@@ -45,7 +45,11 @@ def score_of(plan: Plan) -> Score:
 
 
 def train(
-    parts: Sequence[nn.Module], batches: Sequence[MicroBatch], rules: Rules, denominator: float, scale: Tensor | None
+    parts: Sequence[nn.Module],
+    batches: Sequence[MicroBatch],
+    rules: StepRules,
+    denominator: float,
+    scale: Tensor | None,
 ) -> Tensor:
     """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves the reduced gradients in
     place (after ``shard.finish``) and returns the sum of the losses, a detached scalar."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.runtime import passes, reduce
-from shardwise.runtime.passes import Rules
+from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
 from shardwise.techniques import optim, shard
@@ -58,12 +58,12 @@ class Launched:
         return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, **told)
 
 
-def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> StepStats:
+def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> StepStats:
     """:func:`launch` a step and wait for its figures."""
     return launch(state, batches, supervised, rules).settle(state)
 
 
-def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Launched:
+def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Launched:
     """Train on this rank's micro-batches of one optimizer step. Nothing here waits for a device: whether the step is
     skipped, and how far its gradients are clipped, is decided where they are.
 
@@ -103,7 +103,7 @@ def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
     torch.manual_seed(((seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")) % 2**63)
 
 
-def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: Rules) -> Tensor:
+def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Tensor:
     """Forward and backward of every micro-batch: leaves the reduced gradients in place (after ``shard.finish``) and
     returns this rank's share of the mean loss, a detached scalar."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None

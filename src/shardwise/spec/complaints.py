@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
-from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Lora, Method, Recipe
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, LoraSection, Method, Recipe
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
@@ -190,7 +190,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
     said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
     what, off = f"{said} has no effect without `lora.rank`, which turns adapters on", recipe.lora.rank is None
-    refuse(off and recipe.lora.path is None and recipe.lora != Lora(), "lora", what, "`lora.rank: 16`")
+    refuse(off and recipe.lora.path is None and recipe.lora != LoraSection(), "lora", what, "`lora.rank: 16`")
     fix = "leave it out for all-linear, or list some of q k v o gate up down"
     refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
     return problems

@@ -8,7 +8,7 @@ from typing import Literal
 from shardwise.spec.layout import Layout
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
-Number = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
 MEASURED = ("compute", "matmul")
@@ -44,10 +44,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Precision:
-    compute: Number = "fp32"
-    weights: Number = "fp32"
+    compute: Dtype = "fp32"
+    weights: Dtype = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
-    modules: tuple[tuple[str, Number], ...] = ()
+    modules: tuple[tuple[str, Dtype], ...] = ()
     matmul: Matmul = "highest"
 
     @property
@@ -95,7 +95,7 @@ class Lora:
     alpha: float = 32.0
     targets: tuple[str, ...] = ()
     rslora: bool = False
-    frozen: Number = "fp32"
+    frozen: Dtype = "fp32"
     nf4: bool = False
     dropout: float = 0.0
     dora: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Number = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 """A number of steps, or a share of the run's."""
@@ -27,7 +27,7 @@ class Model(Section):
     frozen: list[str] = []
 
 
-class Tokenizer(Section):
+class TokenizerSection(Section):
     """A tokenizer to load (``path``: Hub id or directory), or the size of a byte-level BPE to train on the data. With
     neither, a model that is trained on brings its own."""
 
@@ -47,7 +47,7 @@ class Data(Section):
     validation_path: str | list[str] | None = None
     validation_share: float = Field(default=0.05, ge=0.0, le=0.5)
     text_key: str = "text"
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerSection = TokenizerSection()
     mask_documents: bool = True
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1)
@@ -97,7 +97,7 @@ class Train(Section):
     num_epochs: float | None = Field(default=None, gt=0)
 
 
-class Group(Section):
+class ParameterGroup(Section):
     """Parameters whose name matches ``pattern`` (a glob) get their own settings; the first match counts."""
 
     pattern: str
@@ -105,7 +105,7 @@ class Group(Section):
     weight_decay: float | None = Field(default=None, ge=0)
 
 
-class Optim(Section):
+class OptimSection(Section):
     """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
     stochastically, as are then weights in bf16; null: in the type of the weights."""
 
@@ -121,10 +121,10 @@ class Optim(Section):
     warmup_steps: Steps = 0
     decay_steps: int | None = Field(default=None, ge=1)
     min_learning_rate: float = Field(default=0.0, ge=0)
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
 
 
-class Lora(Section):
+class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
     is of what an adapter reads. ``frozen``:
@@ -150,13 +150,13 @@ class Parallel(Section):
     reshard_after_forward: bool | int | None = None
 
 
-class Precision(Section):
+class PrecisionSection(Section):
     """Data types. ``weights`` are the master weights; ``compute`` is used in forward and backward."""
 
-    compute: Literal["auto"] | Number = "auto"
-    weights: Number = "fp32"
+    compute: Literal["auto"] | Dtype = "auto"
+    weights: Dtype = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] | None = None
-    modules: dict[str, Number] = {}
+    modules: dict[str, Dtype] = {}
     matmul: Literal["auto", "highest", "high", "medium"] = "auto"
 
 
@@ -229,10 +229,10 @@ class Recipe(Section):
     data: Data = Data()
     method: Method = Method()
     train: Train = Train()
-    lora: Lora = Lora()
-    optim: Optim = Optim()
+    lora: LoraSection = LoraSection()
+    optim: OptimSection = OptimSection()
     parallel: Parallel = Parallel()
-    precision: Precision = Precision()
+    precision: PrecisionSection = PrecisionSection()
     recompute: Recompute = Recompute()
     compile: Literal["auto"] | bool = "auto"
     attention: Literal["auto", "flash", "fa3", "cudnn", "efficient", "flex", "blockwise"] = "auto"

@@ -23,7 +23,7 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
 from shardwise.spec import recipe
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Lora, Number, Plan, Precision
+from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import nf4_rows_at_once
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
-def settings(asked: recipe.Lora, precision: Precision) -> Lora | None:
+def settings(asked: recipe.LoraSection, precision: Precision) -> Lora | None:
     """What the recipe asks for, in the plan's words; None without adapters."""
     if asked.rank is None:
         return None
-    narrow: Number = "bf16" if precision.compute == "bf16" else precision.weights
-    frozen: Number = asked.frozen if asked.frozen in ("fp32", "bf16") else narrow
+    narrow: Dtype = "bf16" if precision.compute == "bf16" else precision.weights
+    frozen: Dtype = asked.frozen if asked.frozen in ("fp32", "bf16") else narrow
     names = [asked.targets] if isinstance(asked.targets, str) else asked.targets
     chosen = () if names == ["all-linear"] else tuple(name.removesuffix("_proj") for name in names)
     alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha
@@ -121,7 +121,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
 
 
-class _Draft(Draft):
+class _AdapterDraft(Draft):
     """``shapes`` are [out, in] of the weight of each layer that gets an adapter; ``gathered`` is the type in which a
     layer finds its adapter's parameters."""
 
@@ -136,7 +136,7 @@ class _Draft(Draft):
 
 
 def _adapted(unit: Unit, lora: Lora, gathered: str) -> Unit:
-    draft = _Draft(unit, lora, gathered)
+    draft = _AdapterDraft(unit, lora, gathered)
     for index in range(len(draft.forward) - 1, -1, -1):
         if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in draft.shapes:
             _adapt(draft, index, lora)
@@ -158,7 +158,7 @@ def _module(op: Op) -> str:
     return op.weight.rpartition(".")[0]
 
 
-def _adapt(draft: _Draft, index: int, lora: Lora) -> None:
+def _adapt(draft: _AdapterDraft, index: int, lora: Lora) -> None:
     """Rewrite the product at ``index`` of the forward operations, and its backward. A layer holds its input until its
     adapter has run too."""
     op, rank = draft.forward[index], lora.rank
@@ -195,7 +195,7 @@ class _Sized:
     """DoRA's part of a layer: what the layer and its adapter made (``total``; ``bare`` without the layer's bias) times
     a magnitude over a norm; ``last`` is the result. Indices of tensors."""
 
-    def __init__(self, draft: _Draft, module: str, total: int, *, biased: bool) -> None:
+    def __init__(self, draft: _AdapterDraft, module: str, total: int, *, biased: bool) -> None:
         wide_out, wide_in = draft.shapes[f"{module}.weight"]
         self.module, self.total = module, total
         self.bare = draft.add("b*s", wide_out) if biased else total
@@ -218,7 +218,7 @@ class _Sized:
         if self.bare != self.total:
             yield Op("elementwise", "aten.add.Tensor", (self.last,), (self.product,), (self.product,))
 
-    def backward(self, draft: _Draft, incoming: int) -> tuple[list[Op], int]:
+    def backward(self, draft: _AdapterDraft, incoming: int) -> tuple[list[Op], int]:
         """Its operations, and the gradient that goes on into the layer and its adapter."""
         wide_out, _ = draft.shapes[f"{self.module}.weight"]
         through, summand, grad = draft.add("b*s", wide_out), draft.add("b*s", wide_out), draft.add(wide_out)
@@ -230,7 +230,7 @@ class _Sized:
         ], through
 
 
-def _adapt_backward(draft: _Draft, module: str, kept: tuple[int, int, int], sized: _Sized | None) -> None:
+def _adapt_backward(draft: _AdapterDraft, module: str, kept: tuple[int, int, int], sized: _Sized | None) -> None:
     """The adapter's backward comes before the layer's own, and the input's gradients are summed as they arrive."""
     wide_out, wide_in = draft.shapes[f"{module}.weight"]
     read, mask, scaled = kept

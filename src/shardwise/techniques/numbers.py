@@ -7,13 +7,13 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from shardwise.models.roles import is_adapter
-from shardwise.spec.plan import Number, Plan, Precision
+from shardwise.spec.plan import Dtype, Plan, Precision
 
 if TYPE_CHECKING:
     import torch
 
 
-def compute_type(precision: Precision, module: str) -> Number:
+def compute_type(precision: Precision, module: str) -> Dtype:
     """The type a module computes in; the first pattern that matches its name decides."""
     for pattern, number in precision.modules:
         if fnmatch(module, pattern):
@@ -21,12 +21,12 @@ def compute_type(precision: Precision, module: str) -> Number:
     return precision.compute
 
 
-def kept_type(plan: Plan, name: str) -> Number:
+def kept_type(plan: Plan, name: str) -> Dtype:
     """The type that the parameter with this canonical name is kept in: under adapters the model's own has one apart."""
     return plan.precision.weights if plan.lora is None or is_adapter(name) else plan.lora.frozen
 
 
-def torch_type(number: Number) -> torch.dtype:
+def torch_type(number: Dtype) -> torch.dtype:
     """``bf16`` -> ``torch.bfloat16``, and so on."""
     import torch
 

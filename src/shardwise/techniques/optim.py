@@ -21,7 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.recipe import Optim
+from shardwise.spec.recipe import OptimSection
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.quantised import moment_bytes, quantised
@@ -88,7 +88,7 @@ def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
     return {"weights": weights, "moments": moments}
 
 
-def settings(name: str, optim: Optim) -> Settings:
+def settings(name: str, optim: OptimSection) -> Settings:
     """Learning rate and weight decay of the parameter with this canonical ``name``."""
     decay = 0.0 if role(name) in UNDECAYED else optim.weight_decay
     for group in optim.groups:
@@ -103,7 +103,7 @@ def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
 
-def build(parts: Sequence[nn.Module], optim: Optim, plan: Plan, seed: int = 0) -> Optimizer:
+def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0) -> Optimizer:
     """AdamW over the trained parameters of ``parts``, with its moments in place (zeros), so that a checkpoint can be
     read into them. Plain and sharded parameters are in separate groups: the fused kernel takes no mixture. ``seed`` is
     that of stochastic rounding."""
@@ -154,7 +154,7 @@ def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> 
     optimizer.step()
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float, optim: Optim) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float, optim: OptimSection) -> None:
     """Give every group its share: ``rate`` is the recipe's learning rate at this step, and a group with a rate of its
     own follows the same curve."""
     for group in optimizer.param_groups:
@@ -167,7 +167,7 @@ def set_updates(optimizer: Optimizer, updates: int) -> None:
         state["step"].fill_(float(updates))
 
 
-def learning_rate(optim: Optim, step: int, max_steps: int) -> float:
+def learning_rate(optim: OptimSection, step: int, max_steps: int) -> float:
     """The learning rate of update number ``step`` (from 0) of ``max_steps``.
 
     Warm-up is linear and reaches the full rate at its last step; below 1, ``warmup_steps`` is a share of ``max_steps``.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.spec.plan import Number
+from shardwise.spec.plan import Dtype
 from shardwise.spec.sheet import Op, Unit
 from shardwise.techniques.draft import Draft
 
 
-class _Draft(Draft):
+class _TypedDraft(Draft):
     def converted(self, tensor: int, dtype: str) -> int:
         """The index of a copy of ``tensor`` in another type."""
         return self.add(*self.tensors[tensor].shape, dtype=dtype)
@@ -32,9 +32,9 @@ class _Draft(Draft):
                 self.forward[index] = replace(op, frees=(*op.frees, tensor))
 
 
-def rewrite(unit: Unit, types: dict[str, Number]) -> Unit:
+def rewrite(unit: Unit, types: dict[str, Dtype]) -> Unit:
     """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
-    draft = _Draft(unit)
+    draft = _TypedDraft(unit)
     for module, number in types.items():
         weight = f"{module}.weight"
         if any(op.weight == weight and op.kind == "matmul" for op in draft.forward):
@@ -47,7 +47,7 @@ def rewrite(unit: Unit, types: dict[str, Number]) -> Unit:
     )
 
 
-def _linear(draft: _Draft, weight: str, number: Number, gradient: int) -> None:
+def _linear(draft: _TypedDraft, weight: str, number: Dtype, gradient: int) -> None:
     index = next(i for i, op in enumerate(draft.forward) if op.weight == weight and op.kind == "matmul")
     given, result = draft.forward[index].reads[0], draft.forward[index].allocates[0]
     inside, product = draft.converted(given, number), draft.converted(result, number)
@@ -64,7 +64,7 @@ def _linear(draft: _Draft, weight: str, number: Number, gradient: int) -> None:
     draft.release(given, sum(given in op.reads for op in draft.backward))
 
 
-def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
+def _linear_backward(draft: _TypedDraft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
     """Converts the incoming gradient once, forms both products in the module's type, converts the outgoing one."""
     given, inside = inputs
     number = draft.tensors[inside].dtype
@@ -92,7 +92,7 @@ def _linear_backward(draft: _Draft, weight: str, gradient: int, inputs: tuple[in
             draft.backward[last] = replace(draft.backward[last], frees=(*draft.backward[last].frees, given))
 
 
-def _norm(draft: _Draft, weight: str) -> None:
+def _norm(draft: _TypedDraft, weight: str) -> None:
     start = next(i for i, op in enumerate(draft.forward) if op.name == "aten._to_copy" and _norm_of(draft, i) == weight)
     given, wide = draft.forward[start].reads[0], draft.forward[start].allocates[0]
     for index, op in enumerate(draft.forward):
@@ -111,6 +111,6 @@ def _norm(draft: _Draft, weight: str) -> None:
     draft.release(given, sum(given in op.reads for op in draft.backward))
 
 
-def _norm_of(draft: _Draft, start: int) -> str:
+def _norm_of(draft: _TypedDraft, start: int) -> str:
     """The norm that begins at this operation: the first whose weight is read from here on."""
     return next((op.weight for op in draft.forward[start:] if op.weight), "")

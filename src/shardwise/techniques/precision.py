@@ -18,7 +18,7 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Number, Plan
+from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.numbers import compute_type, kept_type, torch_type
 from shardwise.techniques.patterns import rewrite
@@ -91,7 +91,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
     """Blocks in which other modules match a pattern become kinds of their own."""
-    kinds: dict[tuple[int, tuple[tuple[str, Number], ...]], int] = {}
+    kinds: dict[tuple[int, tuple[tuple[str, Dtype], ...]], int] = {}
     order = []
     for index, kind in enumerate(sheet.order):
         types = _own_types(sheet.blocks[kind], plan, f"layers.{index}.")
@@ -102,7 +102,7 @@ def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
 
 
-def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Number]:
+def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Dtype]:
     """The modules of a unit that do not compute in the plan's type."""
     modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in unit.weights)
     types = {module: compute_type(plan.precision, prefix + module) for module in modules}

@@ -68,7 +68,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Group:
+class UnitBytes:
     """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``cast`` this
     rank's slice of what is cast for it; ``reduce`` the wire's of what is trained, in the type gradients are summed in;
     ``gradient`` this rank's slice of the result; ``accumulated`` all its gradients while they wait, unpadded."""
@@ -80,10 +80,10 @@ class Group:
     cast_bytes: int
 
 
-def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, Group]:
+def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
     """The groups of a sharded plan: blocks by number, and the ends."""
     kinds = [_group(block.weights, plan) for block in sheet.blocks]
-    found: dict[Hashable, Group] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
+    found: dict[Hashable, UnitBytes] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
     return found | {name: _group(weights, plan) for name, weights in _ends(sheet).items()}
 
 
@@ -95,12 +95,12 @@ def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
     return {"tail": sheet.stem.weights + sheet.tail.weights}
 
 
-def _group(weights: tuple[Tensor, ...], plan: Plan) -> Group:
+def _group(weights: tuple[Tensor, ...], plan: Plan) -> UnitBytes:
     precision, ranks = plan.precision, plan.layout.dp_shard
     padded = {weight.name: weight.local_numel(plan.layout, 0, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
     total = sum(padded[weight.name] for weight in trained)
-    return Group(
+    return UnitBytes(
         wire_bytes=sum(padded[weight.name] * ranks * BYTES[weight.used_as] for weight in weights),
         reduce_bytes=total * ranks * BYTES[precision.reduce],
         gradient_bytes=total * BYTES[precision.weights],

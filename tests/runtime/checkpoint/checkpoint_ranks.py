@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import DataError
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
-from shardwise.runtime.checkpoint.save import Checkpoints, Event
+from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult
 from shardwise.runtime.checkpoint.storage import ShardReader, ShardWriter
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint.faults import faulty, naive_begin, naive_publish
@@ -76,17 +76,17 @@ def stages(rank: int, world: int, directory: str, forget: str = "") -> tuple[boo
         mine = [name for name in state if name == "model.scale" or ("head" in name or "up" in name) == last]
         return {name: state[name] for name in mine}
 
-    Checkpoints(directory, Checkpoint(asynchronous=False), "run").save(part(1), {"step": 1}, 1)
+    RunCheckpoints(directory, Checkpoint(asynchronous=False), "run").save(part(1), {"step": 1}, 1)
     found = {name: tensor for name, tensor in part(2).items() if not forget or forget not in name}
     try:
-        Checkpoints(directory, Checkpoint(), "run").resume(found, log=lambda line: None)
+        RunCheckpoints(directory, Checkpoint(), "run").resume(found, log=lambda line: None)
     except DataError as error:
         return False, [f"{problem.code} {problem.what}" for problem in error.problems]
     return all(torch.equal(found[name].view(-1), value.view(-1)) for name, value in part(1).items()), []
 
 
-def save(rank: int, world: int, directory: str, layout: str, step: int, **settings: Any) -> list[Event]:
-    checkpoints = Checkpoints(directory, Checkpoint(**settings), "run")
+def save(rank: int, world: int, directory: str, layout: str, step: int, **settings: Any) -> list[SaveResult]:
+    checkpoints = RunCheckpoints(directory, Checkpoint(**settings), "run")
     state = placed(step, layout, world)
     checkpoints.save(state, {"step": step, "cursor": 10 * step}, step)
     checkpoints.copied()
@@ -97,7 +97,7 @@ def save(rank: int, world: int, directory: str, layout: str, step: int, **settin
 
 def load(rank: int, world: int, directory: str, layout: str, step: int) -> dict[str, Any]:
     """Resume in ``layout``; what was found, and whether every tensor is bitwise what was saved at ``step``."""
-    checkpoints = Checkpoints(directory, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(), "run")
     state = placed(99, layout, world)
     lines: list[str] = []
     facts = checkpoints.resume(state, log=lines.append)
@@ -122,11 +122,11 @@ def changed() -> Iterator[Callable[[Any, str, Any], None]]:
 
 def save_with_fault(
     rank: int, world: int, directory: str, victim: int, fault: str, at: int, naive: bool = False
-) -> tuple[list[Event], list[str], float]:
+) -> tuple[list[SaveResult], list[str], float]:
     """Save step 2; on ``victim`` the ``at``-th system call goes wrong. Events, this rank's calls, seconds."""
     calls: list[str] = []
     disk = faulty(commit.DISK, fault if rank == victim else "", at, calls)
-    checkpoints = Checkpoints(directory, Checkpoint(save_total_limit=2), "run", disk=disk)
+    checkpoints = RunCheckpoints(directory, Checkpoint(save_total_limit=2), "run", disk=disk)
     begun = time.monotonic()
     with changed() as patch:
         patch(checkpoint, "RETRIES_S", (0.01, 0.01))
@@ -138,9 +138,9 @@ def save_with_fault(
     return events, calls, time.monotonic() - begun
 
 
-def save_unlike(rank: int, world: int, directory: str, how: str) -> list[list[Event]]:
+def save_unlike(rank: int, world: int, directory: str, how: str) -> list[list[SaveResult]]:
     """Two saves, the first with something wrong on rank 1 only."""
-    checkpoints = Checkpoints(directory, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(), "run")
     state: dict[str, Any] = dict(values(1))
     facts: dict[str, Any] = {"step": 1}
     wrong = rank == 1
@@ -156,7 +156,7 @@ def save_unlike(rank: int, world: int, directory: str, how: str) -> list[list[Ev
     return [first, checkpoints.wait()]
 
 
-def save_forgetful(rank: int, world: int, directory: str) -> list[Event]:
+def save_forgetful(rank: int, world: int, directory: str) -> list[SaveResult]:
     """Rank 1 loses one of its results, as DCP's writer threads can (pytorch#191391)."""
     with changed() as patch:
         if rank == 1:

@@ -21,7 +21,7 @@ from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.locate import newest, verify
 from shardwise.runtime.checkpoint.manifest import MANIFEST
-from shardwise.runtime.checkpoint.save import Checkpoints, Event, read
+from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult, read
 from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint import checkpoint_ranks as work
@@ -34,12 +34,12 @@ ANSWER_S = 5.0
 """Within this all ranks must have agreed that a save failed."""
 
 
-def kinds(events: list[Event]) -> list[tuple[str, int]]:
+def kinds(events: list[SaveResult]) -> list[tuple[str, int]]:
     return [(event.kind, event.step) for event in events]
 
 
 def save_steps(directory: Path, *steps: int, **settings: int) -> None:
-    checkpoints = Checkpoints(directory, Checkpoint(**settings), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(**settings), "run")
     for step in steps:
         checkpoints.save(values(step), {"step": step}, step)
         assert kinds(checkpoints.wait())[0] == ("committed", step)
@@ -47,9 +47,9 @@ def save_steps(directory: Path, *steps: int, **settings: int) -> None:
 
 def resume(
     directory: Path, **choices: bool
-) -> tuple[dict[str, Tensor], dict[str, object] | None, list[str], Checkpoints]:
+) -> tuple[dict[str, Tensor], dict[str, object] | None, list[str], RunCheckpoints]:
     state, lines = values(99), list[str]()
-    checkpoints = Checkpoints(directory, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(), "run")
     return state, checkpoints.resume(state, log=lines.append, **choices), lines, checkpoints
 
 
@@ -223,7 +223,7 @@ def test_a_rename_that_fails_is_tried_three_times(
             raise OSError(5, "Input/output error")
         os.rename(source, target)
 
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=commit.Disk(rename=rename))
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run", disk=commit.Disk(rename=rename))
     state = values(1)
     checkpoints.save(state, {"step": 1}, 1)
     checkpoints.copied()
@@ -239,7 +239,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(checkpoint, "RETRIES_S", (0.0, 0.0))
     said = iter([0, 10**12])
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, next(said)))
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run")
     checkpoints.save(values(1), {"step": 1}, 1)
     assert kinds(checkpoints.wait()) == [("committed", 1)]
 
@@ -249,7 +249,7 @@ def test_a_rename_whose_answer_was_lost_has_been_made(tmp_path: Path) -> None:
         os.rename(source, target)
         raise FileNotFoundError(2, "No such file or directory")
 
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=commit.Disk(rename=rename))
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run", disk=commit.Disk(rename=rename))
     checkpoints.save(values(1), {"step": 1}, 1)
     assert kinds(checkpoints.wait()) == [("committed", 1)] and resume(tmp_path)[1] == {"step": 1}
 
@@ -298,7 +298,7 @@ class Gate:
 def test_saving_goes_on_while_the_state_changes(tmp_path: Path) -> None:
     """The state may change before a byte is written, once copied returns; what is written is the state at the call."""
     gate = Gate()
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)
     state, facts = values(1), {"step": 1, "list": [1]}
     assert checkpoints.save(state, facts, 1)
     checkpoints.copied()
@@ -320,7 +320,7 @@ def test_an_optimizer_waits_for_the_copy_of_what_it_changes(tmp_path: Path, monk
         time.sleep(0.3)
         return stage(*args)
 
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run")
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     checkpoints.guard(optimizer)
@@ -347,7 +347,7 @@ def test_the_thread_takes_the_device_of_what_it_copies(tmp_path: Path, monkeypat
     def note(what: str, value: object = None) -> None:
         done.append((f"{what} in {threading.current_thread().name}", value))
 
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run")
     stage = checkpoints._writer.stage
 
     def staged(plan: Any, planner: Any, rank: int, size: int, stream: Any = None) -> int:
@@ -364,7 +364,7 @@ def test_the_thread_takes_the_device_of_what_it_copies(tmp_path: Path, monkeypat
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
     gate = Gate()
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run", disk=gate.disk)
     checkpoints.save(values(1), {"step": 1}, 1)
     threading.Timer(0.2, gate.opened.set).start()
     begun = time.monotonic()
@@ -374,7 +374,7 @@ def test_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
 
 
 def test_fifty_saves_are_each_the_state_of_their_call(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run")
     for step in range(50):
         state = values(step)
         checkpoints.save(state, {"step": step}, step)
@@ -387,19 +387,19 @@ def test_fifty_saves_are_each_the_state_of_their_call(tmp_path: Path) -> None:
 
 
 def test_synchronous_saving_is_done_when_it_returns(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, Checkpoint(asynchronous=False), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(asynchronous=False), "run")
     checkpoints.save(values(1), {"step": 1}, 1)
     assert newest(tmp_path) == tmp_path / "step-00000001"
     assert kinds(checkpoints.poll()) == [("committed", 1)]
 
 
 def test_preparing_takes_the_directory_and_allocates(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "new", Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path / "new", Checkpoint(), "run")
     state = values(1)
     assert checkpoints.prepare(state) == sum(tensor.nbytes for tensor in state.values())
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"error\[OUT002\]: cannot write .*/file/x: not a directory"):
-        Checkpoints(tmp_path / "file" / "x", Checkpoint(), "run").prepare(state)
+        RunCheckpoints(tmp_path / "file" / "x", Checkpoint(), "run").prepare(state)
 
 
 # Retention ----------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_retention(tmp_path: Path) -> None:
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     """By the loss in the facts that were committed with it: there is no second file to be torn off."""
-    checkpoints = Checkpoints(tmp_path, Checkpoint(save_total_limit=2, keep_best=True), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(save_total_limit=2, keep_best=True), "run")
     losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 1.0, 6: 0.5, 7: None, 8: 0.75, 9: None}
     kept = []
     for step, loss in losses.items():
@@ -423,7 +423,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
         kept.append([verdict.step for verdict in verify(tmp_path)])
     assert kept[3:] == [[4, 3, 2], [5, 4, 2], [6, 5], [7, 6], [8, 7, 6], [9, 8, 6]]
     assert not checkpoints.beats(math.nan) and not checkpoints.beats(0.5) and checkpoints.beats(0.49)
-    assert not Checkpoints(tmp_path, Checkpoint(), "run").beats(0.1)
+    assert not RunCheckpoints(tmp_path, Checkpoint(), "run").beats(0.1)
 
 
 def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(
@@ -439,7 +439,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(
         return path
 
     monkeypatch.setattr(commit, "publish", damaging)
-    checkpoints = Checkpoints(tmp_path, Checkpoint(), "run")
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(), "run")
     checkpoints.save(values(3), {"step": 3}, 3)
     events = checkpoints.wait()
     assert kinds(events) == [("committed", 3), ("unverified", 3)] and "fails xxh3" in events[1].what
@@ -600,7 +600,7 @@ def test_the_disk_failing_while_reading_falls_back_and_changes_nothing(
 def refused(path: Path | str, run: Path, state: dict[str, Tensor] | None = None) -> ShardwiseError:
     before = {name: tensor.clone() for name, tensor in (state or {}).items()}
     with pytest.raises(ShardwiseError) as raised:
-        Checkpoints(run, Checkpoint(), "run").resume(values(99) if state is None else state, path)
+        RunCheckpoints(run, Checkpoint(), "run").resume(values(99) if state is None else state, path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in (state or {}).items()), "nothing may be touched"
     return raised.value
 
@@ -725,7 +725,7 @@ def test_b37_a_pickle(two_steps: Path) -> None:
 
 def test_a_checkpoint_of_another_run(two_steps: Path) -> None:
     state = values(99)
-    other = Checkpoints(two_steps, Checkpoint(), "other")
+    other = RunCheckpoints(two_steps, Checkpoint(), "other")
     with pytest.raises(DataError, match=r'CKPT013.*step-00000002 belongs to run "run", this is run "other"'):
         other.resume(state)
     assert other.resume(state, two_steps / "step-00000002") == {"step": 2, "cursor": 20} and same(state, values(2))

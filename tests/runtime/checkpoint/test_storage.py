@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import storage
 from shardwise.runtime.checkpoint.manifest import Slice
-from shardwise.runtime.checkpoint.save import Checkpoints, read
+from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, host_buffer, lay_out
 from shardwise.spec.recipe import Checkpoint
 
 
 def save(directory: Path, state: dict[str, Tensor]) -> None:
-    checkpoints = Checkpoints(directory, Checkpoint(asynchronous=False), "run")
+    checkpoints = RunCheckpoints(directory, Checkpoint(asynchronous=False), "run")
     checkpoints.save(state, {}, 1)
     assert [event.kind for event in checkpoints.poll()] == ["committed"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from shardwise.runtime.watch.flight import Asked, newest_collective
+from shardwise.runtime.watch.flight import LastCollective, newest_collective
 from shardwise.runtime.world import world
 from shardwise.spec.layout import Layout
 
@@ -67,7 +67,7 @@ def test_a_collective_of_nccl_is_seen_and_counted_beside_those_of_gloo(nccl: lis
         gloo = newest_collective()
         assert gloo.name == "all_reduce #1" and not gloo.pending
         nccl += [entry(6, "all_reduce", 0), entry(41, "reduce_scatter", 2, "mesh_dp_shard")]
-        assert newest_collective() == Asked("reduce_scatter #41", gloo.number + 6 + 41)
+        assert newest_collective() == LastCollective("reduce_scatter #41", gloo.number + 6 + 41)
         nccl += [entry(9, "broadcast", 3, "undefined", **WAITS), entry(0, "send", 4, is_p2p=True)]
         assert newest_collective().name == "reduce_scatter #41", "neither another group's nor a send"
 
@@ -86,4 +86,4 @@ def test_a_recorder_that_both_names_show_counts_once(
     nccl += [entry(7, "all_gather", 0)]
     dump = vars(_distributed_c10d)["_dump_nccl_trace_json"]
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", dump)
-    assert newest_collective() == Asked("all_gather #7", 7)
+    assert newest_collective() == LastCollective("all_gather #7", 7)

@@ -17,7 +17,7 @@ import pytest
 from shardwise.errors import ConfigError, PreemptedError, Problem, TrainingError
 from shardwise.launch.owner import claim
 from shardwise.runtime.watch import guard
-from shardwise.runtime.watch.guard import Fault, Guard, StopRequest, diagnose, watching
+from shardwise.runtime.watch.guard import Guard, InjectedFault, StopRequest, diagnose, watching
 from shardwise.runtime.watch.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.watch.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.world import Process, process
@@ -54,9 +54,9 @@ def test_a_fault_fires_at_its_phase_step_and_rank_once(tmp_path: Path) -> None:
 
 
 def test_orders_to_fail() -> None:
-    assert Fault.parse("") is None
-    assert Fault.parse("clip:7:1") == Fault("clip", 7, 1, "SIGKILL")
-    assert Fault.parse("save:5:0:SIGTERM") == Fault("save", 5, 0, "SIGTERM")
+    assert InjectedFault.parse("") is None
+    assert InjectedFault.parse("clip:7:1") == InjectedFault("clip", 7, 1, "SIGKILL")
+    assert InjectedFault.parse("save:5:0:SIGTERM") == InjectedFault("save", 5, 0, "SIGTERM")
 
 
 def test_a_killed_process_has_left_its_mark(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.errors import UnavailableError
 from shardwise.runtime.watch import trackers
 from shardwise.runtime.watch.metrics import Log, Speed
 from shardwise.runtime.watch.trackers import Feed, Outcome, Subject, Tracks, Values, check_installed
-from shardwise.spec.recipe import Lora, Recipe
+from shardwise.spec.recipe import LoraSection, Recipe
 from tests.runtime.small_run import directory, numbers, recipe, train_here, write_text
 from tests.runtime.test_loop import Broken, at, fail
 from tests.runtime.watch.test_metrics import state_at, stats
@@ -135,7 +135,7 @@ def test_what_is_secret_in_an_address_reaches_no_tracker(tmp_path: Path, kept: l
     made = recipe(tmp_path, data={"path": ["memory://me:sesame@bucket/text.txt"]}, run={"trackers": "wandb"})
     train_here(made)
     assert kept[0].subject.config["data.path"] == ["memory://bucket/text.txt"]
-    presigned = made.model_copy(update={"lora": Lora(path="https://host/a?X-Amz-Signature=sesame")})
+    presigned = made.model_copy(update={"lora": LoraSection(path="https://host/a?X-Amz-Signature=sesame")})
     told = all_shown(presigned.model_dump(mode="json"))
     assert told["lora"]["path"] == "https://host/a" and "sesame" not in json.dumps(told)
     text = 'look at "https://host/?q" and\n"{{ x }}"'

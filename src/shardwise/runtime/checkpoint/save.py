@@ -52,7 +52,7 @@ RETRIES_S = (1.0, 5.0)
 
 
 @dataclass(frozen=True)
-class Event:
+class SaveResult:
     """What became of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
 
     committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not there, the one before is.
@@ -66,7 +66,7 @@ class Event:
     seconds: float = 0.0
 
 
-class Checkpoints:
+class RunCheckpoints:
     """The checkpoints of one run in ``directory``. Made by every rank at once; ``process_group`` must be gloo and
     used by nothing else, and is made if None. At most one save is in flight."""
 
@@ -90,7 +90,7 @@ class Checkpoints:
         self._plan = SavePlan([])
         self._plans: list[SavePlan] = []
         self._metadata = Metadata({})
-        self._events: list[Event] = []
+        self._events: list[SaveResult] = []
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -110,13 +110,15 @@ class Checkpoints:
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
-            self._events.append(Event("skipped", step, "the loss or the gradient norm was not finite on some rank"))
+            self._events.append(
+                SaveResult("skipped", step, "the loss or the gradient norm was not finite on some rank")
+            )
             return False
         try:
             if not votes[3]:
                 self._make_plan(tensors, layout)
         except RankError as error:
-            self._events.append(Event("failed", step, str(error)))
+            self._events.append(SaveResult("failed", step, str(error)))
             return False
         self._copied.clear()
         work = (step, begun, partial(self._copy, tensors, facts, step, copy_stream(tensors)))
@@ -145,7 +147,7 @@ class Checkpoints:
         """Let every step of ``optimizer`` wait for the copy of the tensors that it is about to change."""
         optimizer.register_step_pre_hook(lambda *unused: self.copied())
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[SaveResult]:
         """What has happened since the last call; never blocks."""
         if self._thread is not None and self._thread.is_alive():
             return []
@@ -153,7 +155,7 @@ class Checkpoints:
         events, self._events = self._events, []
         return events
 
-    def wait(self, at_most_s: float | None = None) -> list[Event]:
+    def wait(self, at_most_s: float | None = None) -> list[SaveResult]:
         """Wait for the save in flight, then poll."""
         if self._thread is not None:
             self._thread.join(at_most_s)
@@ -260,12 +262,12 @@ class Checkpoints:
         try:
             crew.each(copy)
             target = _retried(commit_once, writer.begin_again)
-            self._events.append(Event("committed", step, str(target), time.monotonic() - begun))
+            self._events.append(SaveResult("committed", step, str(target), time.monotonic() - begun))
         except BaseException as error:
             writer.abandon()
             uncertain = isinstance(error, RankError) and isinstance(error.first, commit.MaybeCommitted)
             kind: Kind = "maybe committed" if uncertain else "failed"
-            self._events.append(Event(kind, step, str(error), time.monotonic() - begun))
+            self._events.append(SaveResult(kind, step, str(error), time.monotonic() - begun))
             return
         self._tidy(step, target)
 
@@ -285,9 +287,9 @@ class Checkpoints:
             crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
             kind = "undeleted"
             for old in crew.first(outdated):
-                self._events.append(Event("removed", old, step_name(old)))
+                self._events.append(SaveResult("removed", old, step_name(old)))
         except BaseException as error:
-            self._events.append(Event(kind, step, str(error)))
+            self._events.append(SaveResult(kind, step, str(error)))
 
     def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""

@@ -67,7 +67,7 @@ class ShardPlanner(DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardFile:
     """One file to be: its name, its safetensors header, and where in its body each item begins, in bytes."""
 
     name: str
@@ -77,7 +77,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSlice:
     """What ``write_data`` says of one slice: the file, what was written into it, and where the slice begins."""
 
     file: str
@@ -94,7 +94,7 @@ class Target:
     world_size: int
 
 
-may_travel(Stored, Target)
+may_travel(StoredSlice, Target)
 
 
 class _Store:
@@ -124,8 +124,8 @@ class ShardWriter(_Store, StorageWriter):
         self._facts = b"{}"
         self._attempt: commit.Attempt | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._staged: list[Part] | None = None
-        self._last_staged: list[Part] | None = None
+        self._staged: list[ShardFile] | None = None
+        self._last_staged: list[ShardFile] | None = None
 
     def describe(self, step: int, facts: bytes) -> None:
         """Say what is to be saved next."""
@@ -189,7 +189,7 @@ class ShardWriter(_Store, StorageWriter):
                 blocks.append(_bytes_of(self._buffers[part.name])[: part.body_bytes])
             record = commit.write_file(target.path / part.name, blocks, self.disk)
             for item, begin in part.items:
-                stored = Stored(part.name, record, len(part.header) + begin)
+                stored = StoredSlice(part.name, record, len(part.header) + begin)
                 results.append(WriteResult(item.index, _item_bytes(item), stored))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -206,7 +206,9 @@ class ShardWriter(_Store, StorageWriter):
         if self._attempt is None:
             raise RuntimeError("nothing was begun")
         files = {STATE: commit.write_file(self._attempt.path / STATE, [memoryview(self._facts)], self.disk)}
-        stored: dict[MetadataIndex, Stored] = {result.index: result.storage_data for rank in results for result in rank}
+        stored: dict[MetadataIndex, StoredSlice] = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
         files |= {entry.file: entry.record for entry in stored.values()}
         tensors = {name: _record(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
         check_coverage(tensors)
@@ -222,7 +224,7 @@ class ShardWriter(_Store, StorageWriter):
         if attempt is not None:
             commit.abandon(attempt, self.disk)
 
-    def _buffer(self, part: Part, pinned: bool) -> Tensor:
+    def _buffer(self, part: ShardFile, pinned: bool) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or len(buffer) < part.body_bytes:
             buffer = self._buffers[part.name] = host_buffer(part.body_bytes, pinned)
@@ -290,7 +292,7 @@ def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
     return stream
 
 
-def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
+def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[ShardFile]:
     """The files of one rank. Wide data types come first, so that every slice is aligned for its type."""
     groups: dict[str, list[WriteItem]] = {}
     for item in plan.items:
@@ -307,7 +309,7 @@ def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[Part]:
             placed.append((item, begin))
             begin = end
         file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
-        parts.append(Part(file, encode_header(header), tuple(placed), begin))
+        parts.append(ShardFile(file, encode_header(header), tuple(placed), begin))
     return parts
 
 
@@ -352,7 +354,7 @@ def _bytes_of(raw: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, Stored]) -> TensorRecord:
+def _record(name: str, entry: Any, stored: Mapping[MetadataIndex, StoredSlice]) -> TensorRecord:
     found = ((chunk, stored.get(MetadataIndex(name, chunk.offsets))) for chunk in entry.chunks)
     slices = (Slice(tuple(c.offsets), tuple(c.sizes), s.file, s.begin) for c, s in found if s is not None)
     return TensorRecord(tuple(entry.size), NAMES[entry.properties.dtype], tuple(slices))

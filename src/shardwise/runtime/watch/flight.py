@@ -11,7 +11,7 @@ NCCL = "nccl"
 
 
 @dataclass(frozen=True)
-class Asked:
+class LastCollective:
     """What the training groups were last asked for, such as ``all_reduce #20``, and how many collectives they were
     asked for in all: a number that can be compared across ranks. ("", 0) before the first. ``pending``: something that
     NCCL was asked for has not ended; the process may know nothing of it, as it need not wait for NCCL where it asks."""
@@ -21,17 +21,17 @@ class Asked:
     pending: bool = False
 
 
-def newest_collective() -> Asked:
+def newest_collective() -> LastCollective:
     """The group of the checkpoints, which runs beside, does not count."""
     entries = [entry for entry in recorded_collectives() if not entry["is_p2p"] and is_training(entry)]
     if not entries:
-        return Asked()
+        return LastCollective()
     last: dict[tuple[str, str], int] = {}
     for entry in entries:  # a group has a backend for each kind of device, and each counts for itself
         last[entry["process_group"][0], backend(entry)] = int(entry["collective_seq_id"])
     pending = any(backend(entry) == NCCL and not ended(entry) for entry in entries)
     name = str(entries[-1]["profiling_name"]).rpartition(":")[2]
-    return Asked(f"{name} #{entries[-1]['collective_seq_id']}", sum(last.values()), pending)
+    return LastCollective(f"{name} #{entries[-1]['collective_seq_id']}", sum(last.values()), pending)
 
 
 def is_training(entry: dict[str, Any]) -> bool:

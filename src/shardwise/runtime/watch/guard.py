@@ -36,7 +36,7 @@ optimizer, logging."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """An order to fail at one phase of one step on one rank, for tests: ``phase:step:rank[:signal]``. The signal is a
     name or number, or ``raise`` for an exception, or ``hang`` to sleep for ever."""
 
@@ -46,7 +46,7 @@ class Fault:
     action: str = "SIGKILL"
 
     @classmethod
-    def parse(cls, text: str) -> Fault | None:
+    def parse(cls, text: str) -> InjectedFault | None:
         if not text:
             return None
         phase, step, rank, *action = text.split(":")
@@ -67,7 +67,7 @@ class Fault:
         os.kill(os.getpid(), number)
 
 
-class Claim(Protocol):
+class Ownership(Protocol):
     """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was
     lost; it need not look again so soon after it has looked."""
 
@@ -79,13 +79,13 @@ class Guard:
     """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long, and
     ends the process where the main thread cannot: it waits for a device that waits in NCCL for ever."""
 
-    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> None:
+    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> None:
         self.directory = run_directory
         self.claim = claim
         self.me = me
         self.page = Page(run_directory, me.rank)
         self.timeout_s = timeout_s
-        self.fault = Fault.parse(me.fault)
+        self.fault = InjectedFault.parse(me.fault)
         self.step = 0
         self.first_step = 0
         self._stop = threading.Event()
@@ -149,7 +149,7 @@ class Guard:
         while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # a stack is written before anybody's patience ends
             status = self.page.status
             waited_s = time.monotonic() - status.since_s
-            asked = flight.Asked(status.collective, status.sequence)
+            asked = flight.LastCollective(status.collective, status.sequence)
             if waited_s >= 2.0:
                 with suppress(Exception):  # what cannot be read must not blind the watch
                     take_device()
@@ -255,7 +255,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> Iterator[Guard]:
+def watching(run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> Iterator[Guard]:
     """Watch one rank's run and leave its outcome in ``exit.json``; errors come out as ``Guard.tell`` tells them."""
     if me.rank == 0 and claim is None:  # who claims it has removed an earlier outcome before any rank started
         clear_exit(run_directory)

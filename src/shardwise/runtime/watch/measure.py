@@ -57,7 +57,7 @@ def by_axis(calls: Iterable[Call], axes: Mapping[str, str]) -> dict[tuple[str, s
     return found
 
 
-class _Recorder(TorchDispatchMode):
+class _CollectiveRecorder(TorchDispatchMode):
     """Sees every collective as it is called, from Python or from autograd."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def _bytes(value: Any) -> int:
 def record_traffic() -> Iterator[list[Call]]:
     """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
     sends the same."""
-    with suspended(), _Recorder() as recorder:
+    with suspended(), _CollectiveRecorder() as recorder:
         yield recorder.calls
 
 

@@ -20,7 +20,7 @@ import torch
 from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.roles import MULTIPLIED
-from shardwise.runtime.checkpoint.save import Event
+from shardwise.runtime.checkpoint.save import SaveResult
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.watch.measure import resident_bytes, return_freed_memory
@@ -235,7 +235,7 @@ class Log:
         """Seconds since the log was opened."""
         return time.perf_counter() - self._start_s
 
-    def follow(self, saves: Iterable[Event]) -> None:
+    def follow(self, saves: Iterable[SaveResult]) -> None:
         """Note what became of checkpoints; what went wrong is also said aloud."""
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))

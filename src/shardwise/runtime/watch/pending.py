@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from shardwise.errors import TrainingError
-from shardwise.runtime.checkpoint.save import Checkpoints
+from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.end import close
 from shardwise.runtime.job import Job
 from shardwise.runtime.state import TrainState
@@ -29,7 +29,7 @@ class PendingSteps:
     job: Job
     state: TrainState
     log: Log
-    checkpoints: Checkpoints
+    checkpoints: RunCheckpoints
     after_step: Sequence[AfterStep] = ()
     _open: deque[tuple[Launched, Sequence[int], bool]] = field(default_factory=deque)
 
