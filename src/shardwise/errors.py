@@ -7,7 +7,7 @@
     ├── UnavailableError        69   a service that cannot be reached
     ├── OutputError             73   where the run would write
     ├── PreemptedError          75   stopped on request after saving; start again to continue
-    ├── PolicyError             77   refused because it could run foreign code or leave its directory
+    ├── PolicyError             77   refused because it could run code that came with a file or leave its directory
     ├── ConfigError             78   the recipe or the plan
     └── TrainingError            1   the run itself: non-finite numbers, a lost rank, no memory left
 

@@ -24,7 +24,7 @@ from shardwise.models.config import from_hf, layer_kinds, parameter_count, param
 from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.plan import Lora
 from shardwise.techniques import lora
-from tests.models import families, foreign
+from tests.models import families, hf_models
 from tests.models.test_config import SMALL
 
 SPEC = from_hf(SMALL, "small")
@@ -65,10 +65,10 @@ def test_a_mutated_config(family: str, data: st.DataObject) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(key=st.sampled_from(sorted(foreign.config_of("olmo"))), value=ODD)
+@given(key=st.sampled_from(sorted(hf_models.config_of("olmo"))), value=ODD)
 def test_a_mutated_config_of_a_model_of_transformers(key: str, value: Any) -> None:
     try:
-        spec = read_spec(foreign.config_of("olmo") | {key: value, "model_type": "olmo"}, "mutated")
+        spec = read_spec(hf_models.config_of("olmo") | {key: value, "model_type": "olmo"}, "mutated")
     except OURS:
         return
     assert parameter_count(spec) > 0 and to_hf(spec)["model_type"] == "olmo"

@@ -20,7 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.techniques import precision, shard
 from tests.drift.test_drift import DIALS, PRECISIONS, SPEC, check, plan_of, sheet
-from tests.models.foreign import config_of
+from tests.models.hf_models import config_of
 
 TIED = replace(SPEC, tie_word_embeddings=True)
 V, D = SPEC.vocab_size, SPEC.hidden_size
@@ -99,7 +99,7 @@ def test_the_peak_with_wide_ends(dial: str) -> None:
 def test_an_embedding_of_two_tables_is_one_unit() -> None:
     """GPT-2's words and positions, its output layer not tied to the first."""
     spec = read_spec(config_of("gpt2") | {"tie_word_embeddings": False}, "tiny-gpt2-untied")
-    assert spec.foreign is not None and [name for name, _ in spec.foreign.places][:2] == ["embed", "wpe"]
+    assert spec.hf_model is not None and [name for name, _ in spec.hf_model.places][:2] == ["embed", "wpe"]
     for types, m in ((Precision("bf16"), 3), (Precision(), 1)):
         plan = Plan(Layout(dp_shard=8), Batch(2, m, 32, 24), Shard("zero3"), types)
         assert not drift(spec, plan, 7, trace(spec, variant(types))).differences()

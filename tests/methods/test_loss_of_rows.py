@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.methods import head as paper
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import fake_world
+from shardwise.prove.world import WorldCounter, fake_world
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
 from tests.models.llama import relative

@@ -14,7 +14,7 @@ from shardwise.models.config import to_hf
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.spec.load import load_recipe
-from tests.models import families, foreign
+from tests.models import families, hf_models
 from tests.models.test_config import SMALL
 
 
@@ -44,7 +44,7 @@ def test_a_number_that_no_model_computes_with(tmp_path: Path, wrong: dict[str, A
 @pytest.mark.parametrize(("kind", "key"), [("gpt_neox", "rotary_emb_base"), ("gpt2", "layer_norm_epsilon")])
 def test_of_a_model_of_transformers_too(kind: str, key: str) -> None:
     with pytest.raises(DataError, match=f"MOD005.*`{key}` is -2.0"):
-        read_spec(foreign.config_of(kind) | {key: -2.0}, "odd")
+        read_spec(hf_models.config_of(kind) | {key: -2.0}, "odd")
 
 
 def test_in_a_recipe_it_is_the_recipe_that_is_wrong() -> None:

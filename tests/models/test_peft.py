@@ -18,7 +18,7 @@ from shardwise.errors import DataError, MissingInputError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
-from shardwise.models.foreign import Model, model_of
+from shardwise.models.hf_model import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.resolve import with_adapter
 from shardwise.models.roles import is_adapter
@@ -26,13 +26,13 @@ from shardwise.spec.cluster import local_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques import lora
-from tests.models import families, foreign
+from tests.models import families, hf_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
 STACKED = families.spec_of("phi3")
-TURNED = foreign.spec_of("gpt2")
+TURNED = hf_models.spec_of("gpt2")
 IDS = torch.arange(40).remainder(96).view(2, 20)
 POSITIONS = torch.arange(20).expand(2, 20)
 
@@ -317,7 +317,7 @@ PATTERNS = Precision("bf16", modules=(("*norm", "fp32"),))
         (SPEC, Plan(lora=Lora(4, 8.0), precision=PATTERNS), ["leave out precision.modules"]),
         (TURNED, Plan(lora=Lora(4, 8.0, ("c_attn", "c", "c_fc"))), []),
         (TURNED, Plan(lora=Lora(4, 8.0, ("c_fx",))), ["did you mean `c_fc`?"]),
-        (foreign.spec_of("glm4"), Plan(lora=Lora(4, 8.0, ("gate_up",))), []),
+        (hf_models.spec_of("glm4"), Plan(lora=Lora(4, 8.0, ("gate_up",))), []),
     ],
     ids=[
         "part of a stack",

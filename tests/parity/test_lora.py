@@ -15,8 +15,8 @@ from shardwise.models.roles import is_adapter, is_linear
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.fourbit import dequantise, quantise
-from shardwise.techniques.numbers import torch_type
 from tests.parity.cases import BF16, FP64, TIED, UNTIED, plan
 
 WIDE = replace(UNTIED, hidden_size=64, intermediate_size=128, num_attention_heads=8, head_dim=8)
@@ -51,7 +51,7 @@ def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch
     assert of.lora is not None
     if of.lora.nf4 and is_linear(name):
         return dequantise(*quantise(value), torch.float64)
-    return value.to(torch_type(of.lora.frozen)).double()
+    return value.to(torch_dtype(of.lora.frozen)).double()
 
 
 @pytest.mark.matrix(3)

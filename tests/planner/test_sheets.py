@@ -21,7 +21,7 @@ from shardwise.planner.trace import trace
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Sheet
-from tests.models.foreign import spec_of as foreign_spec
+from tests.models.hf_models import spec_of as hf_spec_of
 
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
 
@@ -43,7 +43,7 @@ def test_the_shipped_file_is_small() -> None:
 
 ODD = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
 """Features that no family has together."""
-KINDS = {"ships": (lambda: SPEC, 0), "odd": (lambda: ODD, 1), "transformers'": (lambda: foreign_spec("gpt_neox"), 1)}
+KINDS = {"ships": (lambda: SPEC, 0), "odd": (lambda: ODD, 1), "transformers'": (lambda: hf_spec_of("gpt_neox"), 1)}
 """A model by whether its sheet ships, and how many files it takes in the cache."""
 
 
@@ -67,7 +67,7 @@ def test_a_spoilt_cache_is_made_again(kind: str, tmp_path: Path) -> None:
 
 
 def test_depth_and_name_share_a_sheet() -> None:
-    spec = foreign_spec("gpt_neox")
+    spec = hf_spec_of("gpt_neox")
     assert sheets.key(spec, "wide") == sheets.key(replace(spec, name="other", num_hidden_layers=9), "wide")
     assert sheets.key(spec, "wide") != sheets.key(replace(spec, hidden_size=32), "wide")
     assert sheets.key(spec, "wide") != sheets.key(spec, "narrow")

@@ -22,7 +22,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import fourbit
 from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.quantised import NF4_PARTS
-from tests.models import foreign
+from tests.models import hf_models
 from tests.parity.cases import TIED, UNTIED
 from tests.runtime import rank_work
 
@@ -41,7 +41,7 @@ def plan_of(layout: Layout, strategy: str, precision: Precision = Precision()) -
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("pin", ["auto", "blockwise"])
 def test_a_pinned_kernel_computes_attention(kind: str, pin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = UNTIED if kind == "llama" else foreign.spec_of(kind)
+    spec = UNTIED if kind == "llama" else hf_models.spec_of(kind)
     asked: list[str] = []
     chosen = attention._kernel
 
@@ -100,9 +100,9 @@ def test_every_rank_tells_what_one_found_in_its_slice(
 def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
 ) -> None:
-    foreign.theirs_of("gpt2").save_pretrained(tmp_path / "in")
+    hf_models.theirs_of("gpt2").save_pretrained(tmp_path / "in")
     paths = str(tmp_path / "in"), str(tmp_path / "out")
-    ranks.run(rank_work.copy_model, *paths, plan_of(layout, strategy), foreign.spec_of("gpt2"), world=world)
+    ranks.run(rank_work.copy_model, *paths, plan_of(layout, strategy), hf_models.spec_of("gpt2"), world=world)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -110,11 +110,11 @@ def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
 
 def test_turned_weights_in_four_bits_and_their_magnitudes(tmp_path: Path) -> None:
     """Blocks of 64 are of an output's row, and so are the norms."""
-    theirs = foreign.theirs_of("gpt2")
+    theirs = hf_models.theirs_of("gpt2")
     theirs.save_pretrained(tmp_path)
     recipe = Recipe.model_validate({"model": {"path": str(tmp_path)}})
     plan = Plan(lora=Lora(4, 8.0, nf4=True, dora=True))
-    state = build.build(recipe, foreign.spec_of("gpt2"), plan, Meshes(), torch.device("cpu"))
+    state = build.build(recipe, hf_models.spec_of("gpt2"), plan, Meshes(), torch.device("cpu"))
     found = state.parameters()
     for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         kept = fourbit.quantise(theirs.get_parameter(f"transformer.h.1.{layer}.weight").detach().T.contiguous())

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import fake_world
+from shardwise.prove.world import WorldCounter, fake_world
 from shardwise.spec.layout import Layout
 from tests.techniques import crossing_ranks as crossings
 

@@ -15,7 +15,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Dtype, Plan, Precision, Remat, Shard
-from tests.models import foreign
+from tests.models import hf_models
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
 PRECISIONS = {
@@ -36,7 +36,7 @@ def test_one_rank_computes_under_every_strategy_what_it_does_under_ddp(
     plans = [
         replace(ONE, shard=Shard(strategy), precision=precision) for strategy in ("ddp", "zero1", "zero2", "zero3")
     ]  # type: ignore[arg-type]
-    spec = foreign.spec_of("gpt_neox") if name == "bf16" else TIED
+    spec = hf_models.spec_of("gpt_neox") if name == "bf16" else TIED
     for model in (UNTIED, spec):
         [[expected, *found]] = ranks.run(train_on_rank, model, plans, 2, world=1)
         for trace in found:

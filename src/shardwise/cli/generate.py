@@ -22,7 +22,7 @@ from shardwise.spec.recipe import Recipe
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.models.foreign import Model
+    from shardwise.models.hf_model import Model
 
 
 @dataclass
@@ -102,7 +102,7 @@ def _read(directory: Path) -> Model:
     """A model directory, whole, in this process."""
     import torch
 
-    from shardwise.models.foreign import model_of
+    from shardwise.models.hf_model import model_of
     from shardwise.runtime.build import allocate, fill
 
     spec = load_spec(str(directory))

@@ -16,7 +16,7 @@ from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
 from shardwise.models.config import parameter_count
-from shardwise.models.foreign_spec import NOTICE
+from shardwise.models.hf_spec import NOTICE
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose, fits, settings
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
         told = [{"change": found.change, "price": found.price, "plan": asdict(found.plan)} for found in changes]
         return print_json({**facts, "settings": [asdict(plan) for plan in plans], "remedies": told})
     say(render.title(spec, cluster))
-    if spec.foreign is not None:
+    if spec.hf_model is not None:
         say(f"{spec.family}, {NOTICE}")
     if cluster.assumptions:
         say("assumed: " + "; ".join(cluster.assumptions))

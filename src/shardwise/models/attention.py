@@ -57,20 +57,20 @@ _COMPUTED_BY: dict[str, Any] = {
     "blockwise": blockwise,
 }
 """Where the forward and backward of each row of the table stand; fa3 takes the place of torch's own flash."""
-_NUMBERS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CUDNN_VERSION = 91_500
 """Above it torch prefers cuDNN on the cards of kernels.CUDNN."""
 
 
 def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kernels.Case:
-    """What attention of these numbers on this device asks of a kernel, before its mask."""
-    number, certain = _NUMBERS[dtype], torch.are_deterministic_algorithms_enabled()
+    """What attention of this dtype on this device asks of a kernel, before its mask."""
+    dtype_name, certain = _DTYPES[dtype], torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
-        return kernels.Case("cpu", number, head_dim, deterministic=certain)
+        return kernels.Case("cpu", dtype_name, head_dim, deterministic=certain)
     if torch.version.hip is not None:
-        return kernels.Case("rocm", number, head_dim, deterministic=certain)
+        return kernels.Case("rocm", dtype_name, head_dim, deterministic=certain)
     capability = torch.cuda.get_device_capability(device)
-    return kernels.Case("cuda", number, head_dim, capability, deterministic=certain)
+    return kernels.Case("cuda", dtype_name, head_dim, capability, deterministic=certain)
 
 
 def present(device: torch.device, pin: str) -> frozenset[str]:
@@ -196,7 +196,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one) for size in sizes)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:
-        """x [b,s,d] -> [b,s,d]; without tables nothing is turned. The number of heads follows from the projections'
+        """x [b,s,d] -> [b,s,d]; without tables nothing is rotated. The number of heads follows from the projections'
         widths."""
         q, k, v = (project(x) for project in (self.q, self.k, self.v))
         if self.qk_norm == "projection":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError, PolicyError, Problem
 from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
-from shardwise.models.foreign_spec import Foreign
+from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import MULTIPLIED
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
@@ -33,8 +33,8 @@ class ModelSpec:
     over each head or over the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim).
     sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
     ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
-    nope_layers: those without rotation. logits_scaling: what logits are divided by. foreign: what the blocks are, where
-    not those of the decoder.
+    nope_layers: those without rotation. logits_scaling: what logits are divided by. hf_model: what the blocks
+    are, where not those of the decoder.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
-    foreign: Foreign | None = None
+    hf_model: HFModel | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -102,7 +102,7 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     order = []
     for layer in range(spec.num_hidden_layers):
         sliding = spec.sliding_window is not None and (not spec.layer_types or spec.layer_types[layer] == SLIDING)
-        local = sliding and (spec.local_rope_theta is not None or spec.foreign is not None)
+        local = sliding and (spec.local_rope_theta is not None or spec.hf_model is not None)
         kind = LayerKind(spec.sliding_window if sliding else None, layer not in spec.nope_layers, local)
         order.append(kinds.setdefault(kind, len(kinds)))
     return tuple(kinds), tuple(order)
@@ -110,8 +110,8 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``."""
-    if spec.foreign is not None:
-        return spec.foreign.shapes(spec.num_hidden_layers)
+    if spec.hf_model is not None:
+        return spec.hf_model.shapes(spec.num_hidden_layers)
     d = spec.hidden_size
     linears, norms = _linears(spec), _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
@@ -308,8 +308,8 @@ def _rope(config: dict[str, Any], longest: int, name: str) -> tuple[float, RopeS
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of ``spec``, with the keys of transformers 5 and of 4."""
     eos = list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id
-    if spec.foreign is not None:
-        return json.loads(spec.foreign.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
+    if spec.hf_model is not None:
+        return json.loads(spec.hf_model.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)

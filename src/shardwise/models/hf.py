@@ -18,9 +18,9 @@ from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
-from shardwise.models.foreign_spec import Foreign
+from shardwise.models.hf_spec import HFModel
 from shardwise.models.tensorfile import Entry
-from shardwise.spec.foreign import PICKLES, pickle_refused
+from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,29 +45,29 @@ def to_hf_name(name: str, family: str = "llama") -> str:
 
 def name_in_model(name: str, spec: ModelSpec) -> str:
     """The name in transformers' model of the parameter with this canonical name."""
-    if spec.foreign is None:
+    if spec.hf_model is None:
         return to_hf_name(name, spec.family)
     part, _, rest = name.partition(".")
-    return f"{dict(spec.foreign.places)[part]}.{rest}"
+    return f"{dict(spec.hf_model.places)[part]}.{rest}"
 
 
 def name_in_files(name: str, spec: ModelSpec) -> str:
     """Its name in the files: for some models transformers has renamed parameters, but the files keep the old names."""
-    named = {} if spec.foreign is None else {ours: theirs for ours, theirs, *_ in spec.foreign.parameters}
+    named = {} if spec.hf_model is None else {ours: theirs for ours, theirs, *_ in spec.hf_model.parameters}
     number = re.match(r"layers\.(\d+)\.", name)
     pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
     return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)
 
 
-def turned(spec: ModelSpec) -> set[str]:
+def transposed(spec: ModelSpec) -> set[str]:
     """The canonical names of the matrices that the files store as [in, out], as GPT-2's do."""
-    names = () if spec.foreign is None else spec.foreign.turned
+    names = () if spec.hf_model is None else spec.hf_model.transposed
     return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
 
 
 def _shapes_in_files(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter in the files."""
-    there = turned(spec)
+    there = transposed(spec)
     return {name: shape[::-1] if name in there else shape for name, shape in parameter_shapes(spec).items()}
 
 
@@ -187,7 +187,7 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
     shapes = _shapes_in_files(spec)
     theirs = stacks(spec)
-    found = _text_part(found, spec) if spec.foreign is None else _named_as_now(found, spec.foreign, theirs)
+    found = _text_part(found, spec) if spec.hf_model is None else _named_as_now(found, spec.hf_model, theirs)
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
     extra = [name for name in found if name not in theirs and name not in ignored and not _IGNORED.search(name)]
     missing = [ours for name, parts in theirs.items() for ours in parts if name not in found]
@@ -223,12 +223,12 @@ def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entr
     return {_OUTER.sub(r"\1", name): entry for name, entry in kept.items()}
 
 
-def _named_as_now(found: Mapping[str, Entry], foreign: Foreign, names: Iterable[str]) -> Mapping[str, Entry]:
+def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable[str]) -> Mapping[str, Entry]:
     """The entries under transformers' current names: old files may lack the prefix (``h.0`` for ``transformer.h.0``)
     and contain tables that are not parameters."""
-    word, known_names = foreign.inner.partition(".")[0], set(names)
+    word, known_names = hf_model.inner.partition(".")[0], set(names)
     full = {f"{word}.{name}" if f"{word}.{name}" in known_names else name: entry for name, entry in found.items()}
-    old = [name for name in full if name not in known_names and any(re.search(word, name) for word in foreign.ignored)]
+    old = [name for name in full if name not in known_names and any(re.search(word, name) for word in hf_model.ignored)]
     return {name: entry for name, entry in full.items() if name not in old}
 
 
@@ -262,9 +262,9 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice in the stored type) for each of ``parts``, one at a time. All headers are checked
     first, and each slice while it is read: raises DataError (MOD006) for NaN and infinity."""
-    entries, there = match(find_weights(source), spec, str(source)), turned(spec)
+    entries, there = match(find_weights(source), spec, str(source)), transposed(spec)
     for name, part in parts.items():
-        yield name, entries[name].read_finite(name_in_files(name, spec), part, turned=name in there)
+        yield name, entries[name].read_finite(name_in_files(name, spec), part, transposed=name in there)
 
 
 def write_weights(
@@ -280,7 +280,7 @@ def write_weights(
     ``spec`` and the sizes alone, so that it is the same on every rank, and no more than one tensor of the files and a
     copy of it are held."""
     directory.mkdir(parents=True, exist_ok=True)
-    parts, single, there = stacks(spec), _shapes_in_files(spec), turned(spec)
+    parts, single, there = stacks(spec), _shapes_in_files(spec), transposed(spec)
     shapes = {
         theirs: (sum(single[name][0] for name in names), *single[names[0]][1:]) for theirs, names in parts.items()
     }

@@ -29,8 +29,8 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
     """
     local = [p.stop - p.start for p in part]
     kind = role(name)
-    if spec.foreign is not None and not is_adapter(name):
-        mean, deviation = spec.foreign.drawn(name)
+    if spec.hf_model is not None and not is_adapter(name):
+        mean, deviation = spec.hf_model.drawn(name)
         return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
     if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)

@@ -151,9 +151,9 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    turned = 2 * cos.shape[-1]
-    if turned < x.shape[-1]:
-        return torch.cat([_rotate(x[..., :turned], cos, sin, sign), x[..., turned:]], -1)
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([_rotate(x[..., :rotated], cos, sin, sign), x[..., rotated:]], -1)
     pairs = x.unflatten(-1, (2, -1))
     first, second = pairs.unbind(-2)
     out = pairs * cos.unsqueeze(-2)
@@ -179,8 +179,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """x[b,s,h,e] turned by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
-    turned and the rest is left."""
+    """x[b,s,h,e] rotated by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
+    rotated and the rest is left."""
     return _Rotate.apply(x, *rotary)
 
 

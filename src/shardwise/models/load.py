@@ -30,9 +30,9 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
         what = f"a value in the config has the wrong type: {str(error)[:200]}"
         fix = "take the values from the model's own config.json"
         raise ConfigError(Problem("CFG004", what, f"config of {name}", fix)) from error
-    from shardwise.models import foreign
+    from shardwise.models import hf_model
 
-    return foreign.read(config, name)
+    return hf_model.read(config, name)
 
 
 def load_spec(source: str, revision: str | None = None) -> ModelSpec:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.hf import name_in_model, turned
+from shardwise.models.hf import name_in_model, transposed
 from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
@@ -96,7 +96,8 @@ def write_adapter(
         "use_rslora": lora.rslora,
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "bias": "none",
-        "fan_in_fan_out": bool(turned(spec)),  # of the model's own layers: A and B are [r, in] and [out, r] in any case
+        # Of the model's own layers: A and B are [r, in] and [out, r] in any case.
+        "fan_in_fan_out": bool(transposed(spec)),
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

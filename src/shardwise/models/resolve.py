@@ -39,7 +39,7 @@ def resolve(recipe: Recipe) -> ModelSpec:
 def _drawn(spec: ModelSpec) -> ModelSpec:
     """A spec for random initial weights; raises MOD001 if they cannot be drawn. Special tokens are left to the
     tokenizer."""
-    odd = [name for name, *_, drawn in spec.foreign.parameters if drawn is None] if spec.foreign is not None else []
+    odd = [name for name, *_, drawn in spec.hf_model.parameters if drawn is None] if spec.hf_model is not None else []
     if odd:
         what = f"{spec.family} initialises {odd[0].replace('.{}', '')} with values that are not normally distributed"
         raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def role(name: str) -> str:
     """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``: what its
-    layer is called (embed, head, q, k, v, o, gate, up, down, lora_a, lora_b; in a foreign model, as transformers calls
+    layer is called (embed, head, q, k, v, o, gate, up, down, lora_a, lora_b; in an HF model, as transformers calls
     it), ``norm`` for that of any norm, and ``bias`` and ``lora_m`` for all parameters of that name."""
     layer, _, word = name.rpartition(".")
     module = layer.rpartition(".")[2]

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.errors import DataError, Problem, first_line
+from shardwise.spec.file_kind import recognise
 from shardwise.spec.files import open_regular
-from shardwise.spec.foreign import recognise
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,9 +59,9 @@ class Entry:
         first = self.start + start * row_bytes
         return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
 
-    def read(self, part: Sequence[slice] | None = None, *, turned: bool = False) -> Tensor:
-        """A copy of the slice ``part``, of the tensor or ``turned`` of its transpose. The file is mapped: no more than
-        the slice is allocated, but for a tensor that lies unaligned in it."""
+    def read(self, part: Sequence[slice] | None = None, *, transposed: bool = False) -> Tensor:
+        """A copy of the slice ``part`` of the tensor, or of its transpose (``transposed``). The file is mapped: no more
+        than the slice is allocated, but for a tensor that lies unaligned in it."""
         if not prod(self.shape):
             whole = torch.empty(self.shape, dtype=self.dtype)
         else:
@@ -72,13 +72,13 @@ class Entry:
             if offset % self.dtype.itemsize:
                 source, offset = bytearray(mapped[self.start : self.stop]), 0
             whole = torch.frombuffer(source, dtype=self.dtype, count=prod(self.shape), offset=offset).view(self.shape)
-        whole = whole.T if turned else whole
+        whole = whole.T if transposed else whole
         return whole[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
 
-    def read_finite(self, name: str, part: Sequence[slice], *, turned: bool = False) -> Tensor:
+    def read_finite(self, name: str, part: Sequence[slice], *, transposed: bool = False) -> Tensor:
         """As :meth:`read`; raises DataError (MOD006) if the slice holds NaN or infinity. ``name`` is for the message.
         The smallest and the largest of what was just copied cost a tenth of the copy, and NaN is both."""
-        values = self.read(part, turned=turned)
+        values = self.read(part, transposed=transposed)
         if values.numel() and not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(values)).tolist()):
             nans, bad = int(values.isnan().sum()), int((~values.isfinite()).sum())
             counts = [f"{count:,} {word}" for count, word in ((nans, "NaN"), (bad - nans, "infinite")) if count]

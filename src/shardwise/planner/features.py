@@ -141,7 +141,7 @@ def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet
     """A sheet of units, with the weight of the output layer where it has its own."""
     kinds, order = layer_kinds(spec)
     if not spec.tie_word_embeddings:
-        symbols = () if spec.foreign is not None else ("V", "d")
+        symbols = () if spec.hf_model is not None else ("V", "d")
         shape = (spec.vocab_size, spec.hidden_size)
         head = Tensor("head.weight", shape, "weights", "weights", symbols=symbols)
         tail = replace(tail, weights=(*tail.weights, head))

@@ -52,7 +52,7 @@ def saved_bytes(costed: Sheet, plan: Plan) -> int:
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
     left = []
     for block in costed.blocks:
-        kept = {tensor for i in block.kept_ops for tensor in block.forward[i].allocates}
+        kept = {tensor for i in block.saved_ops for tensor in block.forward[i].allocates}
         ops = block.forward_plain if block.recompute else block.forward
         made = {tensor for op in ops for tensor in op.allocates}
         made -= {tensor for op in ops for tensor in op.frees} - kept
@@ -99,7 +99,7 @@ def flops(sheet: Sheet, plan: Plan) -> int:
     for unit, times in sheet.repeated():
         passes = [unit.forward, unit.backward]
         if unit.recompute:
-            passes.append(tuple(op for i, op in enumerate(unit.forward) if i not in unit.kept_ops))
+            passes.append(tuple(op for i, op in enumerate(unit.forward) if i not in unit.saved_ops))
         scale = {"b*s": b * s, "b*s*s": b * seen(s, unit.window)}
         total += times * sum(op.flops * scale[op.per] for ops in passes for op in ops)
     return total * plan.batch.accumulation * plan.layout.dp

@@ -93,9 +93,9 @@ class _Step:
         return "stem" if block < 0 else block
 
     def forward(self, unit: Unit, name: Hashable) -> None:
-        """A unit under recompute keeps what its ``kept_ops`` made, any other what it saved."""
+        """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         sizes = self.sizes[id(unit)]
-        keep = {tensor for i in unit.kept_ops for tensor in unit.forward[i].allocates}
+        keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates}
         self.weights.cast(unit, name)
         for op in unit.forward_plain if unit.recompute else unit.forward:
             for tensor in op.allocates:
@@ -130,7 +130,7 @@ class _Step:
         made: set[int] = set()
         self.weights.cast(unit, name)
         for i, op in enumerate(unit.forward[: max(stops, default=0)]):
-            if i not in unit.kept_ops:
+            if i not in unit.saved_ops:
                 for tensor in op.allocates:
                     self.tape.make((name, tensor), "activations", sizes[tensor])
             made.update(op.allocates)

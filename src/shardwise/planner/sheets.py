@@ -50,7 +50,7 @@ def variant(precision: Precision) -> str:
 def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE) -> Sheet:
     """The sheet of a model. Those of the decoder's families are put together from units that ship with the package;
     another model is traced once, which imports torch and takes seconds."""
-    if spec.foreign is None:
+    if spec.hf_model is None:
         return assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory))
     path = cache_directory / f"{key(spec, which)}.json"
     packed = _cached(path)
@@ -81,7 +81,7 @@ def key(spec: ModelSpec, which: str) -> str:
     """What the sheet of a model of transformers' modules depends on: not on its name, nor on the number of blocks."""
     kinds, _ = layer_kinds(spec)
     neutral = replace(spec, name="", num_hidden_layers=1, sliding_window=None, layer_types=(), final_soft_cap=None)
-    theirs = [code_digest("models/foreign.py"), metadata.version("transformers")]
+    theirs = [code_digest("models/hf_model.py"), metadata.version("transformers")]
     return _digest([astuple(neutral), [kind.local for kind in kinds], which, theirs])
 
 

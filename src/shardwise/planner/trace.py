@@ -23,7 +23,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.blocks import blocks
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
-from shardwise.models.foreign import ForeignDecoder
+from shardwise.models.hf_model import HFDecoder
 from shardwise.planner.features import What, assembled, joined
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import symbolic
@@ -82,9 +82,9 @@ class _RecordedPass:
 
 def trace(spec: ModelSpec, variant: str) -> Sheet:
     """The sheet of a model; ``variant`` is ``narrow`` or ``wide``. Takes a second or two, and no memory to speak of."""
-    if spec.foreign is not None:
+    if spec.hf_model is not None:
         with _tracing(variant) as dtype:
-            return _foreign_sheet(spec, dtype)
+            return _hf_sheet(spec, dtype)
     return assembled(spec, partial(trace_template, variant))
 
 
@@ -116,11 +116,11 @@ def _tracing(variant: str) -> Iterator[torch.dtype]:
         torch.set_default_dtype(before)
 
 
-def _foreign_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
+def _hf_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     """The stem is what runs where blocks only pass on what they are given, the tail what follows the last one."""
-    assert spec.foreign is not None
+    assert spec.hf_model is not None
     torch.set_default_dtype(torch.float32)  # that of its buffers, whatever is computed in
-    model = ForeignDecoder(spec)
+    model = HFDecoder(spec)
     torch.set_default_dtype(dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -158,7 +158,7 @@ def _foreign_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
     def named(places: list[str]) -> dict[str, nn.Parameter]:
         return {key: p for name in places for key, p in _named(f"{name}.", model.get_submodule(name)).items()}
 
-    places = [name for name, _ in spec.foreign.places]
+    places = [name for name, _ in spec.hf_model.places]
     middle = places.index("layers")
     begin = _unit("stem", named(places[:middle]), stem, hidden, [ids, positions])
     traced = []

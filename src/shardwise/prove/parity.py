@@ -24,7 +24,7 @@ from shardwise.data.pack import IGNORE, Sample
 from shardwise.methods.pretrain import mask
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.foreign import Model, model_of
+from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
@@ -35,9 +35,9 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Dtype, Lora, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
 from shardwise.techniques import lora, nf4
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.fourbit import dequantise, quantise
 from shardwise.techniques.meshes import Meshes, meshes
-from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
@@ -119,8 +119,8 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = S
 def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Workload:
     """What ``plan`` trains, with everything about its layout left out."""
     rows = plan.batch.global_batch_size(plan.layout.dp)
-    length, numbers = plan.batch.seq_len, plan.precision
-    return Workload(spec, rows, length, numbers.compute, numbers.weights, steps, frozen=plan.frozen, lora=plan.lora)
+    length, precision = plan.batch.seq_len, plan.precision
+    return Workload(spec, rows, length, precision.compute, precision.weights, steps, frozen=plan.frozen, lora=plan.lora)
 
 
 def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
@@ -255,7 +255,7 @@ def batch_rows(job: Workload, number: int) -> list[Sample]:
 @cache
 def plain(job: Workload) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
-    model = model_of(job.spec).to(torch_type(job.weights))
+    model = model_of(job.spec).to(torch_dtype(job.weights))
     parameters = plain_parameters(job)
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim == 1]
@@ -266,7 +266,7 @@ def plain(job: Workload) -> Trace:
     )
     losses, norms, first = [], [], {}
     for number in range(job.steps):
-        loss = plain_loss(model, merged(parameters, job), collate(batch_rows(job, number)), torch_type(job.compute))
+        loss = plain_loss(model, merged(parameters, job), collate(batch_rows(job, number)), torch_dtype(job.compute))
         optimizer.zero_grad()
         loss.backward()
         if number == 0:
@@ -294,8 +294,8 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
         held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
         if job.lora is not None and held:
             small = job.lora.nf4 and nf4.quantised(name)
-            value = dequantise(*quantise(value), value.dtype) if small else value.to(torch_type(job.lora.frozen))
-        parameters[name] = nn.Parameter(value.to(torch_type(job.weights)), requires_grad=not held)
+            value = dequantise(*quantise(value), value.dtype) if small else value.to(torch_dtype(job.lora.frozen))
+        parameters[name] = nn.Parameter(value.to(torch_dtype(job.weights)), requires_grad=not held)
     return parameters
 
 

@@ -23,7 +23,7 @@ from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.foreign import model_of
+from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import techniques
 from shardwise.models import attention, hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.foreign import ForeignDecoder, model_of
+from shardwise.models.hf_model import HFDecoder, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
@@ -48,7 +48,7 @@ def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) 
         if spec.tie_word_embeddings:
             part.head.weight = part.embed.weight  # type: ignore[union-attr]
             assert_tied(part)
-        if isinstance(part, ForeignDecoder):
+        if isinstance(part, HFDecoder):
             part.restore_buffers()
 
 

@@ -26,7 +26,7 @@ from shardwise.runtime.watch.guard import Guard, StopRequest
 from shardwise.runtime.watch.measure import Meter
 from shardwise.runtime.watch.metrics import Log
 from shardwise.spec.units import counted, show_count, typed
-from shardwise.techniques.numbers import torch_type
+from shardwise.techniques.dtypes import torch_dtype
 
 
 def close(checkpoints: RunCheckpoints, log: Log) -> None:
@@ -153,7 +153,7 @@ def write_model(job: Job, state: TrainState) -> None:
     if job.plan.lora is not None:
         export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
     else:
-        export(parameters, job.spec, job.tokenizer, model_directory(job), torch_type(job.plan.precision.weights))
+        export(parameters, job.spec, job.tokenizer, model_directory(job), torch_dtype(job.plan.precision.weights))
 
 
 def lost(job: Job, step: int, why: str) -> Problem:

@@ -19,7 +19,7 @@ from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.foreign import Model, model_of
+from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime import passes
 from shardwise.runtime.build import allocate, fill
@@ -28,8 +28,8 @@ from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora, nf4
 from shardwise.techniques import precision as precisions
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.meshes import Meshes
-from shardwise.techniques.numbers import torch_type
 
 
 def export(
@@ -118,7 +118,7 @@ def export_run(
     if adapters is not None:
         said = merge(model, adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
-    return export(dict(model.named_parameters()), spec, tokenizer, target, torch_type(recipe.precision.weights)), said
+    return export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(recipe.precision.weights)), said
 
 
 @torch.no_grad()

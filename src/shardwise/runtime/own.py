@@ -54,8 +54,8 @@ from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.meshes import Meshes
-from shardwise.techniques.numbers import torch_type
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
@@ -144,7 +144,7 @@ def parallelize(
         meshes.broadcast(tensor.detach(), "world")
     shard.apply(compilation.apply(remat.apply([module], plan, meshes), plan, meshes), plan, meshes, routed, apart)
     if not plan.sharded and plan.precision.compute in ("bf16", "fp16"):
-        _autocast(module, torch_type(plan.precision.compute))
+        _autocast(module, torch_dtype(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
     _PLANS[module] = plan
     return module

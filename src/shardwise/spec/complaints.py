@@ -224,19 +224,19 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
 def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     """Settings that only dpo uses, given with another method, and the reverse."""
     method, data, usual = recipe.method, recipe.data, Method()
-    foreign = {
+    unread = {
         "method.beta": method.beta != usual.beta,
         "method.label_smoothing": method.label_smoothing != usual.label_smoothing,
         "data.format": data.format == PREFERENCE,
     }
     what, fix = f"is for `method: dpo`, but the method is {method.name}", "`method.name: dpo`, or leave it out"
     if recipe.pairs:
-        foreign = {
+        unread = {
             "data.format": data.format not in ("auto", PREFERENCE),
             "data.train_on": data.train_on != "assistant",
         }
         what, fix = "does not apply to `method: dpo`, which trains on `chosen` and `rejected`", "leave it out"
-    return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in foreign.items() if given]
+    return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in unread.items() if given]
 
 
 def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:

@@ -35,7 +35,7 @@ def size_of(dim: Dim, sizes: Sizes) -> int:
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
-    ``dtype`` is a number type, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
+    ``dtype`` is a dtype of a plan, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
     ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient.
     ``symbols`` is the shape before it was bound; empty where a model was traced with its own numbers. What has a place
     for every token is of the residual stream, or ``inside``: between the first and the last product of attention or
@@ -143,7 +143,7 @@ class Unit:
     weight_gradients: tuple[tuple[str, int], ...] = ()
     saved: frozenset[int] = frozenset()
     recompute: bool = False
-    kept_ops: frozenset[int] = frozenset()
+    saved_ops: frozenset[int] = frozenset()
     window: int | None = None
     collectives: tuple[Collective, ...] = ()
 

@@ -107,7 +107,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
     """What the family's files have as one layer: its name there (``qkv``), and the roles of the layers in it."""
     found: dict[str, list[str]] = {}
-    for ours, theirs in () if spec.foreign is not None else FAMILIES[spec.family].names.items():
+    for ours, theirs in () if spec.hf_model is not None else FAMILIES[spec.family].names.items():
         found.setdefault(theirs.rpartition(".")[2].removesuffix("_proj"), []).append(ours.rpartition(".")[2])
     return {name: roles for name, roles in found.items() if len(roles) > 1}
 

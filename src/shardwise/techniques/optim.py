@@ -23,7 +23,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import OptimSection
 from shardwise.spec.sheet import Collective, Sheet
-from shardwise.techniques.numbers import torch_type
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int
     if kept is not None and "bf16" in (kept, plan.precision.weights):
         from shardwise.techniques.rounding import RoundedAdamW
 
-        return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_type(kept), seed)
+        return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
     optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
     for parameters in groups.values():
         for _, parameter in parameters:

@@ -35,10 +35,10 @@ class _TypedDraft(Draft):
 def rewrite(unit: Unit, types: dict[str, Dtype]) -> Unit:
     """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
     draft = _TypedDraft(unit)
-    for module, number in types.items():
+    for module, dtype in types.items():
         weight = f"{module}.weight"
         if any(op.weight == weight and op.kind == "matmul" for op in draft.forward):
-            _linear(draft, weight, number, draft.gradients[weight])
+            _linear(draft, weight, dtype, draft.gradients[weight])
         elif module.endswith("norm"):
             _norm(draft, weight)
     return draft.done(
@@ -47,10 +47,10 @@ def rewrite(unit: Unit, types: dict[str, Dtype]) -> Unit:
     )
 
 
-def _linear(draft: _TypedDraft, weight: str, number: Dtype, gradient: int) -> None:
+def _linear(draft: _TypedDraft, weight: str, dtype: Dtype, gradient: int) -> None:
     index = next(i for i, op in enumerate(draft.forward) if op.weight == weight and op.kind == "matmul")
     given, result = draft.forward[index].reads[0], draft.forward[index].allocates[0]
-    inside, product = draft.converted(given, number), draft.converted(result, number)
+    inside, product = draft.converted(given, dtype), draft.converted(result, dtype)
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
         op = ops[index]
         ops[index : index + 1] = [
@@ -59,7 +59,7 @@ def _linear(draft: _TypedDraft, weight: str, number: Dtype, gradient: int) -> No
             Op("elementwise", "cast", (result,), (product, *op.frees), (product,)),
         ]
     draft.saved.add(inside)
-    draft.tensors[gradient] = replace(draft.tensors[gradient], dtype=number)
+    draft.tensors[gradient] = replace(draft.tensors[gradient], dtype=dtype)
     _linear_backward(draft, weight, gradient, (given, inside))
     draft.release(given, sum(given in op.reads for op in draft.backward))
 
@@ -67,13 +67,13 @@ def _linear(draft: _TypedDraft, weight: str, number: Dtype, gradient: int) -> No
 def _linear_backward(draft: _TypedDraft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
     """Converts the incoming gradient once, forms both products in the module's type, converts the outgoing one."""
     given, inside = inputs
-    number = draft.tensors[inside].dtype
+    dtype = draft.tensors[inside].dtype
     first = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
     second = next(i for i, op in enumerate(draft.backward) if op.weight == weight and op.kind == "matmul")
     incoming = draft.backward[first].reads[0]
-    converted = draft.converted(incoming, number)
+    converted = draft.converted(incoming, dtype)
     outgoing = draft.backward[second].allocates[0]
-    wide = draft.converted(outgoing, number)
+    wide = draft.converted(outgoing, dtype)
     freed = any(given in draft.backward[i].frees for i in (first, second))
     for i in (first, second):
         op = draft.backward[i]

@@ -20,7 +20,7 @@ from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
-from shardwise.techniques.numbers import compute_type, kept_type, torch_type
+from shardwise.techniques.dtypes import compute_dtype, stored_dtype, torch_dtype
 from shardwise.techniques.patterns import rewrite
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if precision.modules and _beyond_llama(spec):
         what = f"{spec.name} has norms or multipliers that Llama does not have: precision.modules does not support them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
-    head = compute_type(precision, "head")
+    head = compute_dtype(precision, "head")
     if head != precision.compute:
         what = f"the output layer is set to compute in {head}, but it is fused with the loss, which computes in "
         fix = "leave `head` out of precision.modules"
         problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
     norms = [name.rpartition(".")[0] for name in parameter_shapes(spec) if precision.modules and role(name) == "norm"]
-    asked = {compute_type(precision, norm) for norm in norms} - {precision.compute, "fp32"}
+    asked = {compute_dtype(precision, norm) for norm in norms} - {precision.compute, "fp32"}
     if asked:
         what = f"norms are set to compute in {', '.join(sorted(asked))}"
         problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
@@ -65,7 +65,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     """Whether blocks, stem or tail have operations that patterns.py does not know."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
-    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers) or spec.foreign is not None
+    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers) or spec.hf_model is not None
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
@@ -105,30 +105,30 @@ def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
 def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Dtype]:
     """The modules of a unit that do not compute in the plan's type."""
     modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in unit.weights)
-    types = {module: compute_type(plan.precision, prefix + module) for module in modules}
-    return {module: number for module, number in types.items() if number != plan.precision.compute}
+    types = {module: compute_dtype(plan.precision, prefix + module) for module in modules}
+    return {module: dtype for module, dtype in types.items() if dtype != plan.precision.compute}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
     from torch import nn
 
-    from shardwise.models.foreign import ForeignDecoder
+    from shardwise.models.hf_model import HFDecoder
     from shardwise.models.layers import Head
 
     for part in parts:
         for name, parameter in part.named_parameters():
-            parameter.data = parameter.data.to(torch_type(kept_type(plan, name)))
+            parameter.data = parameter.data.to(torch_dtype(stored_dtype(plan, name)))
         if plan.sharded:
             continue
         for name, module in part.named_modules():
-            number = compute_type(plan.precision, name)
-            if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != torch_type(number):
-                _cast_at_use(module, torch_type(number), torch_type(plan.precision.compute))
-            elif isinstance(part, ForeignDecoder) and not isinstance(module, Head):  # which casts by itself
-                _cast_parameters(module, torch_type(number))
-            elif number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
-                _cast_around(module, torch_type(number), torch_type(plan.precision.compute))
+            dtype = compute_dtype(plan.precision, name)
+            if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != torch_dtype(dtype):
+                _cast_at_use(module, torch_dtype(dtype), torch_dtype(plan.precision.compute))
+            elif isinstance(part, HFDecoder) and not isinstance(module, Head):  # which casts by itself
+                _cast_parameters(module, torch_dtype(dtype))
+            elif dtype != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
+                _cast_around(module, torch_dtype(dtype), torch_dtype(plan.precision.compute))
     return parts
 
 

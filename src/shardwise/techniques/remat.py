@@ -53,7 +53,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     selective = plan.remat.mode == "selective"
     # A block without a backward keeps nothing, with or without recomputation.
     treated_kinds = tuple(
-        dataclasses.replace(block, recompute=True, kept_ops=saves(block.forward) if selective else frozenset())
+        dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
         if block.backward
         else block
         for block in sheet.blocks

@@ -29,7 +29,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
-from shardwise.techniques.numbers import compute_type, torch_type
+from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.replicas import Replicas, buckets
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def apply(
     unit beside the blocks. A parameter of no dims cannot be cut: it is replicated under every strategy."""
     if plan.layout.dp == 1:
         return parts
-    wire = torch_type(plan.precision.reduce)
+    wire = torch_dtype(plan.precision.reduce)
     for part in parts:
         named = dict(part.named_parameters())
         if not plan.sharded:
@@ -215,16 +215,16 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     dp_mesh = meshes.mesh("dp_replicate", "dp_shard")
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
     scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
-    reduce = torch_type(plan.precision.reduce)
-    outside = torch_type(plan.precision.compute)
+    reduce = torch_dtype(plan.precision.reduce)
+    outside = torch_dtype(plan.precision.compute)
     # What a block is given has the type that it should have: rotation tables may be wide, under every strategy.
     policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
     stem, tail = ends(part)
     once = [*stem, *(block for block in _without_backward(part) if id(block) not in whole)]  # backward reads none of it
     for name, module in part.named_modules():
-        number = compute_type(plan.precision, name)
-        if number != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
-            own = MixedPrecisionPolicy(torch_type(number), reduce, output_dtype=outside)
+        dtype = compute_dtype(plan.precision, name)
+        if dtype != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
+            own = MixedPrecisionPolicy(torch_dtype(dtype), reduce, output_dtype=outside)
             # After the blocks it is kept after forward, as the tail is.
             inner = reshard if name.startswith("layers.") else bool(reshard) and module in once
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)

@@ -20,7 +20,7 @@ from shardwise.runtime.checkpoint.manifest import (
     unlisted,
     whole,
 )
-from shardwise.spec.foreign import PICKLES, pickle_refused, recognise
+from shardwise.spec.file_kind import PICKLES, pickle_refused, recognise
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 """Tensor name to global shape and safetensors dtype."""

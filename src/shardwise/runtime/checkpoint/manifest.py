@@ -27,8 +27,8 @@ from typing import Any
 import xxhash
 
 from shardwise.errors import DataError, Problem
+from shardwise.spec.file_kind import recognise
 from shardwise.spec.files import read_regular, regular
-from shardwise.spec.foreign import recognise
 from shardwise.spec.units import typed
 
 FORMAT = 1

@@ -9,11 +9,11 @@ import torch
 import shardwise
 from shardwise.models import attention, kernels
 from shardwise.models.config import parameter_count
-from shardwise.models.foreign_spec import NOTICE
+from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.plan import MEASURED, Plan
 from shardwise.spec.units import counted, show_bytes, show_count
-from shardwise.techniques.numbers import torch_type
+from shardwise.techniques.dtypes import torch_dtype
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
@@ -35,7 +35,7 @@ def header(job: Job) -> str:
     run = f"run {recipe.run.name} · seed {recipe.run.seed}"
     ranks = f"{layout.world} x {devices} ({backend}, {threads} per rank)"
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
-    if job.spec.foreign is not None:
+    if job.spec.hf_model is not None:
         model += f", {NOTICE}"
     terms = f"supervised tokens of a step (of {tokens:,})"
     if recipe.pairs:
@@ -68,7 +68,7 @@ def header(job: Job) -> str:
 def _kernels(job: Job) -> str:
     """What computes attention, by kind of layer where they differ."""
     plan, recipe = job.plan, job.recipe
-    case = attention.device_case(job.device, torch_type(plan.precision.compute), job.spec.head_dim)
+    case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.head_dim)
     case = replace(case, documents=recipe.data.mask_documents or recipe.method.name != "pretrain")
     layers = kernels.cases(job.spec, case, plan.batch.seq_len)
     return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))

@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
-from shardwise.models.foreign_spec import Foreign, check_foreign, refuse
+from shardwise.models.hf_spec import HFModel, check_foreign, refuse
 from shardwise.models.layers import Finish, Head, soft_cap
 from shardwise.models.roles import is_linear, role
 
@@ -32,18 +32,18 @@ NAME = "shardwise"
 """The name under which our attention is registered with transformers."""
 
 
-class ForeignDecoder(nn.Module):
+class HFDecoder(nn.Module):
     """A causal language model of transformers with the parts and the call of :class:`Decoder`. Outside of the blocks
     its parts have transformers' names, but for ``embed`` and ``head``."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        assert spec.foreign is not None
+        assert spec.hf_model is not None
         self.spec, self.kernel = spec, "auto"
-        whole, _ = _build(json.loads(spec.foreign.config), NAME)
+        whole, _ = _build(json.loads(spec.hf_model.config), NAME)
         whole.config.pad_token_id = None  # or it warns of such tokens in a batch, which documents keep apart
-        self._whole, self._inner = (whole,), (whole.get_submodule(spec.foreign.inner),)  # tuples: no parts of this one
-        for name, path in spec.foreign.places:
+        self._whole, self._inner = (whole,), (whole.get_submodule(spec.hf_model.inner),)  # tuples: no parts of this one
+        for name, path in spec.hf_model.places:
             self.add_module(name, whole.get_submodule(path))
         self.head = Head(spec.hidden_size, spec.vocab_size)
         if spec.tie_word_embeddings:
@@ -71,12 +71,12 @@ class ForeignDecoder(nn.Module):
                 self._whole[0]._init_weights(module)
 
 
-Model = Decoder | ForeignDecoder
+Model = Decoder | HFDecoder
 
 
 def model_of(spec: ModelSpec) -> Model:
     """The module that a spec describes, with uninitialised parameters."""
-    return Decoder(spec) if spec.foreign is None else ForeignDecoder(spec)
+    return Decoder(spec) if spec.hf_model is None else HFDecoder(spec)
 
 
 def read(config: dict[str, Any], name: str) -> ModelSpec:
@@ -103,17 +103,17 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
 
 def _build(config: dict[str, Any], attend: str) -> tuple[Any, list[str]]:
     """The model of transformers, in the default type, with dropout off: no layout could draw it alike. And the names
-    there of the weights that it would have turned."""
+    there of the weights that it would have transposed."""
     from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attend)
     drops = {key: 0.0 for key, value in config.items() if re.search("drop", key) and isinstance(value, float)}
     made = CONFIG_MAPPING[config["model_type"]].from_dict(config | drops)
     whole = AutoModelForCausalLM.from_config(made, attn_implementation=attend, dtype=torch.get_default_dtype())
-    return whole, _turn(whole)
+    return whole, _transpose(whole)
 
 
-def _turn(whole: Any) -> list[str]:
+def _transpose(whole: Any) -> list[str]:
     """Replace every Conv1D, whose weight is [in, out], by a linear layer; returns the names of their weights."""
     from transformers.pytorch_utils import Conv1D
 
@@ -160,7 +160,7 @@ class _Seen:
         self.windows: list[int | None] = []
         self.heads: tuple[int, int, int] = (0, 0, 0)
         self.layers: list[nn.Module] = []
-        self.turned: list[str] = []
+        self.transposed: list[str] = []
 
     def mask(self, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Any:
         """Returns a window in place of a mask; refuses masks that are neither causal nor a sliding window."""
@@ -216,7 +216,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     AttentionInterface.register(f"{NAME}-examined", seen.attend)
     AttentionMaskInterface.register(f"{NAME}-examined", seen.mask)
     with torch.device("meta"):
-        whole, seen.turned = _build(config, f"{NAME}-examined")
+        whole, seen.transposed = _build(config, f"{NAME}-examined")
     text = whole.config.get_text_config()
     lists = [(path, list(module)) for path, module in whole.named_modules() if isinstance(module, nn.ModuleList)]
     lists = [(path, blocks) for path, blocks in lists if len(blocks) == text.num_hidden_layers]
@@ -243,14 +243,14 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     if len(dict(places)) < len(places) or len(windows) > 1:
         seen.refuse("two of its modules have the same name, or its windows have two sizes")
     tied = head.weight is embed.weight
-    foreign = _described(whole, config, places, tied, seen)
+    described = _described(whole, config, places, tied, seen)
     heads, kv_heads, head_dim = seen.heads
     mixed = windows and None in seen.windows
     return ModelSpec(
         name,
         embed.num_embeddings,
         embed.embedding_dim,
-        max(shape[0] for key, _, shape, _ in foreign.parameters if key.startswith("layers.") and len(shape) == 2),
+        max(shape[0] for key, _, shape, _ in described.parameters if key.startswith("layers.") and len(shape) == 2),
         len(seen.layers),
         heads,
         kv_heads,
@@ -265,7 +265,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
         layer_types=tuple(f"{'full' if w is None else 'sliding'}_attention" for w in seen.windows) if mixed else (),
         logits_scaling=scaling,
         final_soft_cap=cap,
-        foreign=foreign,
+        hf_model=described,
     )
 
 
@@ -312,7 +312,7 @@ def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
     seen.refuse(f"its logits pass through {', '.join(names)}")
 
 
-def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> Foreign:
+def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]], tied: bool, seen: _Seen) -> HFModel:
     found: dict[str, tuple[int, ...]] = {}
     first = dict(seen.layers[0].named_parameters())
     for name, path in places:
@@ -337,8 +337,8 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
         return each.pop() if len(each) == 1 else None
 
     parameters = tuple((name, named[name], shape, drawn(name)) for name, shape in found.items())
-    turned = tuple(name for name in found if _path(name, dict(places)) in seen.turned)
-    return Foreign(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, turned, tuple(ignored))
+    transposed = tuple(name for name in found if _path(name, dict(places)) in seen.transposed)
+    return HFModel(json.dumps(config, sort_keys=True), inner, tuple(places), parameters, transposed, tuple(ignored))
 
 
 def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.cli.app import main
 from shardwise.data import tokens
-from tests.models.foreign import save
+from tests.models.hf_models import save
 from tests.runtime.small_run import write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names

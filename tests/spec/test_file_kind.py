@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec.foreign import recognise
+from shardwise.spec.file_kind import recognise
 
 
 @pytest.mark.parametrize("length", [0x80, 0x280, 0x3C, 0x8B1F])

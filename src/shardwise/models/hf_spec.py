@@ -15,18 +15,19 @@ NOTICE = "in transformers' own modules (without precision.modules; docs/models.m
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A model of transformers' own modules (models/foreign.py). ``config``: all of its config.json, as text. ``inner``:
-    where in its model what runs all blocks is; ``places``: where each of our parts is, in the order in which they run.
+class HFModel:
+    """A model of transformers' own modules (models/hf_model.py). ``config``: all of its config.json, as text.
+    ``inner``: where in its model what runs all blocks is; ``places``: where each of our parts is, in the order in which
+    they run.
     ``parameters``: canonical name, name in files, shape, and mean and deviation of the values that transformers begins
-    with (None where it is not as simple); those of a block once, with {} for its number. ``turned``: those that the
+    with (None where it is not as simple); those of a block once, with {} for its number. ``transposed``: those that the
     files have as [in, out]. ``ignored``: patterns of tensors in old files that are no parameters."""
 
     config: str
     inner: str
     places: tuple[tuple[str, str], ...]
     parameters: tuple[tuple[str, str, tuple[int, ...], tuple[float, float] | None], ...]
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
     def shapes(self, layers: int) -> dict[str, tuple[int, ...]]:

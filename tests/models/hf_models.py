@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.data import tokens
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec
-from shardwise.models.foreign import ForeignDecoder
+from shardwise.models.hf_model import HFDecoder
 from shardwise.models.load import read_spec
 from shardwise.runtime.build import allocate
 
@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": GATED | LONG | {"head_dim": 8, "attention_bias": True},
     "vaultgemma": GATED | LONG | WINDOWS | {"head_dim": 8, "final_logit_softcapping": 3.0},
 }
-"""Of each what it has that the others have not: turned weights, learnt positions, blocks in parallel, norms
+"""Of each what it has that the others have not: transposed weights, learnt positions, blocks in parallel, norms
 without weights, wide tables, logits that are scaled or capped, positions in some layers only."""
 
 
@@ -61,19 +61,19 @@ def theirs_of(kind: str, **sizes: int) -> PreTrainedModel:
     return model.eval()
 
 
-def turned(theirs: PreTrainedModel) -> set[str]:
+def transposed(theirs: PreTrainedModel) -> set[str]:
     """The names of the weights that transformers has as [in, out]."""
     return {f"{name}.weight" for name, module in theirs.named_modules() if isinstance(module, Conv1D)}
 
 
-def ours_of(kind: str, theirs: PreTrainedModel) -> ForeignDecoder:
+def ours_of(kind: str, theirs: PreTrainedModel) -> HFDecoder:
     """The same model, made as the runtime makes it."""
     spec = spec_of(kind)
     with torch.device("meta"):
-        model = ForeignDecoder(spec)
+        model = HFDecoder(spec)
     allocate([model], spec, torch.device("cpu"))
     values = theirs.state_dict()
-    values |= {name: values[name].T for name in turned(theirs)}
+    values |= {name: values[name].T for name in transposed(theirs)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[hf.name_in_model(name, spec)])

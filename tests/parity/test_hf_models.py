@@ -10,7 +10,7 @@ import pytest
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Remat
-from tests.models.foreign import spec_of
+from tests.models.hf_models import spec_of
 from tests.parity.cases import FP64, plan
 from tests.parity.test_fp64 import holds
 from tests.parity.test_lora import holds as adapters_hold

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, DataError, PolicyError
-from shardwise.models import foreign, hf, init
+from shardwise.models import hf, hf_model, init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import load_spec, read_spec
@@ -29,7 +29,7 @@ from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import precision
 from shardwise.techniques.slices import cut
-from tests.models.foreign import CONFIGS, GATED, LONG, SIZES, config_of, ours_of, spec_of, theirs_of, turned
+from tests.models.hf_models import CONFIGS, GATED, LONG, SIZES, config_of, ours_of, spec_of, theirs_of, transposed
 from tests.models.llama import relative, tokens
 
 LENGTH = 24
@@ -48,7 +48,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(reference.flatten(0, 1), labels).backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    wanted |= {name: wanted[name].T for name in turned(theirs)}
+    wanted |= {name: wanted[name].T for name in transposed(theirs)}
     largest = max(float(gradient.norm()) for gradient in wanted.values())
     for name, parameter in ours.named_parameters():
         reference = wanted.pop(hf.name_in_model(name, ours.spec))
@@ -86,9 +86,9 @@ def test_what_a_spec_says_is_what_the_model_is() -> None:
     }
     assert found["starcoder2"].sliding_window == 7 and not found["starcoder2"].layer_types
     assert found["cohere2"].logits_scaling == 4.0 and found["vaultgemma"].final_soft_cap == 3.0
-    assert [kind for kind, spec in found.items() if hf.turned(spec)] == ["gpt2"]
+    assert [kind for kind, spec in found.items() if hf.transposed(spec)] == ["gpt2"]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert hf.turned(found["gpt2"]) == {f"layers.{block}.{layer}.weight" for block in range(3) for layer in layers}
+    assert hf.transposed(found["gpt2"]) == {f"layers.{block}.{layer}.weight" for block in range(3) for layer in layers}
     assert parameter_shapes(found["gpt2"])["layers.2.mlp.c_fc.weight"] == (256, 64)
     for spec in found.values():
         assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads) == (90, 64, 3, 4)
@@ -130,7 +130,7 @@ def test_a_start_from_random_weights_is_that_of_transformers(kind: str) -> None:
             continue
         error = float(value.std()) * 5 * (2 / value.numel()) ** 0.5
         assert abs(ours.mean() - value.mean()) < error and abs(ours.std() - value.std()) < error, name
-        scales.add(spec.foreign.drawn(name)[1] if spec.foreign else 0)
+        scales.add(spec.hf_model.drawn(name)[1] if spec.hf_model else 0)
     assert len(scales) == (2 if kind == "gpt2" else 1)  # GPT-2 begins what is added to its residual smaller
 
 
@@ -155,7 +155,7 @@ def test_each_rank_reads_its_rows_of_what_is_turned(tmp_path: Path, ranks: int) 
     theirs, spec = theirs_of("gpt2"), spec_of("gpt2")
     theirs.save_pretrained(tmp_path)
     shapes, named = parameter_shapes(spec), load_file(tmp_path / "model.safetensors")
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in hf.turned(spec)}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in hf.transposed(spec)}
     for rank in range(ranks):
         rows = {name: slice(*cut((0, shapes[name][0]), ranks, rank)) for name in found}
         parts = {name: (rows[name], slice(0, shapes[name][1])) for name in found}
@@ -241,7 +241,7 @@ def test_every_causal_model_of_transformers_is_read_or_refused(tmp_path: Path) -
 
 def test_matrices_of_an_unknown_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could say how they are multiplied by."""
-    monkeypatch.setattr(foreign, "_turn", lambda whole: [])
+    monkeypatch.setattr(hf_model, "_transpose", lambda whole: [])
     with pytest.raises(ConfigError, match=r"more than linear layers and norms \(layers.\{\}.attn.c_attn.weight, "):
         read_spec(config_of("gpt2"), "other")
 

@@ -13,7 +13,7 @@ from shardwise.prove.drift import drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import Sheet
-from tests.models.foreign import CONFIGS, spec_of
+from tests.models.hf_models import CONFIGS, spec_of
 
 BF16 = Precision("bf16")
 SHARDED, REPLICATED = Layout(dp_shard=8), Layout(dp_replicate=8)
