@@ -60,7 +60,7 @@ def test_orders_to_fail() -> None:
 
 
 def test_a_killed_process_has_left_its_mark(tmp_path: Path) -> None:
-    code = f"from shardwise.runtime.watch.guard import *; Fault('data', 1, 0).fire(Path({str(tmp_path)!r}))"
+    code = f"from shardwise.runtime.watch.guard import *; InjectedFault('data', 1, 0).fire(Path({str(tmp_path)!r}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["fault-data-1-0"]
 
