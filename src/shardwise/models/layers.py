@@ -87,6 +87,11 @@ class _RMSNormFunction(torch.autograd.Function):
         return grad.addcmul_(normed, mean, value=-1.0).mul_(rstd).to(x.dtype), grad_weight, None, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """x / rms(x) * weight over the last dim of x [..,d], weight [d]; ``plus_one``: times 1 + weight."""
+    return _RMSNormFunction.apply(x, weight.to(x.dtype), eps, plus_one)[0]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (or 1 + weight) over the last dim; statistics in fp32 (fp64 for fp64), the weight cast to x's
     dtype."""
@@ -97,7 +102,7 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNormFunction.apply(x, self.weight.to(x.dtype), self.eps, self.plus_one)[0]
+        return rms_norm(x, self.weight, self.eps, self.plus_one)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -15,7 +15,7 @@ from shardwise.runtime import passes, reduce
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
-from shardwise.techniques import optim, shard
+from shardwise.techniques import optim, shard, tp
 from shardwise.techniques.meshes import Meshes
 
 
@@ -76,6 +76,7 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
         draw_anew(rules.seed, state.step, meshes)
     loss = accumulate(state, batches, supervised, rules)
     shard.finish(state.parts)
+    tp.finish(state.parts, plan, meshes)
     rules.enter("clip")
     parameters = state.trained()
     figures = reduce.agree(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)

@@ -140,6 +140,7 @@ class Plan:
     compile: bool = False
     deterministic: bool = False
     attention: str = "auto"
+    sequence_parallel: bool = False
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None

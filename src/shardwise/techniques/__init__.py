@@ -12,14 +12,14 @@ from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
-from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard
+from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard, tp
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.techniques.meshes import Meshes
 
-ORDER = (lora, precision, freeze, nf4, remat, compile, shard, optim)
+ORDER = (lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

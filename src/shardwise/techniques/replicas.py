@@ -37,8 +37,10 @@ class Replicas:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup, bucket_bytes: int, wire: torch.dtype
     ) -> None:
+        from shardwise.techniques.slices import local
+
         parameters = {name: p for name, p in named if p.requires_grad}
-        sizes = [(name, p.numel() * p.element_size()) for name, p in parameters.items()]
+        sizes = [(name, local(p).numel() * p.element_size()) for name, p in parameters.items()]
         self.group = group
         self.wire = wire
         self.active = True
@@ -64,13 +66,15 @@ class Replicas:
         import torch
         from torch import distributed
 
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        from shardwise.techniques.slices import local
+
+        gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         if len(bucket) == 1 and gradients[0].is_contiguous():
             flat = gradients[0].view(-1)
         else:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter, piece in _pieces(flat, bucket):
-            parameter.grad = piece
+            parameter.grad = _as(parameter, piece)
         del gradients
         wired = flat.to(self.wire)
         work = distributed.all_reduce(wired, group=self.group, async_op=True)
@@ -83,18 +87,33 @@ class Replicas:
             return
         while len(self._sent) < len(self.buckets):
             self._send(self.buckets[len(self._sent)])
+        from shardwise.techniques.slices import local
+
         for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
             if wired.dtype != bucket[0].dtype:
                 for parameter, piece in _pieces(wired, bucket):
                     assert parameter.grad is not None
-                    parameter.grad.copy_(piece)
+                    local(parameter.grad).copy_(piece)
         self._reset()
 
 
 def _pieces(flat: torch.Tensor, bucket: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Each parameter with its part of a flat bucket, a view."""
+    from shardwise.techniques.slices import local
+
     offset = 0
     for parameter in bucket:
-        yield parameter, flat[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
+        like = local(parameter.detach())
+        yield parameter, flat[offset : offset + like.numel()].view_as(like)
+        offset += like.numel()
+
+
+def _as(parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
+    """``piece`` as the local part of a gradient of ``parameter``, which another axis may cut."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return piece
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())

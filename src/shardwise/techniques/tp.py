@@ -1,0 +1,258 @@
+"""Tensor parallelism: each rank of a group computes some heads and some of the MLP's columns, for the same tokens.
+
+    weights of                  cut along        what crosses the edge (techniques/crossing.py)
+    q, k, v, gate, up           rows (outputs)   enter: the residual stream, before them
+    o, down                     columns (inputs) leave: the sum of the ranks' products, after them
+    embedding, output layer     rows (ids)       leave after the one, enter before the other
+    norms, biases of o, down    nothing
+
+With sequence parallelism each rank holds its own tokens of the residual stream, between ``leave`` and ``enter``: an
+all-reduce becomes a reduce-scatter and an all-gather, which send as much, and norms and sums are computed once. Without
+it every rank holds the whole stream. It pays inside a node, where a layer's weights or activations are too large for
+one device. Parameters are DTensors over the axis ``tp``; what flows between layers are plain tensors of local shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
+from shardwise.models.roles import role
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques.dtypes import compute_dtype, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from shardwise.techniques.meshes import Meshes
+
+COLUMNS = ("q", "k", "v", "gate", "up")
+"""Roles of products whose outputs are cut."""
+ROWS = ("o", "down")
+"""Roles of products whose inputs are cut, so that each rank has a part of a sum."""
+TABLES = ("embed", "head")
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a parameter: the dim that is cut over the ranks, None if each holds it whole. ``inside``: it is used between
+    ``enter`` and ``leave``, where ranks compute different things, not on the residual stream."""
+
+    dim: int | None
+    inside: bool
+
+    def partial(self, *, sequence_parallel: bool) -> bool:
+        """Whether its gradient arrives as parts of a sum over the ranks: of a parameter that all ranks hold, where each
+        sees its own heads or columns; or its own tokens."""
+        return self.dim is None and (self.inside or sequence_parallel)
+
+
+def state(name: str, spec: ModelSpec, ranks: int) -> State:
+    """The technique's one fact, by canonical name."""
+    layer, _, word = name.rpartition(".")
+    *_, place = layer.split(".")
+    if place in ("lora_a", "lora_b"):
+        column = layer.split(".")[-2] in COLUMNS
+        return State({("lora_b", True): 0, ("lora_a", False): 1}.get((place, column)), inside=True)
+    if place in ("k", "v") and spec.num_key_value_heads < ranks:
+        return State(None, inside=True)  # whole, and each rank uses the head that its query heads look at
+    if place in COLUMNS:
+        return State(0, inside=True)
+    if place in ROWS:
+        return State(1, inside=True) if word == "weight" else State(None, inside=False)
+    if place in TABLES:
+        return State(0, inside=True)
+    assert role(name) == "norm", name
+    return State(None, inside=place in ("q_norm", "k_norm"))
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    ranks = plan.layout.tp
+    if ranks == 1:
+        return []
+    problems = [Problem("PLAN022", what, "layout.tp", "tp 1, and dp_shard in its place") for what in _lacks(spec, plan)]
+    if spec.hf_model is None and (odd := _odd(spec, ranks)):
+        legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, n)]
+        what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
+        problems.append(Problem("PLAN022", what, "layout.tp", f"tp {', '.join(legal)}"))
+    return problems
+
+
+def _odd(spec: ModelSpec, ranks: int) -> list[str]:
+    """What of the model the ranks cannot share."""
+    heads, key_heads, ids = spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size
+    found = []
+    if heads % ranks:
+        found.append(f"{ranks} does not divide its {heads} query heads")
+    if key_heads % ranks and ranks % key_heads:
+        found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
+    if spec.intermediate_size % ranks:
+        found.append(f"{ranks} does not divide `intermediate_size` {spec.intermediate_size}")
+    if (ranks - 1) * ceil(ids / ranks) >= ids:
+        found.append(f"the last rank would have none of {ids} ids")
+    return found
+
+
+def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
+    """What has no counterpart here yet."""
+    lora = plan.lora
+    if spec.hf_model is not None:
+        return [f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"]
+    asked = {
+        "norms over the whole projection": spec.qk_norm == "projection",
+        "`lora.dora`": lora is not None and lora.dora,
+        "`lora.dropout`": lora is not None and lora.dropout > 0,
+        "weights in nf4": lora is not None and lora.nf4,
+        "`compile: true`": plan.compile,
+    }
+    return [f"tensor parallelism does not know {what} yet" for what, wanted in asked.items() if wanted]
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Plans with tensor parallelism are not priced yet, and ``techniques.check`` refuses them."""
+    if plan.layout.tp > 1:
+        raise ValueError(f"a plan with tp {plan.layout.tp} has no price")
+    return sheet
+
+
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """Cuts the weights, and has every layer compute with what this rank holds."""
+    if plan.layout.tp > 1:
+        for part in parts:
+            _cut(part, meshes)
+            _connect(part, plan, meshes)
+    return parts
+
+
+def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """After the last backward of a step, and what it sums over replicas and slices: the sums over this axis that
+    gradients still need, in one all-reduce for each dtype."""
+    if plan.layout.tp == 1:
+        return
+    import torch
+    from torch import distributed
+
+    from shardwise.techniques.slices import local
+
+    gradients: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            found = state(name, _spec(part), plan.layout.tp)
+            if parameter.grad is not None and found.partial(sequence_parallel=plan.sequence_parallel):
+                shard = local(parameter.grad)
+                gradients.setdefault(shard.dtype, []).append(shard)
+    for shards in gradients.values():
+        flat = torch.cat([shard.flatten() for shard in shards])
+        distributed.all_reduce(flat, group=meshes.groups["tp"])
+        for shard, total in zip(shards, flat.split([shard.numel() for shard in shards]), strict=True):
+            shard.copy_(total.view_as(shard))
+
+
+def _spec(part: nn.Module) -> ModelSpec:
+    spec: ModelSpec = part.spec  # type: ignore[assignment]
+    return spec
+
+
+def _cut(part: nn.Module, meshes: Meshes) -> None:
+    """Replace every parameter by a DTensor of which this rank holds its piece."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from shardwise.techniques.slices import cut
+
+    mesh, ranks, made = meshes.mesh("tp"), meshes.size("tp"), {}
+    for name, parameter in list(part.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:  # a tied weight is one parameter
+            dim, piece = state(name, _spec(part), ranks).dim, parameter.detach()
+            if dim is not None:
+                start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
+                piece = piece.narrow(dim, start, stop - start).contiguous()
+            placement = Replicate() if dim is None else Shard(dim)
+            whole = DTensor.from_local(
+                piece, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+            made[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+        layer, _, word = name.rpartition(".")
+        setattr(part.get_submodule(layer), word, made[id(parameter)])
+
+
+def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
+    """Give layers a forward that computes with local weights, and let the stream enter and leave between them."""
+    from torch import nn
+
+    from shardwise.models.layers import RMSNorm, rms_norm
+    from shardwise.techniques import vocabulary
+    from shardwise.techniques.crossing import enter, leave
+
+    group, spec, sequence_parallel = meshes.groups["tp"], _spec(part), plan.sequence_parallel
+    outside = torch_dtype(plan.precision.compute)
+    shape: list[int] = []  # [b,s] of the pass
+
+    def entered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter(args[0], group, tuple(shape) if sequence_parallel else None), *args[1:]
+
+    def left(module: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        out = leave(out, group, sequence_parallel)
+        return out if module.bias is None else out + module.bias.to_local().to(out.dtype)
+
+    def embed(ids: Tensor) -> Tensor:
+        shape[:] = ids.shape
+        rows = vocabulary.look_up(ids, part.get_parameter("embed.weight"), spec.vocab_size)
+        return leave(rows.to(outside), group, sequence_parallel)
+
+    def head(hidden: Tensor, finish: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        weight = part.get_parameter("head.weight")
+        return vocabulary.logits(hidden, weight, spec.vocab_size) if finish is None else finish(hidden, weight)
+
+    for name, module in part.named_modules():
+        inside = torch_dtype(compute_dtype(plan.precision, name))
+        place = name.rpartition(".")[2]
+        if place in TABLES:
+            module.forward = {"embed": embed, "head": head}[place]
+        elif isinstance(module, RMSNorm):
+            module.forward = _norm(module, inside, outside, rms_norm)  # type: ignore[method-assign, assignment]
+        elif isinstance(module, nn.Linear):
+            heads = _own_head(place, spec, meshes)
+            module.forward = _linear(module, inside, outside, heads, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
+        if place in ("attention", "mlp", "head"):
+            module.register_forward_pre_hook(entered)
+        if place in ROWS:
+            module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
+
+
+def _own_head(place: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
+    """The rows of a whole k or v that this rank multiplies with; None: all that it holds."""
+    ranks, heads = meshes.size("tp"), spec.num_key_value_heads
+    if place not in ("k", "v") or heads >= ranks:
+        return None
+    first = meshes.index("tp") * heads // ranks * spec.head_dim
+    return slice(first, first + spec.head_dim)
+
+
+def _linear(
+    module: Any, inside: torch.dtype, outside: torch.dtype, rows: slice | None, *, biased: bool
+) -> Callable[[Tensor], Tensor]:
+    from torch.nn import functional
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = module.weight.to_local(), None
+        if biased and module.bias is not None:
+            bias = module.bias.to_local()
+        if rows is not None:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        return functional.linear(x.to(inside), weight.to(inside), None if bias is None else bias.to(inside)).to(outside)
+
+    return forward
+
+
+def _norm(
+    module: Any, inside: torch.dtype, outside: torch.dtype, norm: Callable[..., Tensor]
+) -> Callable[[Tensor], Tensor]:
+    return lambda x: norm(x.to(inside), module.weight.to_local(), module.eps, module.plus_one).to(outside)

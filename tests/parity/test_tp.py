@@ -1,0 +1,81 @@
+"""Tensor and sequence parallelism in float64: loss, norm, every gradient of step 1 and the weights after five AdamW
+steps are those of one process (the tolerance is that of test_fp64.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from tests.parity.cases import FP64, GEMMA, QWEN, ROWS, SEQ_LEN, TIED, UNTIED
+from tests.parity.test_fp64 import holds
+
+EVEN = replace(UNTIED, name="tiny-even", intermediate_size=28)
+"""What two ranks divide; the vocabulary, 67, they do not."""
+QWEN_EVEN = replace(QWEN, name="tiny-qwen-even", intermediate_size=28)
+
+
+def plan(strategy: str, dp: int, tp: int, *, sequence: bool, remat: str = "none", accumulation: int = 1) -> Plan:
+    """Of ``dp`` x ``tp`` ranks; sixteen rows a step however they are split."""
+    sharded = strategy != "ddp"
+    layout = Layout(dp_shard=dp, tp=tp) if sharded else Layout(dp_replicate=dp, tp=tp)
+    batch = Batch(ROWS // accumulation // dp, accumulation, SEQ_LEN, loss_chunk_tokens=7)
+    shard = Shard(strategy, bucket_bytes=4096)  # type: ignore[arg-type]
+    return Plan(layout, batch, shard, FP64, Remat(remat), sequence_parallel=sequence)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
+    plans = [plan("ddp", 1, 2, sequence=sequence)]
+    holds(parity.prove(ranks, EVEN, plans), plans)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_beside_every_strategy(ranks: RankPool, sequence: bool) -> None:
+    plans = [
+        plan(strategy, 2, 2, sequence=sequence, remat=remat, accumulation=accumulation)
+        for strategy, remat, accumulation in (
+            ("ddp", "full", 4),
+            ("ddp", "selective", 1),
+            ("zero1", "none", 4),
+            ("zero2", "selective", 4),
+            ("zero3", "full", 1),
+            ("zero3", "none", 4),
+        )
+    ]
+    holds(parity.prove(ranks, EVEN, plans), plans)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("spec", [TIED, GEMMA, QWEN_EVEN], ids=lambda spec: spec.name)
+def test_models(ranks: RankPool, spec: ModelSpec, sequence: bool) -> None:
+    """One key head for two ranks, biases, tied weights; caps, windows, norms of heads, four norms a block."""
+    plans = [plan("ddp", 1, 2, sequence=sequence, remat="selective"), plan("zero3", 2, 2, sequence=sequence)]
+    holds(parity.prove(ranks, spec, plans), plans)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_four_ranks(ranks: RankPool, sequence: bool) -> None:
+    """More ranks than key heads, and a vocabulary of which the last has fewer ids."""
+    plans = [plan("ddp", 1, 4, sequence=sequence, remat="full")]
+    holds(parity.prove(ranks, EVEN, plans), plans)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_adapters(ranks: RankPool, sequence: bool) -> None:
+    """On layers whose outputs are cut and on layers whose inputs are, under a frozen model; B is random from the
+    second step on, and A has gradients then."""
+    adapters = Lora(4, 8.0, frozen="fp64")
+    plans = [
+        replace(plan("ddp", 1, 2, sequence=sequence), lora=adapters),
+        replace(plan("zero3", 2, 2, sequence=sequence, remat="selective", accumulation=2), lora=adapters),
+    ]
+    holds(parity.prove(ranks, EVEN, plans), plans)

@@ -1,0 +1,80 @@
+"""Parity must see what is wrong in tensor parallelism: faults planted into the ranks' code. Gradients are compared,
+since Adam hides a constant factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from shardwise.spec.plan import Plan
+from shardwise.techniques import crossing, tp
+from tests.parity.cases import TIED
+from tests.parity.test_tp import EVEN, plan
+
+Planted = Callable[[], AbstractContextManager[Any]]
+linear, state = tp._linear, tp.state
+WHOLE, SEQUENCE = (plan("ddp", 1, 2, sequence=sequence) for sequence in (False, True))
+
+
+def key_heads_are_whole(name: str, spec: ModelSpec, ranks: int) -> tp.State:
+    found = state(name, spec, ranks)
+    return tp.State(None, inside=False) if ".k." in name or ".v." in name else found
+
+
+def biased(module: nn.Linear, *given: Any, biased: bool) -> Callable[[Tensor], Tensor]:
+    return linear(module, *given, biased=True)
+
+
+def own_sum(stream: Tensor, group: Any, tokens: Any = None) -> Tensor:
+    return stream.view_as(stream)
+
+
+FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
+    "norms' gradients are not summed over tokens": (
+        lambda: patch.object(tp.State, "partial", lambda self, sequence_parallel: self.dim is None and self.inside),
+        EVEN,
+        SEQUENCE,
+    ),
+    "key heads that all ranks hold are not summed": (
+        lambda: patch.object(tp, "state", key_heads_are_whole),
+        TIED,
+        WHOLE,
+    ),
+    "the gradient of a column product's input is not reduced": (
+        lambda: patch.object(crossing, "enter", own_sum),
+        EVEN,
+        WHOLE,
+    ),
+    "what every rank holds counts once for each in the norm": (
+        lambda: patch.object(reduce, "replication", lambda tensor, ranks: 1),
+        EVEN,
+        WHOLE,
+    ),
+    "every rank adds the bias of a row product": (lambda: patch.object(tp, "_linear", biased), TIED, WHOLE),
+}
+
+
+def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Trace]:
+    traces = []
+    for name in names:
+        fault, spec, of = FAULTS[name]
+        with fault():
+            traces.append(parity.train(rank, spec, of, 2))
+    return traces
+
+
+def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
+    answers = ranks.run(train_with_faults, list(FAULTS), world=2)
+    for place, (name, (_, spec, of)) in enumerate(FAULTS.items()):
+        right = parity.plain(parity.job_of(spec, of, 2))
+        found = parity.compare(right, [traces[place] for traces in answers])
+        worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
+        assert worst > 1e-4, f"{name} was not seen: {found}"

@@ -1,0 +1,103 @@
+"""What tensor parallelism cuts, which sums gradients need, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.load import load_spec
+from shardwise.planner.sheets import sheet_of
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Lora, Plan
+from shardwise.techniques import lora, tp
+from tests.models import hf_models
+from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
+
+LLAMA = load_spec("Llama-3-8B")
+CLUSTER = parse_cluster("8xH100")
+
+
+def states(spec: ModelSpec, ranks: int, adapters: Lora | None = None) -> dict[str, tp.State]:
+    names = [*parameter_shapes(spec), *(lora.adapters(spec, adapters) if adapters else ())]
+    return {name.removeprefix("layers.0."): tp.state(name, spec, ranks) for name in names}
+
+
+def summed(found: dict[str, tp.State], *, sequence_parallel: bool) -> set[str]:
+    return {
+        name
+        for name, state in found.items()
+        if state.partial(sequence_parallel=sequence_parallel) and "layers." not in name
+    }
+
+
+def test_every_dim_that_is_cut_is_one_that_a_parameter_has() -> None:
+    for spec in (UNTIED, TIED, GEMMA, QWEN, LLAMA):
+        for name, shape in parameter_shapes(spec).items():
+            dim = tp.state(name, spec, 2).dim
+            assert dim is None or dim < len(shape), name
+
+
+def test_which_gradients_are_summed_follows_from_where_a_parameter_is_used() -> None:
+    """Norms of the stream only where ranks hold their own tokens; those of heads always; what is cut never."""
+    biased = replace(QWEN, mlp_bias=True)
+    heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
+    stream = {"attention_norm.weight", "mlp_norm.weight", "norm.weight", "mlp.down.bias"}
+    found = states(biased, 2)
+    assert summed(found, sequence_parallel=False) == heads
+    assert summed(found, sequence_parallel=True) == heads | stream
+    whole = {f"attention.{layer}.{word}" for layer in "kv" for word in ("weight", "bias")}
+    assert summed(states(biased, 4), sequence_parallel=False) == heads | whole  # two key heads
+
+
+def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
+    found = states(UNTIED, 2, Lora(4, 8.0))
+    assert (found["attention.q.lora_a.weight"].dim, found["attention.q.lora_b.weight"].dim) == (None, 0)
+    assert (found["mlp.down.lora_a.weight"].dim, found["mlp.down.lora_b.weight"].dim) == (1, None)
+    columns = {
+        f"{layer}.lora_a.weight" for layer in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    }
+    rows = {"attention.o.lora_b.weight", "mlp.down.lora_b.weight"}
+    assert summed(found, sequence_parallel=False) == columns | rows
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "what"),
+    [
+        (LLAMA, 3, "3 does not divide its 32 query heads; 3 does not divide its 8 key heads, nor do they divide 3"),
+        (replace(UNTIED, num_key_value_heads=4, num_attention_heads=12), 6, "6 does not divide its 4 key heads"),
+        (UNTIED, 2, "2 does not divide `intermediate_size` 27"),
+        (replace(UNTIED, vocab_size=5, intermediate_size=28), 4, "the last rank would have none of 5 ids"),
+        (replace(LLAMA, qk_norm="projection"), 2, "norms over the whole projection yet"),
+        (hf_models.spec_of("gpt2"), 2, "runs in transformers' own modules"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(spec: ModelSpec, ranks: int, what: str) -> None:
+    found = tp.check(spec, Plan(Layout(tp=ranks)), CLUSTER)
+    assert [problem.code for problem in found] == ["PLAN022"]
+    assert what in found[0].what
+    assert not tp.check(spec, Plan(), CLUSTER)
+
+
+def test_the_fix_names_every_number_of_ranks_that_serves() -> None:
+    [problem] = tp.check(LLAMA, Plan(Layout(tp=3)), CLUSTER)
+    assert problem.fix == "tp 1, 2, 4, 8, 16, 32"
+    assert not tp.check(LLAMA, Plan(Layout(tp=8)), CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "adapters", [Lora(dora=True), Lora(nf4=True), Lora(dropout=0.1)], ids=["dora", "nf4", "dropout"]
+)
+def test_what_it_does_not_know_yet_is_refused(adapters: Lora) -> None:
+    found = tp.check(LLAMA, Plan(Layout(tp=2), lora=adapters), CLUSTER)
+    assert [problem.code for problem in found] == ["PLAN022"]
+
+
+def test_a_plan_without_a_price_is_refused_and_never_priced() -> None:
+    plan = Plan(Layout(tp=2))
+    assert "PLAN016" in [problem.code for problem in techniques.check(LLAMA, plan, CLUSTER)]
+    with pytest.raises(ValueError, match="tp 2 has no price"):
+        techniques.cost(sheet_of(LLAMA, "narrow"), plan)
