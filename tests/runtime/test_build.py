@@ -31,6 +31,8 @@ LAYOUTS = [
     (2, Layout(dp_replicate=2), "ddp"),
     (3, Layout(dp_shard=3), "zero3"),
     (4, Layout(dp_replicate=2, dp_shard=2), "zero1"),
+    (2, Layout(tp=2), "ddp"),
+    (4, Layout(dp_shard=2, tp=2), "zero3"),
 ]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import DataError
 from shardwise.runtime.checkpoint import commit
@@ -20,10 +20,13 @@ from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult
 from shardwise.runtime.checkpoint.storage import ShardReader, ShardWriter
 from shardwise.spec.recipe import Checkpoint
+from shardwise.techniques.slices import cut
 from tests.runtime.checkpoint.faults import faulty, naive_begin, naive_publish
 
 SHAPES = {"embed.weight": (11, 5), "layers.0.up.weight": (7, 3), "layers.0.norm.weight": (2,), "head.bias": (1,)}
 """Uneven on purpose: over 4 ranks, a norm of 2 and a bias of 1 leave some ranks without a row."""
+CUT: dict[str, int | None] = {"embed.weight": 0, "layers.0.up.weight": 1, "layers.0.norm.weight": None, "head.bias": 0}
+"""The dim that tensor parallelism cuts; dim 0 is then cut twice."""
 
 
 def values(seed: int = 0) -> dict[str, Tensor]:
@@ -38,18 +41,39 @@ def values(seed: int = 0) -> dict[str, Tensor]:
     return state
 
 
+def columns(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+    """Cut along ``dim`` over tensor-parallel ranks, the last of which may have less; None: whole on each."""
+    if dim is None:
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    start, stop = cut((0, tensor.shape[dim]), mesh.size(), mesh.get_local_rank())
+    piece = tensor.narrow(dim, start, stop - start).contiguous()
+    return DTensor.from_local(piece, mesh, [Shard(dim)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def placed(seed: int, layout: str, world: int) -> dict[str, Tensor]:
-    """``values(seed)`` in a layout: plain, fsdp or hsdp. Sharded by fully_shard itself, moments like their weights."""
+    """``values(seed)`` in a layout: plain, fsdp, hsdp, or these over tensor parallelism. Sharded by fully_shard itself,
+    moments like their weights."""
     state = values(seed)
     if layout == "plain":
         return state
-    axes = {"fsdp": ((world,), ("shard",)), "hsdp": ((2, world // 2), ("replicate", "shard"))}[layout]
+    half = world // 2
+    axes = {
+        "fsdp": ((world,), ("shard",)),
+        "hsdp": ((2, half), ("replicate", "shard")),
+        "tp": ((world,), ("tp",)),
+        "ddp-tp": ((2, half), ("replicate", "tp")),
+        "fsdp-tp": ((half, 2), ("shard", "tp")),
+    }[layout]
     mesh = init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1])
+    data = tuple(axis for axis in axes[1] if axis != "tp")
     for name, shape in SHAPES.items():
         for prefix in ("model", "optim.exp_avg", "optim.exp_avg_sq"):
             module = torch.nn.Module()
             module.weight = torch.nn.Parameter(state[f"{prefix}.{name}"])
-            fully_shard(module, mesh=mesh)
+            if "tp" in axes[1]:
+                module.weight = torch.nn.Parameter(columns(module.weight.detach(), mesh["tp"], CUT[name]))
+            if "shard" in data:
+                fully_shard(module, mesh=mesh[data])
             assert isinstance(module.weight, DTensor) and module.weight.shape == shape
             state[f"{prefix}.{name}"] = module.weight.detach()
     return state

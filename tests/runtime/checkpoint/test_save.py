@@ -29,6 +29,7 @@ from tests.runtime.checkpoint.checkpoint_ranks import same, values
 from tests.runtime.nursery import Ask
 
 LAYOUTS = [("fsdp", 4), ("hsdp", 4), ("fsdp", 2), ("plain", 2), ("plain", 1)]
+LAYOUTS += [("tp", 2), ("tp", 4), ("ddp-tp", 4), ("fsdp-tp", 4)]
 REASONS = {"ENOSPC": "no space left on device", "EIO": "input/output error"}
 ANSWER_S = 5.0
 """Within this all ranks must have agreed that a save failed."""
