@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,9 @@ def test_a_sharded_model_writes_what_a_whole_one_writes(ranks: RankPool) -> None
         expected = generate([model], [1, 2, 3], sampling, torch.device("cpu"))
         for strategy in ("zero2", "zero3"):
             plan = plan_of(Layout(dp_shard=2), strategy, fp64)
+            assert ranks.run(rank_work.generated, plan, sampling, world=2) == [(expected, True)] * 2
+        for sequence_parallel in (False, True):  # of texts that two ranks do not divide
+            plan = replace(plan_of(Layout(tp=2), "ddp", fp64), sequence_parallel=sequence_parallel)
             assert ranks.run(rank_work.generated, plan, sampling, world=2) == [(expected, True)] * 2
 
 
