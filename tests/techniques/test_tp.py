@@ -62,6 +62,8 @@ def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
     }
     rows = {"attention.o.lora_b.weight", "mlp.down.lora_b.weight"}
     assert summed(found, sequence_parallel=False) == columns | rows
+    whole = states(UNTIED, 4, Lora(4, 8.0))  # two key heads
+    assert (whole["attention.k.lora_b.weight"].dim, whole["attention.v.lora_a.weight"].dim) == (None, None)
 
 
 @pytest.mark.parametrize(

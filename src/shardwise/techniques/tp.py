@@ -59,8 +59,11 @@ def state(name: str, spec: ModelSpec, ranks: int) -> State:
     layer, _, word = name.rpartition(".")
     *_, place = layer.split(".")
     if place in ("lora_a", "lora_b"):
-        column = layer.split(".")[-2] in COLUMNS
-        return State({("lora_b", True): 0, ("lora_a", False): 1}.get((place, column)), inside=True)
+        adapted = state(
+            f"{layer.rpartition('.')[0]}.weight", spec, ranks
+        )  # B has the outputs of its layer, A its inputs
+        own = 0 if place == "lora_b" else 1
+        return State(own if adapted.dim == own else None, inside=True)
     if place in ("k", "v") and spec.num_key_value_heads < ranks:
         return State(None, inside=True)  # whole, and each rank uses the head that its query heads look at
     if place in COLUMNS:
@@ -219,7 +222,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         elif isinstance(module, RMSNorm):
             module.forward = _norm(module, inside, outside, rms_norm)  # type: ignore[method-assign, assignment]
         elif isinstance(module, nn.Linear):
-            heads = _own_head(place, spec, meshes)
+            heads = _own_head(name, spec, meshes)
             module.forward = _linear(module, inside, outside, heads, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
         if place in ("attention", "mlp", "head"):
             module.register_forward_pre_hook(entered)
@@ -227,10 +230,10 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
 
 
-def _own_head(place: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
-    """The rows of a whole k or v that this rank multiplies with; None: all that it holds."""
+def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
+    """The rows of a whole k or v, or of its adapter's B, that this rank multiplies with; None: all that it holds."""
     ranks, heads = meshes.size("tp"), spec.num_key_value_heads
-    if place not in ("k", "v") or heads >= ranks:
+    if layer.removesuffix(".lora_b").rpartition(".")[2] not in ("k", "v") or heads >= ranks:
         return None
     first = meshes.index("tp") * heads // ranks * spec.head_dim
     return slice(first, first + spec.head_dim)

@@ -1,0 +1,95 @@
+"""Layouts of tensor parallelism that meet every pair of settings at least once: ``python -m tests.parity.pairwise``
+prints them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from tests.parity.cases import FP64, ROWS, SEQ_LEN
+
+DENSE = ModelSpec("tiny-tp", 67, 16, 32, 2, 8, 2, 4, initializer_range=0.3)
+"""67 ids, which no number of ranks divides; two key heads, fewer than 4 and 8 ranks."""
+CAPPED = replace(
+    DENSE,
+    attention_soft_cap=2.0,
+    final_soft_cap=3.0,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+)
+MODELS = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_word_embeddings=True),
+    "one key head": replace(DENSE, num_key_value_heads=1),
+    "all key heads": replace(DENSE, num_key_value_heads=8, vocab_size=64),
+    "biased": replace(DENSE, attention_bias=True, mlp_bias=True),
+    "capped, windowed": CAPPED,
+    "normed heads": replace(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
+    "adapters": DENSE,
+}
+LAYOUTS = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int
+    strategy: str
+    sequence: bool
+    remat: str
+    accumulation: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        return MODELS[self.model]
+
+    @property
+    def layout(self) -> Layout | None:
+        """None where it would take more than 8 ranks, or a strategy has nothing to shard over."""
+        if self.tp == 8:
+            return Layout(tp=8) if self.strategy == "ddp" else None
+        if self.strategy == "hsdp":
+            return Layout(dp_replicate=2, dp_shard=2, tp=2) if self.tp == 2 else None
+        return Layout(dp_replicate=2, tp=self.tp) if self.strategy == "ddp" else Layout(dp_shard=2, tp=self.tp)
+
+    @property
+    def plan(self) -> Plan:
+        layout = self.layout
+        assert layout is not None
+        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, SEQ_LEN, loss_chunk_tokens=7)
+        shard = Shard("zero3" if self.strategy == "hsdp" else self.strategy, bucket_bytes=4096)  # type: ignore[arg-type]
+        plan = Plan(layout, batch, shard, FP64, Remat(self.remat), sequence_parallel=self.sequence)  # type: ignore[arg-type]
+        return replace(plan, lora=Lora(4, 8.0, frozen="fp64")) if self.model == "adapters" else plan
+
+    def pairs(self) -> set[tuple[tuple[str, object], ...]]:
+        return set(combinations([(field.name, vars(self)[field.name]) for field in fields(self)], 2))
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+EVERY = [
+    case
+    for values in product(MODELS, (2, 4, 8), STRATEGIES, (False, True), ("none", "selective", "full"), (1, 4))
+    if (case := Case(*values)).layout is not None  # type: ignore[arg-type]
+]
+
+
+def covering() -> list[Case]:
+    """At least ``LAYOUTS`` of them, the same ones always."""
+    left = random.Random(0).sample(EVERY, len(EVERY))
+    missing = set[tuple[tuple[str, object], ...]]().union(*(case.pairs() for case in left))
+    found = []
+    while missing or len(found) < LAYOUTS:
+        best = max(left, key=lambda case: len(case.pairs() & missing))
+        missing -= best.pairs()
+        left.remove(best)
+        found.append(best)
+    return found
+
+
+if __name__ == "__main__":
+    for case in covering():
+        print(case)
