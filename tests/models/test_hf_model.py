@@ -25,10 +25,10 @@ from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.models.roles import role
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import cut
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import precision
-from shardwise.techniques.slices import cut
 from tests.models.hf_models import CONFIGS, GATED, LONG, SIZES, config_of, ours_of, spec_of, theirs_of, transposed
 from tests.models.llama import relative, tokens
 

@@ -9,9 +9,8 @@ from torch import nn
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, cut
 from shardwise.spec.plan import Batch, Plan, Shard
-from shardwise.techniques.slices import cut
 from tests.parity.cases import TIED
 from tests.runtime import rank_work
 

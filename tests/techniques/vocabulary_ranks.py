@@ -18,12 +18,11 @@ from shardwise.data.batch import MicroBatch
 from shardwise.methods import dpo, loss
 from shardwise.methods.loss import IGNORED, Output
 from shardwise.models.layers import Head
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, cut
 from shardwise.spec.recipe import Method
 from shardwise.techniques import vocabulary
 from shardwise.techniques.crossing import enter, leave
 from shardwise.techniques.meshes import meshes
-from shardwise.techniques.slices import cut
 from tests.techniques.crossing_ranks import share
 
 HIDDEN, SHAPE = 16, (3, 7)

@@ -30,14 +30,19 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     if want_weight and chunks > 1:
         steps.append(("grad_weight", vocabulary * hidden * wide, ()))
     logits = ceil(tokens / chunks) * vocabulary
+    in_place = plan.layout.tp > 1 and not sheet.capped  # of its own rows a rank makes no logarithms
+    probabilities = "log_probabilities" if not in_place else "widened" if narrow else "logits"
     for _ in range(min(chunks, 2)):
         steps.append(("logits", logits * compute, ()))
         if narrow:
             steps.append(("widened", logits * wide, ()))
         # Capped in place in the wide type, which is needed until the slope is made.
         early = ("logits",) if sheet.capped and narrow else ()
-        steps.append(("log_probabilities", logits * wide, early))
-        steps.append(("", 0, tuple(name for name in ("widened", "logits")[not narrow :] if name not in early)))
+        if in_place:
+            steps.append(("", 0, ("logits",) * narrow))
+        else:
+            steps.append((probabilities, logits * wide, early))
+            steps.append(("", 0, tuple(name for name in ("widened", "logits")[not narrow :] if name not in early)))
         if narrow:
             steps.append(("slope", logits * compute, ()))
         apart = want_weight and chunks > 1 and narrow and not joins_products(device)
@@ -45,7 +50,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
             steps.append(("grad_weight", vocabulary * hidden * compute, ()))
         elif apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
-        steps.append(("", 0, (*["product"] * apart, *["slope"] * narrow, "log_probabilities")))
+        steps.append(("", 0, (*["product"] * apart, *["slope"] * narrow, probabilities)))
     steps.append(("loss", wide, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
     return steps
 

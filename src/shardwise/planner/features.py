@@ -15,6 +15,7 @@ from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.rope import RopeScaling
 from shardwise.spec.sheet import Sheet, Sizes, Tensor, Unit
+from shardwise.techniques.tp import own_part
 
 What = Literal["stem", "block", "tail"]
 PRIMES = {"V": 227, "d": 211, "f": 223, "K": 101, "G": 103, "e": 2 * 107, "p": 97}
@@ -129,12 +130,14 @@ def templates(spec: ModelSpec) -> list[tuple[What, ModelSpec]]:
     return [("stem", stem(spec)), *dict.fromkeys(blocks), ("tail", tail(spec))]
 
 
-def assembled(spec: ModelSpec, unit: Callable[[What, ModelSpec], Unit]) -> Sheet:
-    """The sheet of a model of the decoder's families, from the ``unit`` of each template, bound to its sizes."""
+def assembled(spec: ModelSpec, unit: Callable[[What, ModelSpec], Unit], ranks: int = 1) -> Sheet:
+    """The sheet of a model of the decoder's families, from the ``unit`` of each template, bound to its sizes; of one of
+    ``ranks`` that compute a part of it each."""
     kinds, _ = layer_kinds(spec)
-    made = {named: unit(*named) for named in templates(spec)}
-    blocks = [made["block", block(spec, kind)] for kind in kinds]
-    return joined(spec, made["stem", stem(spec)], blocks, made["tail", tail(spec)]).bound(sizes(spec))
+    own = own_part(spec, ranks)
+    made = {named: unit(*named) for named in templates(own)}
+    blocks = [made["block", block(own, kind)] for kind in kinds]
+    return joined(spec, made["stem", stem(own)], blocks, made["tail", tail(own)]).bound(sizes(own))
 
 
 def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet:
@@ -147,4 +150,5 @@ def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet
         tail = replace(tail, weights=(*tail.weights, head))
     seen = tuple(replace(block, window=kind.window) for kind, block in zip(kinds, traced, strict=True))
     capped = spec.final_soft_cap is not None
-    return Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped)
+    key_heads = spec.num_key_value_heads
+    return Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped, key_heads=key_heads)

@@ -6,15 +6,16 @@ from collections import Counter
 from dataclasses import replace
 
 from shardwise import techniques
-from shardwise.methods.head import products
+from shardwise.methods.head import gathers, products
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.replay import replay
-from shardwise.planner.schedule import schedule
+from shardwise.planner.schedule import recomputed, schedule
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import Op, Sheet, Unit
 from shardwise.techniques import optim, shard
+from shardwise.techniques.tp_units import SEND
 
 
 def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
@@ -22,7 +23,7 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     costed = techniques.cost(sheet, plan)
     result = replay(schedule(costed, plan, kind=cluster.kind))
     memory = {name: result.peak.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
-    peak, sent = sum(memory.values()), traffic(costed, plan.layout)
+    peak, sent = sum(memory.values()), traffic(costed, plan)
     return replace(plan, estimate=Estimate(memory, peak, cluster.device.memory_bytes, sent, flops(costed, plan)))
 
 
@@ -62,23 +63,36 @@ def saved_bytes(costed: Sheet, plan: Plan) -> int:
     return sum(left[kind] for kind in costed.order)
 
 
-def collectives(sheet: Sheet) -> Counter[tuple[str, str, str, int]]:
-    """(axis, kind, category, bytes of a call) -> calls in a step, on each rank."""
+def collectives(sheet: Sheet, plan: Plan) -> Counter[tuple[str, str, str, int]]:
+    """(axis, kind, category, bytes of a call) -> calls in a step, on the rank of a costed sheet."""
     found: Counter[tuple[str, str, str, int]] = Counter()
     for items, times in [*((unit.collectives, times) for unit, times in sheet.repeated()), (sheet.step, 1)]:
         for item in items:
             found[item.axis, item.kind, item.category, item.bytes] += item.count * times
+    for unit, times in sheet.repeated():
+        again = recomputed(unit) if unit.recompute else ()
+        for op in (*unit.forward, *again, *unit.backward):
+            if op.kind == SEND:
+                found["tp", op.name, "activations", _payload(unit, op, plan)] += times * plan.batch.accumulation
+    for size in gathers(plan):
+        found["tp", "all_gather", "activations", size] += plan.batch.accumulation
     return found
 
 
-def traffic(sheet: Sheet, layout: Layout) -> tuple[Traffic, ...]:
+def _payload(unit: Unit, op: Op, plan: Plan) -> int:
+    """What a collective over the tensor-parallel ranks gathers, scatters or reduces: the larger of its tensors."""
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    return max(unit.tensors[tensor].bytes(b, s) for tensor in (*op.reads, *op.allocates))
+
+
+def traffic(sheet: Sheet, plan: Plan) -> tuple[Traffic, ...]:
     """What one rank sends in a step, by axis and kind: payload bytes of all calls together."""
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
-    for (axis, kind, category, size), calls in collectives(sheet).items():
+    for (axis, kind, category, size), calls in collectives(sheet, plan).items():
         total[axis, kind, category] += size * calls
         count[axis, kind, category] += calls
-    return tuple(Traffic(*name, total[name], count[name], link(name[0], layout)) for name in total)
+    return tuple(Traffic(*name, total[name], count[name], link(name[0], plan.layout)) for name in total)
 
 
 def link(axis: str, layout: Layout) -> str:
@@ -102,4 +116,4 @@ def flops(sheet: Sheet, plan: Plan) -> int:
             passes.append(tuple(op for i, op in enumerate(unit.forward) if i not in unit.saved_ops))
         scale = {"b*s": b * s, "b*s*s": b * seen(s, unit.window)}
         total += times * sum(op.flops * scale[op.per] for ops in passes for op in ops)
-    return total * plan.batch.accumulation * plan.layout.dp
+    return total * plan.batch.accumulation * plan.layout.dp * plan.layout.tp

@@ -16,7 +16,7 @@ from shardwise.planner.tape import Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet, Unit
+from shardwise.spec.sheet import Op, Sheet, Unit
 from shardwise.techniques import optim
 
 
@@ -121,15 +121,11 @@ class _Step:
         return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
 
     def recompute(self, unit: Unit, name: Hashable) -> None:
-        """Forward again, until all that backward reads is there: to the last operation that makes some of it, or short
-        of the last that keeps its weight for backward."""
+        """Forward again, until all that backward reads is there."""
         sizes = self.sizes[id(unit)]
-        read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
-        stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
-        stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
         made: set[int] = set()
         self.weights.cast(unit, name)
-        for i, op in enumerate(unit.forward[: max(stops, default=0)]):
+        for i, op in enumerate(recomputed(unit)):
             if i not in unit.saved_ops:
                 for tensor in op.allocates:
                     self.tape.make((name, tensor), "activations", sizes[tensor])
@@ -185,7 +181,9 @@ class _Step:
                 self.tape.free(("head", other))
             if size:
                 self.tape.make(("head", key), "logits", size)
-        self.tape.free(("tail", self.sheet.tail.output))
+        tail = self.sheet.tail
+        for tensor in {tail.output} | unfreed(tail) - tail.saved:
+            self.tape.free(("tail", tensor))
 
     def loss_backward(self) -> None:
         for key, size, frees in backward_tensors(self.sheet, self.plan):
@@ -199,8 +197,17 @@ class _Step:
         # The gradient of the hidden states was made in the forward pass; from here on it is the tail's to free.
         if ("head", "grad_hidden") in self.tape.alive:
             self.tape.free(("head", "grad_hidden"))
-            stem = self.sheet.stem
-            self.tape.make(("gradient", "tail"), "logits", self.sizes[id(stem)][stem.output])
+            tail = self.sheet.tail
+            self.tape.make(("gradient", "tail"), "logits", self.sizes[id(tail)][tail.output])
+
+
+def recomputed(unit: Unit) -> tuple[Op, ...]:
+    """The operations that recomputation goes through: to the last that makes some of what backward reads, or short of
+    the last that keeps its weight for backward."""
+    read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
+    stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
+    stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
+    return unit.forward[: max(stops, default=0)]
 
 
 def unfreed(unit: Unit) -> set[int]:

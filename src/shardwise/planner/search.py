@@ -188,7 +188,7 @@ def _candidates(
             refused += problems
             continue
         costed = techniques.cost(sheet, plan)
-        busy_s = wire_s(traffic(costed, layout), layout, cluster)
+        busy_s = wire_s(traffic(costed, plan), layout, cluster)
         found.append(Candidate(plan, sheet, busy_s, least_bytes(costed, plan, cluster)))
     return found, refused
 

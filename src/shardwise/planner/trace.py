@@ -80,12 +80,12 @@ class _RecordedPass:
     weight_gradients: tuple[tuple[str, int], ...] = ()
 
 
-def trace(spec: ModelSpec, variant: str) -> Sheet:
-    """The sheet of a model; ``variant`` is ``narrow`` or ``wide``. Takes a second or two, and no memory to speak of."""
+def trace(spec: ModelSpec, variant: str, ranks: int = 1) -> Sheet:
+    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks; ``variant`` is ``narrow`` or ``wide``. Takes a second or two, and no memory to speak of."""
     if spec.hf_model is not None:
         with _tracing(variant) as dtype:
             return _hf_sheet(spec, dtype)
-    return assembled(spec, partial(trace_template, variant))
+    return assembled(spec, partial(trace_template, variant), ranks)
 
 
 @cache

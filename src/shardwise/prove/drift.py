@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -57,10 +57,10 @@ class Drift:
 
 def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
     """What the planner says of one rank, on such a device."""
-    costed = techniques.cost(sheet, plan)
+    costed = techniques.cost(replace(sheet, rank=rank), plan)
     result = replay(schedule(costed, plan, rank, device))
     sent: Counter[tuple[str, str, int]] = Counter()
-    for (axis, kind, _, size), calls in collectives(costed).items():
+    for (axis, kind, _, size), calls in collectives(costed, plan).items():
         sent[axis, kind, size] += calls
     start, end = (sum(result.moments[mark].values()) for mark in ("start of forward", "end of forward"))
     state = optim.state_bytes(costed, plan, rank)
@@ -70,5 +70,5 @@ def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Me
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0, sheet: Sheet | None = None) -> Drift:
     """Predicts and measures ``plan`` on ``rank`` of its world; traces the model unless its ``sheet`` is given."""
-    sheet = sheet or trace(spec, variant(plan.precision))
+    sheet = sheet or trace(spec, variant(plan.precision), plan.layout.tp)
     return Drift(plan, rank, predict(sheet, plan, rank), measure(spec, plan, rank))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
-from shardwise.interop.torch_private import fake_store, fresh_sharding_propagation, group_size, watch_resizes
+from shardwise.interop.torch_private import fake_store, forget_sharding, fresh_sharding_propagation, group_size, watch_resizes
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors
@@ -56,6 +56,7 @@ def fake_world(layout: Layout, rank: int = 0) -> Iterator[Meshes]:
             yield meshes(layout, "cpu")
     finally:
         dist.destroy_process_group()
+        forget_sharding()
 
 
 @dataclass

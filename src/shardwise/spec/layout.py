@@ -110,3 +110,10 @@ class Layout:
         """How far neighbours on ``axis`` are apart in rank number."""
         world = GROUPS["world"]
         return prod(self.degree(inner) for inner in world[world.index(axis) + 1 :])
+
+
+def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:
+    """Piece ``index`` of the half-open range ``span`` cut in ``pieces``, as ``torch.chunk`` cuts."""
+    start, stop = span
+    length = -(-(stop - start) // pieces)
+    return min(stop, start + index * length), min(stop, start + (index + 1) * length)

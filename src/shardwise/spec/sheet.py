@@ -159,7 +159,8 @@ class Unit:
 @dataclass(frozen=True)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
-    the loss caps its logits. ``sizes`` are those that it is bound to."""
+    the loss caps its logits. ``sizes`` are those that it is bound to: under tensor parallelism a rank's own.
+    ``key_heads`` are those of the whole model. ``rank``: whose sheet it is, where ranks have unequal pieces."""
 
     model: str
     stem: Unit
@@ -169,6 +170,8 @@ class Sheet:
     tied: bool
     step: tuple[Collective, ...] = ()
     capped: bool = False
+    key_heads: int = 0
+    rank: int = 0
     sizes: Sizes = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> Sheet:

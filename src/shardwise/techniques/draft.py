@@ -18,8 +18,8 @@ class Draft:
         self.gradients = dict(unit.weight_gradients)
 
     def add(self, *shape: Dim, dtype: str = "compute") -> int:
-        """The index of a new tensor."""
-        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype))
+        """The index of a new tensor, inside attention or the MLP."""
+        self.tensors.append(Tensor(f"t{len(self.tensors)}", shape, dtype, inside=True))
         return len(self.tensors) - 1
 
     def done(self, weights: Iterable[Tensor]) -> Unit:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.interop.torch_private import is_strided
+from shardwise.spec.layout import cut
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -36,13 +37,6 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     placed = list(enumerate(tensor.placements))
     first = [(axis, kind.dim) for axis, kind in placed if isinstance(kind, Shard) and not is_strided(kind)]
     return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]
-
-
-def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:
-    """Piece ``index`` of the half-open range ``span`` cut in ``pieces``."""
-    start, stop = span
-    length = -(-(stop - start) // pieces)
-    return min(stop, start + index * length), min(stop, start + (index + 1) * length)
 
 
 def replication(tensor: Tensor, ranks: int) -> int:

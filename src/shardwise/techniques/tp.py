@@ -15,7 +15,7 @@ one device. Parameters are DTensors over the axis ``tp``; what flows between lay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,10 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.layout import cut
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import Collective, Sheet, Unit
+from shardwise.techniques import tp_units
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -54,17 +56,15 @@ class State:
         return self.dim is None and (self.inside or sequence_parallel)
 
 
-def state(name: str, spec: ModelSpec, ranks: int) -> State:
+def state(name: str, key_heads: int, ranks: int) -> State:
     """The technique's one fact, by canonical name."""
     layer, _, word = name.rpartition(".")
     *_, place = layer.split(".")
     if place in ("lora_a", "lora_b"):
-        adapted = state(
-            f"{layer.rpartition('.')[0]}.weight", spec, ranks
-        )  # B has the outputs of its layer, A its inputs
-        own = 0 if place == "lora_b" else 1
+        adapted = state(f"{layer.rpartition('.')[0]}.weight", key_heads, ranks)
+        own = 0 if place == "lora_b" else 1  # B has the outputs of its layer, A its inputs
         return State(own if adapted.dim == own else None, inside=True)
-    if place in ("k", "v") and spec.num_key_value_heads < ranks:
+    if place in ("k", "v") and key_heads < ranks:
         return State(None, inside=True)  # whole, and each rank uses the head that its query heads look at
     if place in COLUMNS:
         return State(0, inside=True)
@@ -118,11 +118,52 @@ def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
     return [f"tensor parallelism does not know {what} yet" for what, wanted in asked.items() if wanted]
 
 
+def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """The model that a rank computes: its heads and its columns, and the whole vocabulary."""
+    key_heads = max(1, spec.num_key_value_heads // ranks)
+    heads, width = spec.num_attention_heads // ranks, spec.intermediate_size // ranks
+    return replace(spec, num_attention_heads=heads, num_key_value_heads=key_heads, intermediate_size=width)
+
+
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Plans with tensor parallelism are not priced yet, and ``techniques.check`` refuses them."""
-    if plan.layout.tp > 1:
-        raise ValueError(f"a plan with tp {plan.layout.tp} has no price")
-    return sheet
+    """Of a sheet of :func:`own_part`: what crosses the edges, the rows of the vocabulary, what ranks hold alike, and
+    the sums that gradients need after the last backward."""
+    ranks, key_heads = plan.layout.tp, sheet.key_heads
+    if ranks == 1:
+        return sheet
+    first, ids = plan.layout.coordinate(sheet.rank, "tp"), int(sheet.stem.weights[0].shape[0])
+    start, stop = cut((0, ids), ranks, first)
+
+    def own(unit: Unit) -> dict[str, tuple[int, ...]]:
+        shapes = {w.name: tuple(map(int, w.shape)) for w in unit.weights}
+        alike = (name for name in shapes if _rows_used(name) and key_heads < ranks)
+        return {name: (key_heads * shapes[name][0], *shapes[name][1:]) for name in alike}
+
+    stem, tail = tp_units.stem(sheet.stem, plan, stop - start), tp_units.tail(sheet.tail, plan)
+    if not sheet.tied:
+        *others, head = tail.weights
+        tail = replace(tail, weights=(*others, replace(head, shape=(stop - start, head.shape[1]))))
+    blocks = tuple(tp_units.block(block, plan, own(block)) for block in sheet.blocks)
+    sheet = replace(sheet, stem=stem, blocks=blocks, tail=tail)
+    return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))
+
+
+def _rows_used(name: str) -> bool:
+    """Whether, of a weight that all ranks hold, each multiplies with the rows of its own key head."""
+    layer = name.removesuffix(".lora_b.weight").removesuffix(".weight").removesuffix(".bias")
+    return layer.rpartition(".")[2] in ("k", "v")
+
+
+def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
+    """Of the rank's slices of the gradients that are parts of a sum over the ranks."""
+    count = 0
+    for unit, times in sheet.repeated():
+        for weight in unit.weights:
+            found = state(weight.name, sheet.key_heads, plan.layout.tp)
+            if weight.trained and found.partial(sequence_parallel=plan.sequence_parallel):
+                slices = weight.cut(("dp_shard", 0)) if plan.sharded else weight
+                count += times * slices.local_numel(plan.layout, sheet.rank, padded=False)
+    return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.weights])] if count else []
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -147,7 +188,7 @@ def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     gradients: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
-            found = state(name, _spec(part), plan.layout.tp)
+            found = state(name, _spec(part).num_key_value_heads, plan.layout.tp)
             if parameter.grad is not None and found.partial(sequence_parallel=plan.sequence_parallel):
                 shard = local(parameter.grad)
                 gradients.setdefault(shard.dtype, []).append(shard)
@@ -168,12 +209,10 @@ def _cut(part: nn.Module, meshes: Meshes) -> None:
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from shardwise.techniques.slices import cut
-
     mesh, ranks, made = meshes.mesh("tp"), meshes.size("tp"), {}
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:  # a tied weight is one parameter
-            dim, piece = state(name, _spec(part), ranks).dim, parameter.detach()
+            dim, piece = state(name, _spec(part).num_key_value_heads, ranks).dim, parameter.detach()
             if dim is not None:
                 start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
                 piece = piece.narrow(dim, start, stop - start).contiguous()
@@ -245,12 +284,12 @@ def _linear(
     from torch.nn import functional
 
     def forward(x: Tensor) -> Tensor:
-        weight, bias = module.weight.to_local(), None
+        weight, bias = module.weight.to_local().to(inside), None
         if biased and module.bias is not None:
-            bias = module.bias.to_local()
+            bias = module.bias.to_local().to(inside)
         if rows is not None:
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        return functional.linear(x.to(inside), weight.to(inside), None if bias is None else bias.to(inside)).to(outside)
+        return functional.linear(x.to(inside), weight, bias).to(outside)
 
     return forward
 

@@ -19,8 +19,8 @@ from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult
 from shardwise.runtime.checkpoint.storage import ShardReader, ShardWriter
+from shardwise.spec.layout import cut
 from shardwise.spec.recipe import Checkpoint
-from shardwise.techniques.slices import cut
 from tests.runtime.checkpoint.faults import faulty, naive_begin, naive_publish
 
 SHAPES = {"embed.weight": (11, 5), "layers.0.up.weight": (7, 3), "layers.0.norm.weight": (2,), "head.bias": (1,)}

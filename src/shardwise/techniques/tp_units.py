@@ -1,0 +1,250 @@
+"""Tensor parallelism on paper: what crosses the edge between the residual stream and a rank's heads and columns.
+
+A rank computes what a smaller model would, with its share of the heads and columns, and its sheet comes with those
+sizes. What is added here are the operations of techniques/crossing.py and vocabulary.py: where a product reads a tensor
+of the stream, and where the stream reads what a product left inside. With sequence parallelism tensors of the stream
+have places for a rank's own tokens only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Dim, Op, Unit
+from shardwise.techniques.draft import Draft
+
+SEND = "send"
+"""The kind of operations that are collectives over the tensor-parallel ranks; their names are those of collectives."""
+TOKENS = frozenset({"b", "s", "b*s"})
+
+
+class _CrossedDraft(Draft):
+    """``cut``: ranks have ``share`` tokens of the stream each, the last ones' filled up."""
+
+    def __init__(self, unit: Unit, plan: Plan) -> None:
+        super().__init__(unit)
+        tokens, self.ranks = plan.batch.micro_batch_size * plan.batch.seq_len, plan.layout.tp
+        self.cut, self.share = plan.sequence_parallel, ceil(tokens / self.ranks)
+        self.uneven = self.cut and tokens % self.ranks > 0
+
+    def stream(self, index: int) -> bool:
+        """Whether the tensor has a place for every token and is not inside."""
+        tensor = self.tensors[index]
+        return not tensor.inside and not TOKENS.isdisjoint(tensor.shape)
+
+    def crosses(self, op: Op) -> bool:
+        """Whether what ``op`` makes is of the stream."""
+        return any(self.stream(made) for made in op.allocates)
+
+    def like(self, index: int, *, inside: bool, shape: tuple[Dim, ...] = ()) -> int:
+        """A new tensor like another."""
+        made = replace(self.tensors[index], name=f"t{len(self.tensors)}", inside=inside)
+        self.tensors.append(replace(made, shape=shape) if shape else made)
+        return len(self.tensors) - 1
+
+    def gathered(self, share: int) -> int:
+        """A new tensor for what the ranks' shares make together."""
+        return self.like(share, inside=True, shape=(self.share * self.ranks, self.tensors[share].shape[-1]))
+
+    def sums(self, part: int, total: int, frees: tuple[int, ...]) -> list[Op]:
+        """The operations that make ``total``, for the stream, of the ranks' parts."""
+        if not self.uneven:
+            return [Op(SEND, "reduce_scatter" if self.cut else "all_reduce", (total,), frees, (part,))]
+        filled = self.gathered(part)
+        fill = Op("elementwise", "aten.constant_pad_nd", (filled,), (), (part,))
+        return [fill, Op(SEND, "reduce_scatter", (total,), (filled, *frees), (filled,))]
+
+    def cut_stream(self) -> None:
+        """Leaves places for a rank's own tokens, where it has no others."""
+        for index, tensor in enumerate(self.tensors):
+            if self.cut and self.stream(index):
+                kept = tuple(dim for dim in tensor.shape if dim not in TOKENS)
+                self.tensors[index] = replace(tensor, shape=(self.share, *kept))
+
+
+def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]]) -> Unit:
+    """A block whose attention and MLP are entered from the stream and left to it. ``whole``: shapes of weights that
+    every rank holds whole, of which it multiplies with a part of the rows."""
+    draft = _CrossedDraft(unit, plan)
+    entered = _enter(draft) if draft.cut else {}
+    _leave(draft)
+    _leave_backward(draft, entered)
+    _enter_backward(draft)
+    _keep(draft, entered)
+    _spread(draft, whole)
+    draft.cut_stream()
+    return draft.done(replace(w, shape=whole.get(w.name, w.shape)) for w in unit.weights)
+
+
+def _enter(draft: _CrossedDraft) -> dict[int, int]:
+    """Gathers each tensor of the stream that products read, before the first of them; what is gathered, by the
+    share."""
+    products = [op for op in draft.forward if op.kind == "matmul"]
+    shares = dict.fromkeys(t for op in products for t in op.reads if draft.stream(t))
+    entered = {share: draft.gathered(share) for share in shares}
+    for ops in (draft.forward, draft.plain):
+        made: list[Op] = []
+        for op in ops:
+            if op.kind == "matmul":
+                gathers = [Op(SEND, "all_gather", (entered[t],), (), (t,)) for t in op.reads if t in entered]
+                made += [gather for gather in gathers if gather not in made]
+                op = replace(op, reads=_renamed(op.reads, entered))
+            made.append(op)
+        ops[:] = made
+    return entered
+
+
+def _leave(draft: _CrossedDraft) -> None:
+    """Sums what products leave inside as soon as it is there; a bias is added after. What attention or the MLP holds
+    lives until then."""
+    ends = {t for op in draft.forward if draft.crosses(op) for t in op.reads if draft.tensors[t].inside}
+    left = {part: draft.like(part, inside=False) for part in ends}
+    biases = {weight.name for weight in draft.unit.weights} & {"attention.o.bias", "mlp.down.bias"}
+    sums = {part: draft.like(part, inside=False) for part in ends} if biases else left
+    for ops in (draft.forward, draft.plain):
+        made: list[Op] = []
+        held: list[int] = []
+        bias = ""
+        for op in ops:
+            if op.weight in biases:
+                bias, op = op.weight, replace(op, weight=op.weight.replace("bias", "weight"))
+            held += op.allocates if op.kind == SEND else ()
+            op = _with(op, left)
+            part = next((t for t in op.allocates if t in ends), None)
+            if part is None:
+                made.append(op)
+                continue
+            late = tuple(t for t in op.frees if op.kind == "matmul" or t not in op.reads)
+            made.append(replace(op, frees=tuple(t for t in op.frees if t not in late)))
+            total = sums[part] if bias else left[part]
+            made += draft.sums(part, total, (part, *late, *(held if ops is draft.plain else ())))
+            if bias:
+                made.append(Op("elementwise", "aten.add.Tensor", (left[part],), (total,), (total,), bias))
+            held, bias = [], ""
+        ops[:] = made
+
+
+def _keep(draft: _CrossedDraft, entered: dict[int, int]) -> None:
+    """What was gathered is saved in the place of the shares; what is not saved is free where it would be if nothing
+    were."""
+    read = {tensor for op in draft.backward for tensor in op.reads}
+    draft.saved = (draft.saved - set(entered)) | read.intersection(entered.values())
+    loose = {*entered, *entered.values()} - draft.saved - {draft.unit.input}
+    for index, (op, plain) in enumerate(zip(draft.forward, draft.plain, strict=True)):
+        more = tuple(t for t in plain.frees if t in loose and t not in op.frees)
+        draft.forward[index] = replace(op, frees=(*op.frees, *more))
+
+
+def _leave_backward(draft: _CrossedDraft, entered: dict[int, int]) -> None:
+    """Gathers the gradients that row products read; what column products read was gathered in forward."""
+    if not draft.cut:
+        return
+    wholes: dict[int, int] = {}
+    made: list[Op] = []
+    for index, op in enumerate(draft.backward):
+        if op.kind != "matmul":
+            made.append(op)
+            continue
+        reads, frees = _renamed(op.reads, entered), _renamed(op.frees, entered)
+        for share in reads:
+            if draft.stream(share):
+                readers = [i for i, o in enumerate(draft.backward) if o.kind == "matmul" and share in o.reads]
+                freed = any(share in draft.backward[i].frees for i in readers)
+                if share not in wholes:
+                    wholes[share] = draft.gathered(share)
+                    made.append(Op(SEND, "all_gather", (wholes[share],), (share,) * freed, (share,)))
+                frees = tuple(t for t in frees if t != share) + (wholes[share],) * (index == readers[-1])
+        made.append(replace(op, reads=_renamed(reads, wholes), frees=frees))
+    draft.backward = made
+
+
+def _enter_backward(draft: _CrossedDraft) -> None:
+    """Sums the gradients that column products leave inside as soon as they are there."""
+    ends = {t for op in draft.backward if draft.crosses(op) for t in op.reads if draft.tensors[t].inside}
+    sums = {part: draft.like(part, inside=False) for part in ends}
+    made: list[Op] = []
+    for op in draft.backward:
+        made.append(_with(op, sums))
+        for part in ends.intersection(op.allocates):
+            made += draft.sums(part, sums[part], (part,))
+    draft.backward = made
+
+
+def _spread(draft: _CrossedDraft, whole: dict[str, tuple[int, ...]]) -> None:
+    """Puts the gradient of the rows that were used among zeros for the others."""
+    for name, shape in whole.items():
+        used = draft.gradients.get(name)
+        if used is not None:
+            draft.gradients[name] = spread = draft.like(used, inside=False, shape=shape)
+            place = next(i for i, op in enumerate(draft.backward) if used in op.allocates)
+            draft.backward.insert(place + 1, Op("elementwise", "aten.slice_backward", (spread,), (used,), (used,)))
+
+
+def stem(unit: Unit, plan: Plan, rows: int) -> Unit:
+    """The embedding, of which a rank holds ``rows``: each looks up the ids that are its own, and the sum over the ranks
+    leaves to the stream."""
+    draft = _CrossedDraft(unit, plan)
+    table, *others = unit.weights
+    place = next(i for i, op in enumerate(draft.forward) if op.weight == table.name)
+    looked = draft.forward[place].allocates[0]
+    own, mask = draft.add("b", "s", dtype="int64"), draft.add("b", "s", dtype="bool")
+    found, masked = (draft.like(looked, inside=True) for _ in range(2))
+    for ops, kept in ((draft.forward, bool(draft.gradients)), (draft.plain, False)):
+        ops[place : place + 1] = [
+            Op("elementwise", "own", (own, mask)),
+            replace(ops[place], allocates=(found,), reads=(own,)),
+            Op("elementwise", "aten.masked_fill", (masked,), (found, *(() if kept else (own, mask))), (found, mask)),
+            *draft.sums(masked, looked, (masked,)),
+        ]
+    shape = (rows, *table.shape[1:])
+    if draft.gradients:
+        draft.saved |= {own, mask}
+        gradient = draft.gradients[table.name]
+        draft.tensors[gradient] = replace(draft.tensors[gradient], shape=shape)
+        _look_up_backward(draft, gradient, (own, mask))
+    draft.cut_stream()
+    return draft.done([replace(table, shape=shape), *others])
+
+
+def _look_up_backward(draft: _CrossedDraft, gradient: int, kept: tuple[int, int]) -> None:
+    own, mask = kept
+    place = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
+    op = draft.backward[place]
+    (given,) = op.reads
+    masked, whole, gathers = draft.like(given, inside=True), given, []
+    if draft.cut:
+        whole = draft.gathered(given)
+        gathers = [Op(SEND, "all_gather", (whole,), (given,), (given,))]
+    draft.backward[place : place + 1] = [
+        *gathers,
+        Op("elementwise", "aten.masked_fill", (masked,), (whole, mask), (whole, mask)),
+        replace(op, reads=(masked, own), frees=(masked, own)),
+    ]
+
+
+def tail(unit: Unit, plan: Plan) -> Unit:
+    """The last norm, after which every rank's part of the output layer reads all tokens."""
+    draft = _CrossedDraft(unit, plan)
+    output, given = unit.output, unit.gradient_in
+    if draft.cut:
+        output = draft.gathered(unit.output)
+        gather = Op(SEND, "all_gather", (output,), (), (unit.output,))
+        draft.forward.append(gather)
+        draft.plain.append(gather)
+    if draft.backward:
+        total = draft.like(given, inside=False)
+        draft.tensors[given] = replace(draft.tensors[given], inside=True)
+        after = [_with(op, {given: total}) for op in draft.backward]
+        draft.backward = [*draft.sums(given, total, (given,)), *after]
+    draft.cut_stream()
+    return replace(draft.done(unit.weights), output=output)
+
+
+def _with(op: Op, names: dict[int, int]) -> Op:
+    return replace(op, reads=_renamed(op.reads, names), frees=_renamed(op.frees, names))
+
+
+def _renamed(tensors: tuple[int, ...], names: dict[int, int]) -> tuple[int, ...]:
+    return tuple(names.get(tensor, tensor) for tensor in tensors)
