@@ -48,8 +48,9 @@ def variant(precision: Precision) -> str:
 
 
 def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, ranks: int = 1) -> Sheet:
-    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks. Those of the decoder's families are put together from units that ship with the package;
-    another model is traced once, which imports torch and takes seconds."""
+    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks. Those of the decoder's families are put
+    together from units that ship with the package; another model is traced once, which imports torch and takes
+    seconds."""
     if spec.hf_model is None:
         return assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory), ranks)
     path = cache_directory / f"{key(spec, which)}.json"

@@ -81,7 +81,8 @@ class _RecordedPass:
 
 
 def trace(spec: ModelSpec, variant: str, ranks: int = 1) -> Sheet:
-    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks; ``variant`` is ``narrow`` or ``wide``. Takes a second or two, and no memory to speak of."""
+    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks; ``variant`` is ``narrow`` or ``wide``. Takes
+    a second or two, and no memory to speak of."""
     if spec.hf_model is not None:
         with _tracing(variant) as dtype:
             return _hf_sheet(spec, dtype)

@@ -21,7 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
-from shardwise.interop.torch_private import fake_store, forget_sharding, fresh_sharding_propagation, group_size, watch_resizes
+from shardwise.interop.torch_private import (
+    fake_store,
+    forget_sharding,
+    fresh_sharding_propagation,
+    group_size,
+    watch_resizes,
+)
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors

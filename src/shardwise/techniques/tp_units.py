@@ -98,7 +98,7 @@ def _enter(draft: _CrossedDraft) -> dict[int, int]:
 
 def _leave(draft: _CrossedDraft) -> None:
     """Sums what products leave inside as soon as it is there; a bias is added after. What attention or the MLP holds
-    lives until then."""
+    lives until then. A norm that follows saves the sum."""
     ends = {t for op in draft.forward if draft.crosses(op) for t in op.reads if draft.tensors[t].inside}
     left = {part: draft.like(part, inside=False) for part in ends}
     biases = {weight.name for weight in draft.unit.weights} & {"attention.o.bias", "mlp.down.bias"}
@@ -118,12 +118,17 @@ def _leave(draft: _CrossedDraft) -> None:
                 continue
             late = tuple(t for t in op.frees if op.kind == "matmul" or t not in op.reads)
             made.append(replace(op, frees=tuple(t for t in op.frees if t not in late)))
-            total = sums[part] if bias else left[part]
-            made += draft.sums(part, total, (part, *late, *(held if ops is draft.plain else ())))
+            frees = (part, *late, *(held if ops is draft.plain else ()))
             if bias:
-                made.append(Op("elementwise", "aten.add.Tensor", (left[part],), (total,), (total,), bias))
+                total = sums[part]
+                made += draft.sums(part, total, ())
+                made.append(Op("elementwise", "aten.add.Tensor", (left[part],), (total, *frees), (total,), bias))
+            else:
+                made += draft.sums(part, left[part], frees)
             held, bias = [], ""
         ops[:] = made
+    draft.backward = [_with(op, left) for op in draft.backward]
+    draft.saved = {left.get(tensor, tensor) for tensor in draft.saved}
 
 
 def _keep(draft: _CrossedDraft, entered: dict[int, int]) -> None:
@@ -131,7 +136,7 @@ def _keep(draft: _CrossedDraft, entered: dict[int, int]) -> None:
     were."""
     read = {tensor for op in draft.backward for tensor in op.reads}
     draft.saved = (draft.saved - set(entered)) | read.intersection(entered.values())
-    loose = {*entered, *entered.values()} - draft.saved - {draft.unit.input}
+    loose = {*entered, *entered.values()} - draft.saved
     for index, (op, plain) in enumerate(zip(draft.forward, draft.plain, strict=True)):
         more = tuple(t for t in plain.frees if t in loose and t not in op.frees)
         draft.forward[index] = replace(op, frees=(*op.frees, *more))
@@ -144,10 +149,11 @@ def _leave_backward(draft: _CrossedDraft, entered: dict[int, int]) -> None:
     wholes: dict[int, int] = {}
     made: list[Op] = []
     for index, op in enumerate(draft.backward):
+        frees = _renamed(op.frees, entered)
         if op.kind != "matmul":
-            made.append(op)
+            made.append(replace(op, frees=frees))
             continue
-        reads, frees = _renamed(op.reads, entered), _renamed(op.frees, entered)
+        reads = _renamed(op.reads, entered)
         for share in reads:
             if draft.stream(share):
                 readers = [i for i, o in enumerate(draft.backward) if o.kind == "matmul" and share in o.reads]
@@ -162,6 +168,7 @@ def _leave_backward(draft: _CrossedDraft, entered: dict[int, int]) -> None:
 
 def _enter_backward(draft: _CrossedDraft) -> None:
     """Sums the gradients that column products leave inside as soon as they are there."""
+    _add_inside_first(draft)
     ends = {t for op in draft.backward if draft.crosses(op) for t in op.reads if draft.tensors[t].inside}
     sums = {part: draft.like(part, inside=False) for part in ends}
     made: list[Op] = []
@@ -169,6 +176,31 @@ def _enter_backward(draft: _CrossedDraft) -> None:
         made.append(_with(op, sums))
         for part in ends.intersection(op.allocates):
             made += draft.sums(part, sums[part], (part,))
+    draft.backward = made
+
+
+def _add_inside_first(draft: _CrossedDraft) -> None:
+    """Where several products and no norm read the stream, autograd adds their gradients to the stream's one by one;
+    entered, the stream is read once."""
+    made: list[Op] = []
+    pending: tuple[int, Op] | None = None  # adds what is inside to the stream, and where
+    for op in draft.backward:
+        adds = op.name == "aten.add.Tensor" and draft.crosses(op) and draft.tensors[op.reads[1]].inside
+        if adds and pending is not None and op.reads[0] == pending[1].allocates[0]:
+            (_, before), total = pending, draft.like(op.reads[1], inside=True)
+            parts, both = (before.reads[1], op.reads[1]), (before.reads[0], total)
+            made.append(replace(op, allocates=(total,), reads=parts, frees=parts))
+            pending = (len(made), replace(op, reads=both, frees=both))
+        elif adds:
+            assert pending is None
+            pending = (len(made), op)
+        else:
+            if pending is not None and pending[1].allocates[0] in op.reads:
+                made.insert(*pending)
+                pending = None
+            made.append(op)
+    if pending is not None:
+        made.insert(*pending)
     draft.backward = made
 
 

@@ -1,0 +1,96 @@
+"""Tensor and sequence parallelism: what ranks send, hold and save, to the byte, beside every setting that it meets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.models.config import ModelSpec
+from shardwise.prove.drift import PEAK_TOLERANCE, drift
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from tests.drift.test_drift import PRECISIONS, REMATS
+
+SPEC = ModelSpec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
+"""The vocabulary is odd, so the last rank has fewer rows of it; of 8 ranks two share a key head."""
+SEQUENCE = {"whole": False, "sequence": True}
+DIALS = {
+    "ddp over 1": ("ddp", Layout(tp=2)),
+    "ddp over 2": ("ddp", Layout(dp_replicate=2, tp=4)),
+    "zero1 over 2": ("zero1", Layout(dp_shard=2, tp=8)),
+    "zero2 over 2 x 2": ("zero2", Layout(dp_replicate=2, dp_shard=2, tp=4)),
+    "zero3 over 4": ("zero3", Layout(dp_shard=4, tp=2)),
+}
+MODELS = {
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "norms before and after, capped": {"norm_placement": "both", "qk_norm": "head", "final_soft_cap": 30.0},
+    "norms after": {"norm_placement": "after", "qk_norm": "head"},
+    "multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "one key head": {"num_key_value_heads": 1, "partial_rotary_factor": 0.5},
+}
+OTHERS: dict[str, dict[str, object]] = {
+    "adapters": {"lora": Lora(4, 8.0)},
+    "adapters of row products": {"lora": Lora(4, 8.0, ("o", "down"))},
+    "adapters of biased layers": {"lora": Lora(4, 8.0, ("q", "v", "down"))},
+    "frozen embedding and block": {"frozen": ("embed.*", "layers.0.*")},
+    "pairs": {"loss": "dpo", "batch": Batch(2, 1, 32, 64)},
+    "tokens that ranks do not divide": {"batch": Batch(1, 3, 31, 16)},
+    "fp16": {"precision": Precision("fp16")},
+    "fp64": {"precision": Precision("fp64", "fp64", "fp64")},
+    "bf16 weights": {"precision": Precision("bf16", "bf16")},
+}
+
+
+def plan_of(dial: str, sequence: str, **settings: object) -> Plan:
+    strategy, layout = DIALS[dial]
+    plan = Plan(layout, Batch(2, 2, 32, 64), Shard(strategy, bucket_bytes=100_000), PRECISIONS["bf16"])  # type: ignore[arg-type]
+    return replace(plan, sequence_parallel=SEQUENCE[sequence], **settings)  # type: ignore[arg-type]
+
+
+def check(spec: ModelSpec, plan: Plan) -> None:
+    for rank in (0, plan.layout.world - 1):
+        assert not drift(spec, plan, rank).differences(), f"rank {rank} of {plan}"
+
+
+@pytest.mark.matrix(19)
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dial", DIALS)
+def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat: str, sequence: str) -> None:
+    check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]))
+
+
+@pytest.mark.matrix(13)
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model: str, dial: str, sequence: str) -> None:
+    spec = replace(SPEC, **MODELS[model])  # type: ignore[arg-type]
+    for remat in ("none", "selective"):
+        check(spec, plan_of(dial, sequence, remat=REMATS[remat]))
+
+
+@pytest.mark.matrix(17)
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_beside_other_techniques(other: str, dial: str, sequence: str) -> None:
+    spec = replace(SPEC, attention_bias=True, mlp_bias=True) if "biased" in other else SPEC
+    for remat in ("none", "full"):
+        check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]))
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:
+    spec = ModelSpec("drift-tp-large", 32_000, 2048, 5632, 3, 16, 4, 128)
+    for strategy, layout in (("ddp", Layout(tp=4)), ("zero3", Layout(dp_shard=4, tp=2))):
+        plan = Plan(layout, Batch(8, 2, 1024, 1024), Shard(strategy), PRECISIONS["bf16"], Remat(remat))  # type: ignore[arg-type]
+        found = drift(spec, replace(plan, sequence_parallel=SEQUENCE[sequence]))
+        assert found.measured.peak_bytes > 2**30
+        assert not found.differences()
+        assert abs(found.peak_error) < PEAK_TOLERANCE
