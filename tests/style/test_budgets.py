@@ -7,17 +7,17 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_725,
+    "spec": 1_775,
     "models": 2_700,
     "data": 3_100,
     "methods": 400,
     "techniques": 3_525,
     "planner": 2_975,
-    "runtime": 4_525,
+    "runtime": 4_575,
     "prove": 900,
     "launch": 650,
-    "interop": 675,
-    "cli": 1_625,
+    "interop": 525,
+    "cli": 1_675,
 }
 """Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import gcd
 from pathlib import Path
 
 from shardwise import techniques
@@ -96,6 +97,15 @@ def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
         return {}
     keys = MEASURED if cluster.kind == "cpu" else ("compute",)
     return {key: begun[key] for key in keys if vars(recipe.precision)[key] == "auto"}
+
+
+def far(plan: Plan) -> str | None:
+    """A warning of tensor parallelism that crosses nodes."""
+    tp, each = plan.layout.tp, plan.layout.ranks_per_node
+    if each % tp == 0:
+        return None
+    what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
+    return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
 
 
 def slower(plan: Plan, cluster: Cluster) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of, with_products
+from shardwise.cli.decide import cluster_of, far, with_products
 from shardwise.cli.options import Common, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -72,6 +72,8 @@ def run(options: Options) -> None:
         note(warning, as_json=options.json)
     chosen = choose(recipe, spec, cluster)
     plans = settings(recipe, spec, cluster, chosen)
+    if warning := far(chosen):
+        note(warning, as_json=options.json)
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")

@@ -24,10 +24,13 @@ COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 def label(plan: Plan) -> str:
     """``ZeRO-3 over 8, 2 replicas``."""
     name, layout = NAMES[plan.shard.strategy], plan.layout
+    if 1 == layout.dp < layout.tp:
+        return plan.tensor_words
+    tensor = f", {plan.tensor_words}" if layout.tp > 1 else ""
     if plan.shard.strategy == "ddp":
-        return f"{name} over {layout.dp}"
+        return f"{name} over {layout.dp}{tensor}"
     replicas = f", {layout.dp_replicate} replicas (hybrid)" if layout.dp_replicate > 1 else ""
-    return f"{name} over {layout.dp_shard}{replicas}"
+    return f"{name} over {layout.dp_shard}{replicas}{tensor}"
 
 
 def execution(plan: Plan) -> str:

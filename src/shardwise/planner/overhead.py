@@ -107,8 +107,12 @@ def communicators(plan: Plan) -> list[int]:
     if layout.world == 1:
         return []
     found = [RING_AND_TREE]
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        found += [RING_AND_TREE, RING]
+    if layout.tp > 1 and layout.dp > 1:
+        found.append(RING_AND_TREE)
+    if layout.dp_replicate > 1 and (layout.dp_shard > 1 or layout.tp > 1):
+        found.append(RING_AND_TREE)
+    if layout.dp_shard > 1 and layout.world > layout.dp_shard:
+        found.append(RING)
     if plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool):
         found.append(RING)
     return found

@@ -97,7 +97,7 @@ def traffic(sheet: Sheet, plan: Plan) -> tuple[Traffic, ...]:
 
 def link(axis: str, layout: Layout) -> str:
     """``node`` where all ranks of a group share one, else ``network``."""
-    return "network" if layout.reach(axis) > layout.ranks_per_node else "node"
+    return "network" if layout.ranks_per_node % layout.reach(axis) else "node"
 
 
 def seen(s: int, window: int | None) -> int:

@@ -3,7 +3,7 @@
 Until plans are priced in seconds, ``strategy: auto`` is a rule: of the settings of the dial, hybrid ones included,
 whose predicted peak is at most 0.8 of the memory, the one that keeps the wire busy for the shortest time; where there
 is none, the same with smaller micro-batches, then with selective and with full recomputation; where there still is
-none, the smallest.
+none, all of it again with tensor parallelism inside a node; and where that does not help either, the smallest.
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ class Candidate:
 
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
-    modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
-    tries = ((mode, train) for mode in modes for train in _smaller_micro_batches(recipe.train, cluster.world))
     refused: list[Problem] = []
     tried: list[Plan] = []
-    for mode, train in tries:  # one by one: an illegal mesh is reported before a batch that does not suit it
-        found, problems = _candidates(recipe, spec, cluster, mode, train)
-        refused += problems
-        found.sort(key=lambda candidate: candidate.wire_s)
-        for at, candidate in enumerate(found):
-            if candidate.least_bytes > MARGIN * cluster.device.memory_bytes:
-                continue
-            tried.append(candidate.priced(cluster))
-            if fits(tried[-1]):
-                return _larger_chunks(_least_memory(found[at:], tried[-1], recipe, cluster), spec, cluster)
-    if refused:
-        raise ConfigError(*dict.fromkeys(refused))
+    last: list[Candidate] = []
+    for tp in _degrees(recipe, cluster):
+        found: list[Candidate] = []
+        for found, problems in _attempts(recipe, spec, cluster, tp):
+            refused += problems
+            found.sort(key=lambda candidate: candidate.wire_s)
+            for at, candidate in enumerate(found):
+                if candidate.least_bytes > MARGIN * cluster.device.memory_bytes:
+                    continue
+                tried.append(candidate.priced(cluster))
+                if fits(tried[-1]):
+                    return _larger_chunks(_least_memory(found[at:], tried[-1], recipe, cluster), spec, cluster)
+        if refused:
+            raise ConfigError(*dict.fromkeys(refused))
+        last += found
     smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes, default=None)
-    for candidate in sorted(found, key=lambda candidate: candidate.least_bytes):
+    for candidate in sorted(last, key=lambda candidate: candidate.least_bytes):
         if smallest is None or candidate.least_bytes < smallest.estimate.peak_bytes:
             smallest = min(
                 filter(None, (candidate.priced(cluster), smallest)), key=lambda plan: plan.estimate.peak_bytes
@@ -88,10 +89,11 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
     """Whether the bound leaves a chance of ``share`` of the memory to the smallest micro-batches with as much
     recomputation as may be."""
-    mode = REMAT[-1] if recipe.recompute.mode == "auto" else recipe.recompute.mode
-    *_, train = _smaller_micro_batches(recipe.train, cluster.world)
-    found, refused = _candidates(recipe, spec, cluster, mode, train)
-    return bool(refused) or any(c.least_bytes <= share * cluster.device.memory_bytes for c in found)
+    for tp in _degrees(recipe, cluster):
+        for found, refused in list(_attempts(recipe, spec, cluster, tp))[-1:]:
+            if refused or any(c.least_bytes <= share * cluster.device.memory_bytes for c in found):
+                return True
+    return False
 
 
 def fits(plan: Plan) -> bool:
@@ -116,29 +118,88 @@ def _least_memory(found: list[Candidate], first: Plan, recipe: Recipe, cluster: 
 
 
 def name(plan: Plan) -> str:
-    """``zero3 over 8 x 2``."""
+    """``zero3 over 8 x 2, tp 4``."""
     layout = plan.layout
-    if plan.shard.strategy == "ddp":
-        return f"ddp over {layout.dp}"
-    return f"{plan.shard.strategy} over {layout.dp_shard}" + (f" x {layout.dp_replicate}" * (layout.dp_replicate > 1))
+    over = layout.dp if plan.shard.strategy == "ddp" else layout.dp_shard
+    replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
+    return f"{plan.shard.strategy} over {over}{replicas}" + f", tp {layout.tp}" * (layout.tp > 1)
 
 
 def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | None = None) -> list[Plan]:
-    """Every legal setting of the dial with its estimate, hybrid shard included where there is more than one node; all
-    else as in the plan that was chosen."""
+    """Every legal setting of the dial with its estimate, hybrid shard included where there is more than one node, then
+    the chosen one under each degree of tensor parallelism, with as many sequences a device; all else as in the plan
+    that was chosen."""
     chosen = chosen or choose(recipe, spec, cluster)
-    train = _with_batch(recipe.train, chosen.batch.micro_batch_size, chosen.batch.accumulation)
-    found, _ = _candidates(recipe, spec, cluster, chosen.remat.mode, train, pinned=False)
-    plans = [replace(candidate.plan, batch=chosen.batch) for candidate in found]
-    return [price(candidate.sheet, plan, cluster) for candidate, plan in zip(found, plans, strict=True)]
+    found: list[Plan] = []
+    for tp in sorted({1, chosen.layout.tp, *_inside(cluster)}):
+        share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * tp, chosen.layout.tp)
+        micro = max(1, chosen.batch.micro_batch_size * tp // chosen.layout.tp)
+        if rest or share % micro:
+            continue
+        batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
+        train = _with_batch(recipe.train, micro, batch.accumulation)
+        candidates, _ = _candidates(recipe, spec, cluster, Attempt(chosen.remat.mode, train, tp), pinned=False)
+        alike = [c for c in candidates if c.plan.shard.strategy == chosen.shard.strategy or c.plan.layout.dp == 1]
+        found += [
+            price(candidate.sheet, replace(candidate.plan, batch=batch), cluster)
+            for candidate in (candidates if tp == 1 else alike)
+        ]
+    return found
 
 
-def _smaller_micro_batches(train: Train, dp: int) -> Iterator[Train]:
+@dataclass(frozen=True)
+class Attempt:
+    """What is tried at one time with every setting of the dial."""
+
+    mode: Mode
+    train: Train
+    tp: int
+
+
+def _degrees(recipe: Recipe, cluster: Cluster) -> list[int]:
+    """The degrees of tensor parallelism in the order in which they are tried."""
+    return [recipe.parallel.tp] if recipe.parallel.tp else [1, *_inside(cluster)]
+
+
+def _inside(cluster: Cluster) -> list[int]:
+    """Those above 1 that stay inside a node."""
+    return [tp for tp in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % tp == 0]
+
+
+def _attempts(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, tp: int
+) -> Iterator[tuple[list[Candidate], list[Problem]]]:
+    """The legal plans of each attempt, and what is wrong with others, which is the recipe's to mend: nothing of a
+    degree that it does not ask for. One by one: an illegal mesh is reported before a batch that does not suit it."""
+    modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
+    asked = tp in (1, recipe.parallel.tp)
+    for mode in modes:
+        try:
+            for train in _smaller_micro_batches(recipe.train, grouped(cluster, tp).world, tp):
+                found, refused = _candidates(recipe, spec, cluster, Attempt(mode, train, tp))
+                yield found, refused if asked else []
+        except ConfigError:
+            if asked:
+                raise
+
+
+def grouped(cluster: Cluster, tp: int) -> Cluster:
+    """The cluster as data parallelism finds it, in which ``tp`` devices are one."""
+    if cluster.world % tp:
+        legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
+        what = f"tp {tp} does not divide the {cluster.world} devices that are used"
+        raise ConfigError(Problem("PLAN001", what, "parallel.tp", legal))
+    if cluster.devices_per_node % tp:  # across nodes
+        return replace(cluster, nodes=cluster.world // tp, devices_per_node=1)
+    return replace(cluster, devices_per_node=cluster.devices_per_node // tp)
+
+
+def _smaller_micro_batches(train: Train, dp: int, tp: int) -> Iterator[Train]:
     """The batch as asked, then the same global batch in smaller micro-batches, down to single sequences."""
     yield train
     if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
         return
-    micro, accumulation, _ = batch(train, dp)
+    micro, accumulation, _ = batch(train, dp, tp)
     while micro > 1:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         micro, accumulation = smaller, accumulation * (micro // smaller)
@@ -151,16 +212,17 @@ def _with_batch(train: Train, micro: int, accumulation: int) -> Train:
 
 
 def _candidates(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, mode: Mode, train: Train, *, pinned: bool = True
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, attempt: Attempt, *, pinned: bool = True
 ) -> tuple[list[Candidate], list[Problem]]:
     """The legal settings of the dial, and what is wrong with the others."""
     precision, why = _precision(recipe, cluster)
     compiled, reason = _compiled(recipe, cluster)
-    sheet = sheet_of(spec, variant(precision))
+    mode, train, tp = attempt.mode, attempt.train, attempt.tp
     found: list[Candidate] = []
     refused: list[Problem] = []
-    for strategy, layout in _layouts(recipe, cluster, pinned=pinned):
-        micro, accumulation, _ = batch(train, layout.dp)
+    for strategy, of_groups in _layouts(recipe, grouped(cluster, tp), pinned=pinned):
+        layout = replace(of_groups, tp=tp, ranks_per_node=cluster.devices_per_node)
+        micro, accumulation, _ = batch(train, layout.dp, tp)
         chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * train.seq_len)
         reshard = recipe.parallel.reshard_after_forward
         plan = Plan(
@@ -172,6 +234,7 @@ def _candidates(
             compile=compiled,
             deterministic=recipe.run.deterministic,
             attention=recipe.attention,
+            sequence_parallel=tp > 1 and recipe.parallel.sequence_parallel,
             optim=Optim(recipe.optim.name, moments=recipe.optim.moments),
             frozen=tuple(recipe.model.frozen),
             lora=lora.settings(recipe.lora, precision),
@@ -187,6 +250,7 @@ def _candidates(
         if problems:
             refused += problems
             continue
+        sheet = sheet_of(spec, variant(precision), ranks=tp)
         costed = techniques.cost(sheet, plan)
         busy_s = wire_s(traffic(costed, plan), layout, cluster)
         found.append(Candidate(plan, sheet, busy_s, least_bytes(costed, plan, cluster)))
@@ -290,7 +354,8 @@ def pace(products: Products) -> str:
 
 def _larger_chunks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
-    tokens, sheet = plan.batch.micro_batch_size * plan.batch.seq_len, sheet_of(spec, variant(plan.precision))
+    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    sheet = sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp)
     for most in LARGER_CHUNKS if cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
         chunk, reasons = _chunk(spec, most, tokens)
         larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
@@ -311,9 +376,11 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if recipe.parallel.strategy != "auto":
         reason = "pinned"
     elif plan.layout.dp == 1:
-        reason = "derived: one process"
+        reason = "derived: one process" if plan.layout.world == 1 else "derived: all ranks read the same rows"
     why = {"shard.strategy": reason, **plan.why}
-    if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp)[:2]:
+    if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp, plan.layout.tp)[
+        :2
+    ]:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"
         why["batch.accumulation"] = "derived: keeps the global batch"
     kept = (
@@ -327,6 +394,9 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if recipe.recompute.every != 1 and plan.remat.mode == "none":
         why["remat.every"] = "not used: nothing is recomputed"
     why["compile"] = why.pop("compile")  # told last
+    if plan.layout.tp > 1:
+        alone = "derived: no split of the batch and no recomputation alone stays below the margin"
+        why["layout.tp"] = "pinned" if recipe.parallel.tp else alone
     if recipe.attention != "auto":
         why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
     return replace(plan, why=why)

@@ -157,6 +157,11 @@ class Plan:
         return self.shard.strategy != "ddp" and self.layout.fsdp > 1
 
     @property
+    def tensor_words(self) -> str:
+        """``tp 4 with sp``: tensor, and sequence, parallelism."""
+        return f"tp {self.layout.tp}" + " with sp" * self.sequence_parallel
+
+    @property
     def kept(self) -> str:
         """What weights and moments are kept in, in words."""
         moments = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights

@@ -148,6 +148,8 @@ class Parallel(Section):
     dp_replicate: int | None = Field(default=None, ge=1)
     dp_shard: int | None = Field(default=None, ge=1)
     reshard_after_forward: bool | int | None = None
+    tp: int | None = Field(default=None, ge=1)
+    sequence_parallel: bool = True
 
 
 class PrecisionSection(Section):

@@ -80,11 +80,16 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     ranks = plan.layout.tp
     if ranks == 1:
         return []
-    problems = [Problem("PLAN022", what, "layout.tp", "tp 1, and dp_shard in its place") for what in _lacks(spec, plan)]
+    problems = [
+        Problem("PLAN022", what, "parallel.tp", "`parallel.tp=1`: the batch, or weights, are divided instead")
+        for what in _lacks(spec, plan)
+    ]
+    if plan.compile:
+        problems.append(Problem("PLAN022", "blocks of tensor-parallel ranks are not compiled yet", "compile", "false"))
     if spec.hf_model is None and (odd := _odd(spec, ranks)):
         legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, n)]
         what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
-        problems.append(Problem("PLAN022", what, "layout.tp", f"tp {', '.join(legal)}"))
+        problems.append(Problem("PLAN022", what, "parallel.tp", f"one of {', '.join(legal)}"))
     return problems
 
 
@@ -113,9 +118,10 @@ def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
         "`lora.dora`": lora is not None and lora.dora,
         "`lora.dropout`": lora is not None and lora.dropout > 0,
         "weights in nf4": lora is not None and lora.nf4,
-        "`compile: true`": plan.compile,
+        "`precision.modules`": bool(plan.precision.modules),
+        "`optim.name: adamw8bit`": plan.optim.name == "adamw8bit",
     }
-    return [f"tensor parallelism does not know {what} yet" for what, wanted in asked.items() if wanted]
+    return [f"tensor parallelism does not support {what} yet" for what, wanted in asked.items() if wanted]
 
 
 def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
