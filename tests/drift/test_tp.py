@@ -94,3 +94,11 @@ def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:
         assert found.measured.peak_bytes > 2**30
         assert not found.differences()
         assert abs(found.peak_error) < PEAK_TOLERANCE
+
+
+@pytest.mark.parametrize("sequence", SEQUENCE)
+def test_peak_of_a_tied_model(sequence: str) -> None:
+    """Where the two gradients of the tied weight are added the peak is, and the loss's is not far from it."""
+    spec = ModelSpec("drift-tied", 4096, 352, 960, 3, 4, 2, 64, tie_word_embeddings=True)
+    plan = Plan(Layout(tp=2), Batch(4, 1, 256, 1024), sequence_parallel=SEQUENCE[sequence])
+    assert abs(drift(spec, plan).peak_error) < 0.001

@@ -16,14 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from examples import transformers_loop, vision_loop
 from shardwise.errors import TrainingError
+from shardwise.models.attention import MaskSpec
+from shardwise.models.decoder import Decoder
 from shardwise.runtime import own
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.spec.plan import Plan
 from shardwise.techniques import shard
 from shardwise.techniques.meshes import Meshes, meshes
+from shardwise.techniques.slices import local, local_slice, replication
+from tests.parity.cases import UNTIED as ODD
 from tests.runtime.checkpoint.checkpoint_ranks import changed
 
+UNTIED = replace(ODD, intermediate_size=28)
+"""What two ranks divide; its vocabulary they do not."""
 EXAMPLES = {"transformers": transformers_loop.main, "vision": vision_loop.main}
 
 
@@ -297,3 +303,49 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
             for name, p in model.named_parameters()
         }
         return losses, norms, weights
+
+
+def decoder(
+    rank: int, world: int, strategy: str, settings: dict[str, Any], steps: int, directory: str = ""
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """A loop over Shardwise's decoder in float64: losses of its whole logits, norms, weights at the end."""
+    torch.manual_seed(rank)  # all begin with the first one's weights
+    with started(world):
+        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
+        with own.world(plan) as mesh:
+            model = own.parallelize(Decoder(UNTIED), plan, mesh)
+            optimizer = own.optimizer(model, learning_rate=1e-2)
+            losses, norms = [], []
+            for step in range(steps):
+                rows = texts(step).chunk(mesh.size("batch"))[mesh.index("batch")]
+                loss = next_token_loss(model, rows)
+                own.backward(model, loss)
+                norms.append(own.clip_grad_norm(model, 0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            if directory:
+                checkpoints = own.Checkpoints(directory, model, optimizer)
+                checkpoints.save(steps)
+                checkpoints.close()
+            return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def texts(step: int) -> Tensor:
+    """int64 [4,9]."""
+    return torch.randint(UNTIED.vocab_size, (4, 9), generator=torch.Generator().manual_seed(step))
+
+
+def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    positions = torch.arange(8).expand(len(ids), -1)
+    logits = model(ids[:, :-1], positions, MaskSpec())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor of which ranks hold slices, whatever cut it, on every rank."""
+    full = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    copies = replication(tensor, torch.distributed.get_world_size())
+    full[local_slice(tensor)] = local(tensor) / copies
+    torch.distributed.all_reduce(full)
+    return full

@@ -130,6 +130,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
     the chosen one under each degree of tensor parallelism, with as many sequences a device; all else as in the plan
     that was chosen."""
     chosen = chosen or choose(recipe, spec, cluster)
+    strategy = chosen.shard.strategy if chosen.layout.dp > 1 else "zero3"
     found: list[Plan] = []
     for tp in sorted({1, chosen.layout.tp, *_inside(cluster)}):
         share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * tp, chosen.layout.tp)
@@ -139,7 +140,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
         train = _with_batch(recipe.train, micro, batch.accumulation)
         candidates, _ = _candidates(recipe, spec, cluster, Attempt(chosen.remat.mode, train, tp), pinned=False)
-        alike = [c for c in candidates if c.plan.shard.strategy == chosen.shard.strategy or c.plan.layout.dp == 1]
+        alike = [c for c in candidates if c.plan.shard.strategy == strategy or c.plan.layout.dp == 1]
         found += [
             price(candidate.sheet, replace(candidate.plan, batch=batch), cluster)
             for candidate in (candidates if tp == 1 else alike)

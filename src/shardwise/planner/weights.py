@@ -35,6 +35,12 @@ class Weights:
     def before_backward(self, unit: Hashable) -> None: ...
     def after_backward(self, unit: Hashable) -> None: ...
     def end(self) -> None: ...
+    def add_tied(self, size: int) -> None:
+        """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
+        if self.plan.layout.tp > 1:
+            self.tape.make("sum of tied gradients", "gradients", size)
+            self.tape.free("sum of tied gradients")
+
     def cast(self, unit: Unit, name: Hashable) -> None: ...
     def uncast(self, unit: Unit, name: Hashable) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None: ...
@@ -76,6 +82,7 @@ class Replicated(Weights):
 
     def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
         if self.tied and weight is self.embedding:
+            self.add_tied(self.size[weight.name])
             self.tape.free(("gradient", "head"))
         self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name, key)
 
@@ -184,6 +191,7 @@ class Sharded(Weights):
         group = self._group(name)
         size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
         if self.tied and weight is self.embedding:
+            self.add_tied(size)
             self.tape.free(("unsharded", group, "head"))
         self.tape.free(key)  # autograd takes over the first gradient as it is
         self.tape.hold(("unsharded", group, weight.name), "accumulated gradients", size)

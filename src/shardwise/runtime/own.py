@@ -43,6 +43,7 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.interop.torch_private import complete_accumulated
+from shardwise.models.decoder import Decoder
 from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint import save as checkpoint
@@ -54,6 +55,7 @@ from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint
 from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
+from shardwise.techniques import tp as tp_technique
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.optim import fresh_moments
@@ -76,26 +78,40 @@ def plan(
     recompute: Recompute = "none",
     compile: bool = False,
     replicas: int | None = None,
+    tp: int = 1,
+    sequence_parallel: bool = True,
 ) -> Plan:
     """A plan for the processes that were started. Gradients are reduced in fp32 (in fp64 where ``compute`` is fp64)
     unless ``reduce`` says otherwise. ``replicas``: over how many a sharded model is replicated (hsdp: one
-    a node unless given). Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a
-    recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    a node unless given). ``tp``: how many neighbouring processes share each layer of Shardwise's decoder, and read the
+    same rows; ``sequence_parallel``: each of them then holds its part of the tokens between layers. Raises ConfigError
+    for a word that is none, and for degrees that do not multiply. Without a recipe nothing is estimated. fp16, which
+    needs its losses scaled, is for ``shardwise train``."""
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     me = processes.process()
+    dp, rest = divmod(me.world_size, tp)
+    if rest:
+        what = f"tp {tp} does not divide {me.world_size} processes"
+        raise ConfigError(Problem("PLAN001", what, "tp", f"a divisor of {me.world_size}"))
     count = 1 if replicas is None else replicas
     if strategy == "hsdp" and replicas is None:
-        count = max(2, me.world_size // me.local_world_size) if me.world_size > 1 else 1
-    if me.world_size % count:
-        what = f"{count} replicas do not divide {me.world_size} processes"
-        raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {me.world_size}"))
+        count = max(2, me.world_size // me.local_world_size) if dp > 1 else 1
+    if dp % count:
+        what = f"{count} replicas do not divide {dp} {'processes' if tp == 1 else f'groups of {tp} processes'}"
+        raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {dp}"))
     dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
-    if dial == "ddp" or me.world_size == count:
-        dial, count = "ddp", me.world_size
-    layout = Layout(dp_replicate=count, dp_shard=me.world_size // count, ranks_per_node=me.local_world_size)
-    precision = Precision(compute=compute, reduce=reduce)
-    return Plan(layout=layout, shard=Shard(dial), precision=precision, remat=Remat(recompute), compile=compile)
+    if dial == "ddp" or dp == count:
+        dial, count = "ddp", dp
+    layout = Layout(dp_replicate=count, dp_shard=dp // count, tp=tp, ranks_per_node=me.local_world_size)
+    return Plan(
+        layout=layout,
+        shard=Shard(dial),
+        precision=Precision(compute=compute, reduce=reduce),
+        remat=Remat(recompute),
+        compile=compile,
+        sequence_parallel=tp > 1 and sequence_parallel,
+    )
 
 
 def _check_words(**given: object) -> None:
@@ -133,8 +149,9 @@ def parallelize(
     fp64 the weights are too. ``whole`` names submodules whose blocks are gathered with the rest of the model: those
     that do not run on all ranks alike. ``units`` names what else is gathered by itself, and kept until its backward is
     over: large embeddings and output layers, that run on all ranks in every step. Raises ConfigError CFG005 for a name
-    that cannot be either.
+    that cannot be either, PLAN022 for a module that tensor parallelism cannot cut.
     """
+    _check_tensor_parallel(module, plan)
     routed = {id(block) for name in whole for block in _submodule(module, name, "whole").modules()}
     apart = [_unit(module, name) for name in units]
     meshes = mesh or Meshes()
@@ -142,12 +159,26 @@ def parallelize(
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     for tensor in [*module.parameters(), *module.buffers()]:
         meshes.broadcast(tensor.detach(), "world")
-    shard.apply(compilation.apply(remat.apply([module], plan, meshes), plan, meshes), plan, meshes, routed, apart)
-    if not plan.sharded and plan.precision.compute in ("bf16", "fp16"):
+    parts = tp_technique.apply([module], plan, meshes)
+    shard.apply(compilation.apply(remat.apply(parts, plan, meshes), plan, meshes), plan, meshes, routed, apart)
+    if not plan.sharded and plan.layout.tp == 1 and plan.precision.compute in ("bf16", "fp16"):
         _autocast(module, torch_dtype(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
     _PLANS[module] = plan
     return module
+
+
+def _check_tensor_parallel(module: nn.Module, plan: Plan) -> None:
+    """ConfigError PLAN022 for a module, or a plan, that tensor parallelism does not support."""
+    if plan.layout.tp == 1:
+        return
+    if not isinstance(module, Decoder):
+        kind = type(module).__name__
+        what = f"tensor parallelism cuts the layers of shardwise.models.decoder.Decoder, and this module is a {kind}"
+        fix = "tp=1 with strategy zero3, or `shardwise train` for a model on the Hub"
+        raise ConfigError(Problem("PLAN022", what, "parallelize", fix))
+    if problems := tp_technique.check(module.spec, plan):
+        raise ConfigError(*problems)
 
 
 def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
@@ -216,6 +247,7 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
     (loss / (plan.layout.dp * micro_batches)).backward()
     if last:
         shard.finish([module])
+        tp_technique.finish([module], plan, usage.meshes)
         usage.finish()
 
 

@@ -88,7 +88,7 @@ class Usage:
     def _watch(self, prefix: str, module: nn.Module) -> None:
         """Sharded parameters get gradients as plain tensors, which exist from the unit's first gathering on."""
         for name, parameter in module.named_parameters(prefix):
-            if not isinstance(parameter, DTensor) and parameter.requires_grad and id(parameter) not in self._watched:
+            if _whole(parameter) and parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
@@ -111,6 +111,11 @@ class Usage:
         if name not in self._reached:
             self._reached.add(name)
             self._events.append(f"backward of {name}")
+
+
+def _whole(parameter: nn.Parameter) -> bool:
+    """Whether gradients arrive at the parameter itself: data-parallel ranks do not each hold a slice of it."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == ("tp",)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -76,7 +76,7 @@ def state(name: str, key_heads: int, ranks: int) -> State:
     return State(None, inside=place in ("q_norm", "k_norm"))
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:
     ranks = plan.layout.tp
     if ranks == 1:
         return []

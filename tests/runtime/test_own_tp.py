@@ -1,0 +1,66 @@
+"""A loop of one's own over Shardwise's decoder with tensor parallelism, beside a plain loop in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.models.decoder import Decoder
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import own
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Plan
+from tests.runtime import own_ranks
+from tests.runtime.test_own import optimizer_of, same
+
+STEPS = 4
+SETTINGS = {
+    "tp alone": (2, "ddp", {"tp": 2}),
+    "tp alone, whole sequences": (2, "ddp", {"tp": 2, "sequence_parallel": False}),
+    "beside ddp": (4, "ddp", {"tp": 2}),
+    "beside zero3": (4, "zero3", {"tp": 2, "recompute": "full"}),
+}
+
+
+def plain() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Decoder(own_ranks.UNTIED).double()
+    optimizer, losses, norms = optimizer_of(model, 1e-2), [], []
+    for step in range(STEPS):
+        loss = own_ranks.next_token_loss(model, own_ranks.texts(step))
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_float64(ranks: RankPool, case: str) -> None:
+    """A loss of the logits that ``model()`` returns, whole on every rank; rows are a data-parallel group's."""
+    world, strategy, settings = SETTINGS[case]
+    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain())
+
+
+@pytest.mark.parametrize(
+    ("module", "tp", "said"),
+    [
+        (nn.Linear(4, 4), 2, "this module is a Linear"),
+        (Decoder(own_ranks.UNTIED), 3, "3 does not divide"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(module: nn.Module, tp: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        own.parallelize(module, Plan(Layout(tp=tp)), None)
+    assert [problem.code for problem in refused.value.problems] == ["PLAN022"]
+
+
+def test_a_degree_that_does_not_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"tp": 3}
+    with own_ranks.started(4), pytest.raises(ConfigError, match="tp 3 does not divide 4 processes"):
+        own.plan("zero3", **asked)
