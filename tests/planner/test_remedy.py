@@ -31,19 +31,24 @@ def share(plan: Plan) -> float:
             [
                 "lora.rank=16",
                 "lora.rank=16 lora.frozen=nf4",
-                "--cluster 4x8xH100-SXM-80GB+100Gb/node",
-                "--cluster 1x8xGB200",
+                "--cluster 2x8xH100-SXM-80GB+100Gb/node",
+                "--cluster 1x8xH200-SXM",
             ],
         ),
         (
-            ["seq_len=4096", "global_batch=64", "recompute=none", "strategy=zero3"],
+            ["seq_len=4096", "global_batch=64", "recompute=none", "strategy=zero3", "parallel.tp=1"],
             "2x8xRTX-PRO-6000",
-            ["recompute.mode=full", "lora.rank=16 lora.frozen=nf4", "--cluster 2x8xGB200+100Gb/node"],
+            [
+                "parallel.strategy=auto parallel.tp=null",
+                "recompute.mode=full",
+                "lora.rank=16 lora.frozen=nf4",
+                "--cluster 2x8xGB200+100Gb/node",
+            ],
         ),
         (
             ["lora=16", "seq_len=4096"],
             "1xH100",
-            ["lora.frozen=nf4", "--cluster 1x4xH100-SXM-80GB", "--cluster 1x1xGB200"],
+            ["lora.frozen=nf4", "--cluster 1x2xH100-SXM-80GB", "--cluster 1x1xGB200"],
         ),
     ],
 )
@@ -74,9 +79,9 @@ def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
 
 def test_pins_that_stand_in_the_way() -> None:
     """On two devices a model of 1.2 B parameters: as replicas; with eight rows at a time."""
-    words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096", "precision=bf16"]
+    words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096", "precision=bf16", "parallel.tp=1"]
     for pin, gib, change in (
-        (["strategy=ddp"], 15, "parallel.strategy=auto"),
+        (["strategy=ddp"], 15, "parallel.strategy=auto parallel.tp=null"),
         (["micro_batch_size=8", "global_batch=16", "recompute=full"], 13, "train.micro_batch_size=1"),
         (["micro_batch_size=8"], 13, "train.micro_batch_size=1 train.gradient_accumulation_steps=8"),
         (["recompute=none"], 16, "recompute.mode=full"),
@@ -90,7 +95,7 @@ def test_pins_that_stand_in_the_way() -> None:
 
 
 def test_where_it_is_close_only_what_stays_below_the_margin_is_a_remedy() -> None:
-    words = [MODEL, "seq_len=4096", "global_batch=64"]
+    words = [MODEL, "seq_len=4096", "global_batch=64", "parallel.tp=1"]
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
     asked = load_recipe(None, words)
     chosen = choose(asked, SEVENTY_B, cluster)

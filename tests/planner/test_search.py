@@ -12,6 +12,7 @@ import pytest
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.methods.head import forward_tensors
+from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner.price import least_bytes, price
 from shardwise.planner.search import MARGIN, choose, fits, settings
@@ -19,7 +20,7 @@ from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import Cluster, Device, Kind, Products, parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Traffic
+from shardwise.spec.plan import Plan, Traffic
 from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
@@ -33,6 +34,11 @@ def recipe(**sections: object) -> Recipe:
     return Recipe.model_validate({"train": Train(seq_len=4096, global_batch_size=64), **sections})
 
 
+def dial(asked: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
+    """The settings without tensor parallelism."""
+    return [plan for plan in settings(asked, spec, cluster) if plan.layout.tp == 1]
+
+
 def test_where_all_settings_fit_the_wire_chooses() -> None:
     """Bytes a weight, times 7/8: ddp's all-reduce 8; zero1 gathers 2 in bf16 and scatters 4; zero2 scatters 4 in each
     micro-batch. gloo's reduce-scatter is an all-reduce: on CPUs ddp sends least."""
@@ -40,7 +46,7 @@ def test_where_all_settings_fit_the_wire_chooses() -> None:
     assert (plan.shard.strategy, plan.batch.accumulation) == ("zero1", 4)
     reason = "derived: least time on the wire among plans below 80% of the memory: 14.4 ms; ddp over 8: 19.2 ms"
     assert plan.why["shard.strategy"] == reason
-    busy_s = {p.shard.strategy: wire_s(p.estimate.traffic, p.layout, H100S) for p in settings(recipe(), ONE_B, H100S)}
+    busy_s = {p.shard.strategy: wire_s(p.estimate.traffic, p.layout, H100S) for p in dial(recipe(), ONE_B, H100S)}
     assert busy_s["ddp"] == pytest.approx(7 / 8 * 8 * 1.236e9 / 450e9, rel=1e-3)
     assert busy_s["zero1"] == pytest.approx(7 / 8 * 6 * 1.236e9 / 450e9, rel=1e-3)
     assert busy_s["zero2"] == pytest.approx(7 / 8 * 18 * 1.236e9 / 450e9, rel=1e-3)
@@ -93,7 +99,7 @@ def test_an_illegal_setting_is_passed_over_where_another_fits() -> None:
 def test_the_bound_without_a_replay_is_below_the_peak() -> None:
     for asked in (recipe(), recipe(lora=LoraSection(rank=8)), recipe(train=Train(seq_len=128, global_batch_size=64))):
         for plan in settings(asked, ONE_B, parse_cluster("2x8xH100")):
-            sheet = techniques.cost(sheet_of(ONE_B, "narrow"), plan)
+            sheet = techniques.cost(sheet_of(ONE_B, "narrow", ranks=plan.layout.tp), plan)
             assert 0.01 < least_bytes(sheet, plan, H100S) / plan.estimate.peak_bytes <= 1
 
 
@@ -163,7 +169,7 @@ def test_what_is_faster_on_the_wire_than_the_choice_does_not_fit() -> None:
     assert plan.shard.strategy != "ddp"
     assert plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
     busy_s = wire_s(plan.estimate.traffic, plan.layout, cluster)
-    for other in settings(recipe(), EIGHT_B, cluster):
+    for other in dial(recipe(), EIGHT_B, cluster):
         if wire_s(other.estimate.traffic, other.layout, cluster) < busy_s:
             assert other.estimate.peak_bytes > MARGIN * other.estimate.capacity_bytes
 
@@ -243,7 +249,7 @@ def test_every_problem_of_the_pins_is_told() -> None:
 
 def test_the_dial_is_priced_for_each_setting() -> None:
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
-    plans = settings(recipe(), SEVENTY_B, cluster)
+    plans = dial(recipe(), SEVENTY_B, cluster)
     assert [plan.shard.strategy for plan in plans] == ["ddp", *("zero1", "zero2", "zero3") * 2]
     assert len({(plan.remat, plan.batch.micro_batch_size) for plan in plans}) == 1
     for plan in plans:

@@ -20,7 +20,6 @@ from tests.runtime.test_own import optimizer_of, same
 STEPS = 4
 SETTINGS = {
     "tp alone": (2, "ddp", {"tp": 2}),
-    "tp alone, whole sequences": (2, "ddp", {"tp": 2, "sequence_parallel": False}),
     "beside ddp": (4, "ddp", {"tp": 2}),
     "beside zero3": (4, "zero3", {"tp": 2, "recompute": "full"}),
 }

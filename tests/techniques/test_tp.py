@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise import techniques
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import load_spec
-from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan
@@ -23,7 +21,7 @@ CLUSTER = parse_cluster("8xH100")
 
 def states(spec: ModelSpec, ranks: int, adapters: Lora | None = None) -> dict[str, tp.State]:
     names = [*parameter_shapes(spec), *(lora.adapters(spec, adapters) if adapters else ())]
-    return {name.removeprefix("layers.0."): tp.state(name, spec, ranks) for name in names}
+    return {name.removeprefix("layers.0."): tp.state(name, spec.num_key_value_heads, ranks) for name in names}
 
 
 def summed(found: dict[str, tp.State], *, sequence_parallel: bool) -> set[str]:
@@ -37,7 +35,7 @@ def summed(found: dict[str, tp.State], *, sequence_parallel: bool) -> set[str]:
 def test_every_dim_that_is_cut_is_one_that_a_parameter_has() -> None:
     for spec in (UNTIED, TIED, GEMMA, QWEN, LLAMA):
         for name, shape in parameter_shapes(spec).items():
-            dim = tp.state(name, spec, 2).dim
+            dim = tp.state(name, spec.num_key_value_heads, 2).dim
             assert dim is None or dim < len(shape), name
 
 
@@ -86,7 +84,7 @@ def test_what_cannot_be_shared_is_refused(spec: ModelSpec, ranks: int, what: str
 
 def test_the_fix_names_every_number_of_ranks_that_serves() -> None:
     [problem] = tp.check(LLAMA, Plan(Layout(tp=3)), CLUSTER)
-    assert problem.fix == "tp 1, 2, 4, 8, 16, 32"
+    assert problem.fix == "one of 1, 2, 4, 8, 16, 32"
     assert not tp.check(LLAMA, Plan(Layout(tp=8)), CLUSTER)
 
 
@@ -98,8 +96,7 @@ def test_what_it_does_not_know_yet_is_refused(adapters: Lora) -> None:
     assert [problem.code for problem in found] == ["PLAN022"]
 
 
-def test_a_plan_without_a_price_is_refused_and_never_priced() -> None:
-    plan = Plan(Layout(tp=2))
-    assert "PLAN016" in [problem.code for problem in techniques.check(LLAMA, plan, CLUSTER)]
-    with pytest.raises(ValueError, match="tp 2 has no price"):
-        techniques.cost(sheet_of(LLAMA, "narrow"), plan)
+def test_what_bars_compiling_is_told_of_that_key() -> None:
+    """So that ``compile: auto`` turns it off."""
+    [problem] = tp.check(LLAMA, Plan(Layout(tp=2), compile=True), CLUSTER)
+    assert problem.where == "compile"

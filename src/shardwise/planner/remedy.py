@@ -56,7 +56,7 @@ def _share(plan: Plan) -> float:
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     optim, adapted = recipe.optim, recipe.lora.rank is not None
-    pins = recipe.parallel.model_dump(include={"strategy", "dp_shard", "dp_replicate"}, exclude_defaults=True)
+    pins = recipe.parallel.model_dump(include={"strategy", "dp_shard", "dp_replicate", "tp"}, exclude_defaults=True)
     if pins:
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
         yield free, cluster, "the split of the ranks is chosen for you"

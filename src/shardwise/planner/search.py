@@ -15,13 +15,13 @@ from typing import Literal
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
+from shardwise.planner.layouts import grouped, inside, layouts
 from shardwise.planner.price import least_bytes, price, traffic
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import BF16_GAIN, Cluster, Products
-from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
@@ -38,7 +38,6 @@ LARGER_CHUNKS = (2**28, 2**27)
 """What a GPU takes instead where memory allows: every chunk reads and writes the fp32 gradient of the output weight
 once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
 Mode = Literal["none", "selective", "full"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 REMAT: tuple[Mode, ...] = ("none", "selective", "full")
 
 
@@ -132,14 +131,17 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
     chosen = chosen or choose(recipe, spec, cluster)
     strategy = chosen.shard.strategy if chosen.layout.dp > 1 else "zero3"
     found: list[Plan] = []
-    for tp in sorted({1, chosen.layout.tp, *_inside(cluster)}):
+    for tp in sorted({1, chosen.layout.tp, *inside(cluster)}):
         share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * tp, chosen.layout.tp)
         micro = max(1, chosen.batch.micro_batch_size * tp // chosen.layout.tp)
         if rest or share % micro:
             continue
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
         train = _with_batch(recipe.train, micro, batch.accumulation)
-        candidates, _ = _candidates(recipe, spec, cluster, Attempt(chosen.remat.mode, train, tp), pinned=False)
+        try:
+            candidates, _ = _candidates(recipe, spec, cluster, Trial(chosen.remat.mode, train, tp), pinned=False)
+        except ConfigError:  # degrees that are pinned leave no room for this one
+            continue
         alike = [c for c in candidates if c.plan.shard.strategy == strategy or c.plan.layout.dp == 1]
         found += [
             price(candidate.sheet, replace(candidate.plan, batch=batch), cluster)
@@ -149,7 +151,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Trial:
     """What is tried at one time with every setting of the dial."""
 
     mode: Mode
@@ -159,12 +161,7 @@ class Attempt:
 
 def _degrees(recipe: Recipe, cluster: Cluster) -> list[int]:
     """The degrees of tensor parallelism in the order in which they are tried."""
-    return [recipe.parallel.tp] if recipe.parallel.tp else [1, *_inside(cluster)]
-
-
-def _inside(cluster: Cluster) -> list[int]:
-    """Those above 1 that stay inside a node."""
-    return [tp for tp in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % tp == 0]
+    return [recipe.parallel.tp] if recipe.parallel.tp else [1, *inside(cluster)]
 
 
 def _attempts(
@@ -177,22 +174,11 @@ def _attempts(
     for mode in modes:
         try:
             for train in _smaller_micro_batches(recipe.train, grouped(cluster, tp).world, tp):
-                found, refused = _candidates(recipe, spec, cluster, Attempt(mode, train, tp))
+                found, refused = _candidates(recipe, spec, cluster, Trial(mode, train, tp))
                 yield found, refused if asked else []
         except ConfigError:
             if asked:
                 raise
-
-
-def grouped(cluster: Cluster, tp: int) -> Cluster:
-    """The cluster as data parallelism finds it, in which ``tp`` devices are one."""
-    if cluster.world % tp:
-        legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
-        what = f"tp {tp} does not divide the {cluster.world} devices that are used"
-        raise ConfigError(Problem("PLAN001", what, "parallel.tp", legal))
-    if cluster.devices_per_node % tp:  # across nodes
-        return replace(cluster, nodes=cluster.world // tp, devices_per_node=1)
-    return replace(cluster, devices_per_node=cluster.devices_per_node // tp)
 
 
 def _smaller_micro_batches(train: Train, dp: int, tp: int) -> Iterator[Train]:
@@ -213,7 +199,7 @@ def _with_batch(train: Train, micro: int, accumulation: int) -> Train:
 
 
 def _candidates(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, attempt: Attempt, *, pinned: bool = True
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, attempt: Trial, *, pinned: bool = True
 ) -> tuple[list[Candidate], list[Problem]]:
     """The legal settings of the dial, and what is wrong with the others."""
     precision, why = _precision(recipe, cluster)
@@ -221,7 +207,7 @@ def _candidates(
     mode, train, tp = attempt.mode, attempt.train, attempt.tp
     found: list[Candidate] = []
     refused: list[Problem] = []
-    for strategy, of_groups in _layouts(recipe, grouped(cluster, tp), pinned=pinned):
+    for strategy, of_groups in layouts(recipe, grouped(cluster, tp), pinned=pinned):
         layout = replace(of_groups, tp=tp, ranks_per_node=cluster.devices_per_node)
         micro, accumulation, _ = batch(train, layout.dp, tp)
         chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * train.seq_len)
@@ -256,60 +242,6 @@ def _candidates(
         busy_s = wire_s(traffic(costed, plan), layout, cluster)
         found.append(Candidate(plan, sheet, busy_s, least_bytes(costed, plan, cluster)))
     return found, refused
-
-
-def _layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
-    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows."""
-    asked, parallel = recipe.parallel.strategy, recipe.parallel
-    world, per_node = cluster.world, cluster.devices_per_node
-    replicated = Layout(dp_replicate=world, ranks_per_node=per_node)
-    shard, replicas = parallel.dp_shard, parallel.dp_replicate
-    if world % ((shard or 1) * (replicas or 1)) or (shard and replicas and shard * replicas != world):
-        raise ConfigError(_mesh(recipe, cluster))
-    if world == 1:
-        yield "ddp", replicated
-        return
-    hybrid = (replicas or 1) > 1 or (shard or world) < world or (asked == "hsdp" and pinned)
-    if (asked == "auto" and not hybrid and shard is None) or not pinned:
-        for strategy in STRATEGIES:
-            yield strategy, replicated if strategy == "ddp" else Layout(dp_shard=world, ranks_per_node=per_node)
-        if (cluster.nodes > 1 or hybrid) and 1 < _hybrid(recipe, cluster).dp_shard < world:
-            for strategy in STRATEGIES[1:]:
-                yield strategy, _hybrid(recipe, cluster)
-    elif asked == "ddp" or (asked == "auto" and (shard == 1 or replicas == world)):
-        if (shard or 1) > 1 or (replicas or world) != world:
-            raise ConfigError(_mesh(recipe, cluster))
-        yield "ddp", replicated
-    else:
-        layout = _hybrid(recipe, cluster) if hybrid else Layout(dp_shard=world, ranks_per_node=per_node)
-        strategies: dict[str, tuple[Strategy, ...]] = {"auto": STRATEGIES[1:], "fsdp": ("zero3",), "hsdp": ("zero3",)}
-        for strategy in strategies.get(asked) or tuple(s for s in STRATEGIES if s == asked):
-            yield strategy, layout
-
-
-def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
-    """Shards within a node and replicates across nodes, unless pinned otherwise."""
-    parallel, world = recipe.parallel, cluster.world
-    shard = parallel.dp_shard or (cluster.devices_per_node if cluster.nodes > 1 else 0)
-    if parallel.dp_replicate and not parallel.dp_shard:
-        shard = world // parallel.dp_replicate
-    if shard == 0:
-        shard = next((n for n in range(2, world) if world % n == 0), world)
-    replicate = parallel.dp_replicate or world // max(1, shard)
-    if shard * replicate != world:
-        raise ConfigError(_mesh(recipe, cluster))
-    return Layout(dp_replicate=replicate, dp_shard=shard, ranks_per_node=cluster.devices_per_node)
-
-
-def _mesh(recipe: Recipe, cluster: Cluster) -> Problem:
-    parallel, world = recipe.parallel, cluster.world
-    replicate, shard = parallel.dp_replicate or 1, parallel.dp_shard or 1
-    legal = ", ".join(f"{world // n} x {n}" for n in range(1, world + 1) if world % n == 0)
-    fix = f"dp_replicate x dp_shard one of {legal}; or leave one of them out"
-    if parallel.strategy == "ddp":
-        fix = f"`parallel.dp_replicate={world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"
-    what = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world} devices are used"
-    return Problem("PLAN001", what, "parallel", fix)
 
 
 def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, str]]:
@@ -376,8 +308,8 @@ def _chunk(spec: ModelSpec, most: int, tokens: int) -> tuple[int, dict[str, str]
 def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
     if recipe.parallel.strategy != "auto":
         reason = "pinned"
-    elif plan.layout.dp == 1:
-        reason = "derived: one process" if plan.layout.world == 1 else "derived: all ranks read the same rows"
+    elif plan.layout.world == 1:
+        reason = "derived: one process"
     why = {"shard.strategy": reason, **plan.why}
     if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp, plan.layout.tp)[
         :2

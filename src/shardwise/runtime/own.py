@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,6 +67,15 @@ _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+
+
+class Degrees(TypedDict, total=False):
+    """What :func:`plan` takes beside its words; either may be left out."""
+
+    replicas: int | None
+    tp: int
+
+
 _WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute}
 
 
@@ -77,19 +86,16 @@ def plan(
     reduce: Compute | None = None,
     recompute: Recompute = "none",
     compile: bool = False,
-    replicas: int | None = None,
-    tp: int = 1,
-    sequence_parallel: bool = True,
+    **degrees: Unpack[Degrees],
 ) -> Plan:
     """A plan for the processes that were started. Gradients are reduced in fp32 (in fp64 where ``compute`` is fp64)
-    unless ``reduce`` says otherwise. ``replicas``: over how many a sharded model is replicated (hsdp: one
-    a node unless given). ``tp``: how many neighbouring processes share each layer of Shardwise's decoder, and read the
-    same rows; ``sequence_parallel``: each of them then holds its part of the tokens between layers. Raises ConfigError
-    for a word that is none, and for degrees that do not multiply. Without a recipe nothing is estimated. fp16, which
-    needs its losses scaled, is for ``shardwise train``."""
+    unless ``reduce`` says otherwise. ``replicas=``: over how many a sharded model is replicated (hsdp: one a node
+    unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's decoder, and read the same
+    rows. Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a recipe nothing is
+    estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
-    me = processes.process()
+    me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)
     dp, rest = divmod(me.world_size, tp)
     if rest:
         what = f"tp {tp} does not divide {me.world_size} processes"
@@ -110,7 +116,7 @@ def plan(
         precision=Precision(compute=compute, reduce=reduce),
         remat=Remat(recompute),
         compile=compile,
-        sequence_parallel=tp > 1 and sequence_parallel,
+        sequence_parallel=tp > 1,
     )
 
 

@@ -1,0 +1,84 @@
+"""How the devices of a cluster can be split among the axes, by what a recipe pins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Strategy
+from shardwise.spec.recipe import Recipe
+
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+
+
+def inside(cluster: Cluster) -> list[int]:
+    """Those above 1 that stay inside a node."""
+    return [tp for tp in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % tp == 0]
+
+
+def grouped(cluster: Cluster, tp: int) -> Cluster:
+    """The cluster as data parallelism finds it, in which ``tp`` devices are one."""
+    if cluster.world % tp:
+        legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
+        what = f"tp {tp} does not divide the {cluster.world} devices that are used"
+        raise ConfigError(Problem("PLAN001", what, "parallel.tp", legal))
+    if cluster.devices_per_node % tp:  # across nodes
+        return replace(cluster, nodes=cluster.world // tp, devices_per_node=1)
+    return replace(cluster, devices_per_node=cluster.devices_per_node // tp)
+
+
+def layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
+    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows."""
+    asked, parallel = recipe.parallel.strategy, recipe.parallel
+    world, per_node = cluster.world, cluster.devices_per_node
+    replicated = Layout(dp_replicate=world, ranks_per_node=per_node)
+    shard, replicas = parallel.dp_shard, parallel.dp_replicate
+    if world % ((shard or 1) * (replicas or 1)) or (shard and replicas and shard * replicas != world):
+        raise ConfigError(_mesh(recipe, cluster))
+    if world == 1:
+        yield "ddp", replicated
+        return
+    hybrid = (replicas or 1) > 1 or (shard or world) < world or (asked == "hsdp" and pinned)
+    if (asked == "auto" and not hybrid and shard is None) or not pinned:
+        for strategy in STRATEGIES:
+            yield strategy, replicated if strategy == "ddp" else Layout(dp_shard=world, ranks_per_node=per_node)
+        if (cluster.nodes > 1 or hybrid) and 1 < _hybrid(recipe, cluster).dp_shard < world:
+            for strategy in STRATEGIES[1:]:
+                yield strategy, _hybrid(recipe, cluster)
+    elif asked == "ddp" or (asked == "auto" and (shard == 1 or replicas == world)):
+        if (shard or 1) > 1 or (replicas or world) != world:
+            raise ConfigError(_mesh(recipe, cluster))
+        yield "ddp", replicated
+    else:
+        layout = _hybrid(recipe, cluster) if hybrid else Layout(dp_shard=world, ranks_per_node=per_node)
+        strategies: dict[str, tuple[Strategy, ...]] = {"auto": STRATEGIES[1:], "fsdp": ("zero3",), "hsdp": ("zero3",)}
+        for strategy in strategies.get(asked) or tuple(s for s in STRATEGIES if s == asked):
+            yield strategy, layout
+
+
+def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
+    """Shards within a node and replicates across nodes, unless pinned otherwise."""
+    parallel, world = recipe.parallel, cluster.world
+    shard = parallel.dp_shard or (cluster.devices_per_node if cluster.nodes > 1 else 0)
+    if parallel.dp_replicate and not parallel.dp_shard:
+        shard = world // parallel.dp_replicate
+    if shard == 0:
+        shard = next((n for n in range(2, world) if world % n == 0), world)
+    replicate = parallel.dp_replicate or world // max(1, shard)
+    if shard * replicate != world:
+        raise ConfigError(_mesh(recipe, cluster))
+    return Layout(dp_replicate=replicate, dp_shard=shard, ranks_per_node=cluster.devices_per_node)
+
+
+def _mesh(recipe: Recipe, cluster: Cluster) -> Problem:
+    parallel, world = recipe.parallel, cluster.world
+    replicate, shard = parallel.dp_replicate or 1, parallel.dp_shard or 1
+    legal = ", ".join(f"{world // n} x {n}" for n in range(1, world + 1) if world % n == 0)
+    fix = f"dp_replicate x dp_shard one of {legal}; or leave one of them out"
+    if parallel.strategy == "ddp":
+        fix = f"`parallel.dp_replicate={world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"
+    what = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but {world} devices are used"
+    return Problem("PLAN001", what, "parallel", fix)

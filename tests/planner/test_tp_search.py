@@ -1,0 +1,85 @@
+"""When plans use tensor parallelism, over which devices, and what they say of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.models.load import load_spec
+from shardwise.planner.search import MARGIN, choose, fits, settings
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.recipe import LoraSection, OptimSection, Parallel, Recipe, Train
+
+EIGHT_B, SEVENTY_B = load_spec("Llama-3.1-8B"), load_spec("Llama-3.1-70B")
+
+
+def recipe(seq_len: int = 4096, **sections: object) -> Recipe:
+    return Recipe.model_validate({"train": Train(seq_len=seq_len, global_batch_size=64), **sections})
+
+
+def test_auto_uses_it_only_where_nothing_else_fits() -> None:
+    """70 B parameters on two nodes: ZeRO-3 with full recomputation is above the margin, half of each layer is not."""
+    cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
+    alone = choose(recipe(parallel=Parallel(tp=1)), SEVENTY_B, cluster)
+    assert alone.layout.tp == 1 and not fits(alone)
+    chosen = choose(recipe(), SEVENTY_B, cluster)
+    assert chosen.layout.tp > 1 and chosen.sequence_parallel and fits(chosen)
+    assert chosen.why["layout.tp"].startswith("derived: no split of the batch and no recomputation alone")
+    assert choose(recipe(), EIGHT_B, cluster).layout.tp == 1
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_degree_that_is_pinned_is_kept(sequence: bool) -> None:
+    """Groups stay inside a node, and so the rest of it is what is sharded over."""
+    pinned = Parallel(strategy="hsdp", tp=4, sequence_parallel=sequence)
+    plan = choose(recipe(parallel=pinned), EIGHT_B, parse_cluster("2x8xH100+400Gb/node"))
+    assert plan.layout == Layout(dp_replicate=2, dp_shard=2, tp=4, ranks_per_node=8)
+    assert plan.sequence_parallel is sequence and plan.why["layout.tp"] == "pinned"
+    sent = {(t.axis, t.kind): t.link for t in plan.estimate.traffic if t.category == "activations"}
+    assert set(sent.values()) == {"node"}
+    assert (("tp", "reduce_scatter") in sent) is sequence
+
+
+def test_every_degree_inside_a_node_is_listed_with_as_many_sequences_a_device() -> None:
+    cluster = parse_cluster("8xH100")
+    chosen = choose(recipe(), EIGHT_B, cluster)
+    listed = settings(recipe(), EIGHT_B, cluster, chosen)
+    assert {plan.layout.tp for plan in listed} == {1, 2, 4, 8}
+    for plan in listed:
+        assert plan.batch.global_batch_size(plan.layout.dp) == 64
+        assert plan.batch.micro_batch_size == chosen.batch.micro_batch_size * plan.layout.tp
+        assert sum(plan.estimate.memory.values()) == plan.estimate.peak_bytes > 0
+
+
+def test_what_it_does_not_support_leaves_the_other_settings() -> None:
+    """Dropout in adapters: auto plans without it, and a pin is told."""
+    adapted = {"lora": LoraSection(rank=16, dropout=0.1)}
+    cluster = parse_cluster("1x2xH100")
+    assert choose(recipe(**adapted), SEVENTY_B, cluster).layout.tp == 1
+    with pytest.raises(ConfigError) as refused:
+        choose(recipe(**adapted, parallel=Parallel(tp=2)), SEVENTY_B, cluster)
+    assert [problem.code for problem in refused.value.problems] == ["PLAN022"]
+
+
+@pytest.mark.parametrize(
+    ("tp", "sections", "code", "fix"),
+    [
+        (3, {}, "PLAN001", "1, 2, 4, 8"),
+        (2, {"parallel": Parallel(tp=2, dp_shard=8, strategy="zero3")}, "PLAN001", "1 x 4"),
+        (2, {"optim": OptimSection(name="adamw8bit")}, "PLAN022", "parallel.tp=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(
+    tp: int, sections: dict[str, object], code: str, fix: str
+) -> None:
+    asked = recipe(**{"parallel": Parallel(tp=tp), **sections})
+    with pytest.raises(ConfigError) as refused:
+        choose(asked, EIGHT_B, parse_cluster("8xH100"))
+    assert {problem.code for problem in refused.value.problems} == {code}
+    assert all(fix in problem.fix for problem in refused.value.problems)
+
+
+def test_the_margin_holds_with_it_too() -> None:
+    plan = choose(recipe(131_072), EIGHT_B, parse_cluster("8xH100"))
+    assert plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
