@@ -3,13 +3,15 @@
     python bench/step.py [--pairs 30] [--case ddp-fp32 ...] [--rows 2] [--json FILE]
     python bench/step.py --compile [--case ddp-bf16 ...]        # compiled blocks against eager ones instead
     python bench/step.py --frameworks                           # against Accelerate and DeepSpeed instead
+    python bench/step.py --case tp-fp32 tp_sp-fp32              # against torch's parallelize_module
     python bench/step.py --against CHECKOUT                     # against another version (bench/versions.py)
 
 The model is a Llama of 32.5 M parameters at 512 tokens. Shardwise runs the plan that the planner chooses, through
 techniques.apply and runtime.step, with the count of tokens that the training loop makes before every step. The plain
 loop is transformers' LlamaForCausalLM (sdpa) from the same weights on the same batches, clip_grad_norm_ and
 AdamW(fused=True), under DistributedDataParallel (gradient_as_bucket_view; bf16: autocast over fp32 weights) or under
-fully_shard, block by block (bf16: MixedPrecisionPolicy with fp32 reduction; zero2: reshard_after_forward=False).
+fully_shard, block by block (bf16: MixedPrecisionPolicy with fp32 reduction; zero2: reshard_after_forward=False), or cut
+by parallelize_module as torch's tutorial says to (tp; ``tp_sp`` has sequence parallelism on our side).
 Accelerate (DDP) and DeepSpeed (ZeRO-1, 2, 3) train the same model with the same optimizer of torch, as their own pages
 say to; they are installed by ``pip install '.[frameworks]'``.
 
@@ -67,6 +69,7 @@ OPTIM = OptimSection(learning_rate=3e-4, schedule="constant", weight_decay=0.1, 
 NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "highest")}
 NUMBERS |= {"fp32-shipped": ("fp32", "auto")}
 FRAMEWORK_CASES = [f"{strategy}-{number}" for strategy in ("ddp", "zero1", "zero2", "zero3") for number in NUMBERS]
+TENSOR_CASES = ["tp-fp32", "tp_sp-fp32"]
 CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in ("ddp", "zero2", "zero3")]
 
 Step = Callable[[torch.Tensor], float]
@@ -104,11 +107,12 @@ def plan_of(name: str, rows: int) -> Plan:
     """The plan that the planner makes for a case."""
     strategy, _, number = name.partition("-")
     compute, matmul = NUMBERS[number]
+    tensor = Parallel(tp=WORLD, sequence_parallel=strategy == "tp_sp")
     recipe = Recipe(
         run=Run(device="cpu", nproc=WORLD),
         train=Train(seq_len=SEQ_LEN, micro_batch_size=rows, gradient_accumulation_steps=1),
         optim=OPTIM,
-        parallel=Parallel(strategy=strategy),  # type: ignore[arg-type]
+        parallel=tensor if name in TENSOR_CASES else Parallel(strategy=strategy),  # type: ignore[arg-type]
         precision=PrecisionSection(compute=compute, matmul=matmul),  # type: ignore[arg-type]
         recompute=Recompute(mode="none"),
     )
@@ -150,16 +154,34 @@ def plain_model() -> torch.nn.Module:
 
 
 def plain_loop(plan: Plan, model: torch.nn.Module, autocast: bool) -> Step:
-    """What anyone would write around a model. The ranks' losses are averaged, so that both sides tell the same."""
+    """What anyone would write around a model. The ranks' losses are averaged, so that both sides tell the same.
+    DTensors and plain tensors, where a model has both, are updated and clipped apart: torch's kernels take no
+    mixture."""
+    from torch.distributed.tensor import DTensor
+
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
+    groups = [{"params": parameters} for parameters in kinds if parameters]
     optimizer = torch.optim.AdamW(
-        model.parameters(), OPTIM.learning_rate, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay, fused=True
+        groups, OPTIM.learning_rate, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay, fused=True
     )
+
+    def clip() -> None:
+        assert OPTIM.max_grad_norm is not None
+        if len(groups) == 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)
+            return
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) for parameters in kinds
+        ]
+        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        for parameters in kinds:
+            torch.nn.utils.clip_grads_with_norm_(parameters, OPTIM.max_grad_norm, total)
 
     def train(ids: torch.Tensor) -> float:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.max_grad_norm)
+        clip()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         told = loss.detach()
@@ -188,6 +210,24 @@ def plain_fsdp(plan: Plan) -> Step:
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, reshard_after_forward=reshard, **settings)
     fully_shard(model, reshard_after_forward=None if reshard else False, **settings)
+    return plain_loop(plan, model, False)
+
+
+def plain_tp(plan: Plan) -> Step:
+    """Torch's own tensor parallelism, as its tutorial says to; losses are alike on all ranks, and so is their mean."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model: Any = plain_model()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    within: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    for block in model.model.layers:
+        parallelize_module(block, mesh, within)
+    ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(model, mesh, ends | {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     return plain_loop(plan, model, False)
 
 
@@ -258,6 +298,7 @@ SIDES: dict[str, Callable[[Plan], Step]] = {
     "compiled": compiled,
     "plain ddp": plain_ddp,
     "plain fsdp": plain_fsdp,
+    "plain tp": plain_tp,
     "Accelerate": accelerate_ddp,
     "DeepSpeed": deepspeed_zero,
 }
@@ -272,7 +313,7 @@ def products(case: Case) -> dict[str, Matmul]:
 def set_up(rank: int, case: Case) -> list[torch.Tensor]:
     """Settings of a rank; the batches that all its programs see."""
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(0 if case.plan.layout.tp > 1 else rank)
     return [torch.randint(SPEC.vocab_size, (case.rows, SEQ_LEN), generator=generator) for _ in range(BATCHES)]
 
 
@@ -412,7 +453,7 @@ def show(result: Result, case: Case) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30, help="0 measures memory alone")
-    parser.add_argument("--case", nargs="+", choices=sorted({*CASES, *FRAMEWORK_CASES}), default=None)
+    parser.add_argument("--case", nargs="+", choices=sorted({*CASES, *FRAMEWORK_CASES, *TENSOR_CASES}), default=None)
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch on a rank")
     parser.add_argument("--compile", action="store_true", help="compare compiled blocks with eager ones")
     parser.add_argument("--frameworks", action="store_true", help="compare with Accelerate and DeepSpeed")
@@ -427,6 +468,7 @@ def main() -> None:
     usual = FRAMEWORK_CASES[:3] if chosen.compile else FRAMEWORK_CASES if chosen.frameworks else CASES
     for name in chosen.case or usual:
         rivals = ("plain ddp", *(["plain fsdp"] if name[:4] == "zero" else []))
+        rivals = ("plain tp",) if name in TENSOR_CASES else rivals
         if chosen.frameworks:
             rivals = ("Accelerate",) if name.startswith("ddp") else ("DeepSpeed",)
         rivals = ("before",) if chosen.against else rivals

@@ -28,12 +28,16 @@ MODELS = {
     "norms before and after, capped": {"norm_placement": "both", "qk_norm": "head", "final_soft_cap": 30.0},
     "norms after": {"norm_placement": "after", "qk_norm": "head"},
     "multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "norms over whole projections": {"norm_placement": "after", "qk_norm": "projection", "num_key_value_heads": 8},
     "one key head": {"num_key_value_heads": 1, "partial_rotary_factor": 0.5},
 }
 OTHERS: dict[str, dict[str, object]] = {
     "adapters": {"lora": Lora(4, 8.0)},
     "adapters of row products": {"lora": Lora(4, 8.0, ("o", "down"))},
     "adapters of biased layers": {"lora": Lora(4, 8.0, ("q", "v", "down"))},
+    "magnitudes": {"lora": Lora(4, 8.0, dora=True)},
+    "magnitudes of biased layers, and dropout": {"lora": Lora(4, 8.0, dora=True, dropout=0.1)},
+    "dropout": {"lora": Lora(4, 8.0, dropout=0.1)},
     "frozen embedding and block": {"frozen": ("embed.*", "layers.0.*")},
     "pairs": {"loss": "dpo", "batch": Batch(2, 1, 32, 64)},
     "tokens that ranks do not divide": {"batch": Batch(1, 3, 31, 16)},

@@ -53,9 +53,9 @@ def test_every_degree_inside_a_node_is_listed_with_as_many_sequences_a_device() 
 
 
 def test_what_it_does_not_support_leaves_the_other_settings() -> None:
-    """Dropout in adapters: auto plans without it, and a pin is told."""
-    adapted = {"lora": LoraSection(rank=16, dropout=0.1)}
-    cluster = parse_cluster("1x2xH100")
+    """Weights in 4 bits: auto plans without it, and a pin is told."""
+    adapted = {"lora": LoraSection(rank=16, frozen="nf4")}
+    cluster = parse_cluster("1x2xRTX-4090")
     assert choose(recipe(**adapted), SEVENTY_B, cluster).layout.tp == 1
     with pytest.raises(ConfigError) as refused:
         choose(recipe(**adapted, parallel=Parallel(tp=2)), SEVENTY_B, cluster)

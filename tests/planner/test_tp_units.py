@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True},
     "norms before and after": {"norm_placement": "both", "qk_norm": "head"},
     "norms after": {"norm_placement": "after", "qk_norm": "head"},
+    "norms over whole projections": {"norm_placement": "after", "qk_norm": "projection", "num_key_value_heads": 8},
 }
 SMALL = 4096
 """Bytes that grow with no token, as those of a norm's weight gradient; what has fewer is not compared."""

@@ -17,6 +17,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques import lora
+from shardwise.techniques.dora import LayerShare
 from tests.runtime.small_run import directory, numbers, plan, recipe
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)
@@ -78,7 +79,7 @@ def test_an_adapter_of_which_ranks_hold_columns_drops_others_on_each() -> None:
     found = []
     for place in (None, None, 0, 0, 1):
         torch.manual_seed(1)
-        layer.lora_place = place
+        layer.lora_share = LayerShare(place=place)
         found.append(layer(torch.ones(6, layer.in_features)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
     assert not torch.equal(found[0], found[2]) and not torch.equal(found[2], found[4])

@@ -47,6 +47,7 @@ WITH_TORCH = {
     "shardwise.planner.ship",
     "shardwise.techniques.constants",
     "shardwise.techniques.crossing",
+    "shardwise.techniques.cut_norm",
     "shardwise.techniques.dora",
     "shardwise.techniques.dropout",
     "shardwise.techniques.fourbit",

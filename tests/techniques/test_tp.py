@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import load_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.plan import Lora, Optim, Plan, Precision
 from shardwise.techniques import lora, tp
 from tests.models import hf_models
 from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
@@ -71,7 +72,7 @@ def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
         (replace(UNTIED, num_key_value_heads=4, num_attention_heads=12), 6, "6 does not divide its 4 key heads"),
         (UNTIED, 2, "2 does not divide `intermediate_size` 27"),
         (replace(UNTIED, vocab_size=5, intermediate_size=28), 4, "the last rank would have none of 5 ids"),
-        (replace(LLAMA, qk_norm="projection"), 2, "norms over the whole projection yet"),
+        (replace(LLAMA, qk_norm="projection"), 16, "16 does not divide its 8 key heads, which are normed together"),
         (hf_models.spec_of("gpt2"), 2, "runs in transformers' own modules"),
     ],
 )
@@ -89,11 +90,29 @@ def test_the_fix_names_every_number_of_ranks_that_serves() -> None:
 
 
 @pytest.mark.parametrize(
-    "adapters", [Lora(dora=True), Lora(nf4=True), Lora(dropout=0.1)], ids=["dora", "nf4", "dropout"]
+    "settings",
+    [
+        {"lora": Lora(nf4=True)},
+        {"optim": Optim("adamw8bit")},
+        {"precision": Precision("bf16", modules=(("*norm", "fp32"),))},
+    ],
+    ids=["nf4", "adamw8bit", "modules"],
 )
-def test_what_it_does_not_know_yet_is_refused(adapters: Lora) -> None:
-    found = tp.check(LLAMA, Plan(Layout(tp=2), lora=adapters), CLUSTER)
+def test_what_it_does_not_support_yet_is_refused(settings: dict[str, Any]) -> None:
+    found = tp.check(LLAMA, Plan(Layout(tp=2), **settings), CLUSTER)
     assert [problem.code for problem in found] == ["PLAN022"]
+
+
+def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:
+    found = states(UNTIED, 2, Lora(4, 8.0, dora=True))
+    assert found["attention.q.lora_m"].dim == 0
+    assert found["mlp.down.lora_m"].dim is None
+    assert found["mlp.down.lora_m"].partial(sequence_parallel=False)
+
+
+def test_norms_over_whole_projections_are_cut_with_them() -> None:
+    assert tp.state("layers.0.attention.q_norm.weight", 8, 2, heads_apart=False).dim == 0
+    assert tp.state("layers.0.attention.q_norm.weight", 8, 2).dim is None
 
 
 def test_what_bars_compiling_is_told_of_that_key() -> None:

@@ -150,5 +150,5 @@ def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet
         tail = replace(tail, weights=(*tail.weights, head))
     seen = tuple(replace(block, window=kind.window) for kind, block in zip(kinds, traced, strict=True))
     capped = spec.final_soft_cap is not None
-    key_heads = spec.num_key_value_heads
-    return Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped, key_heads=key_heads)
+    made = Sheet(spec.name, stem, seen, order, tail, spec.tie_word_embeddings, capped=capped)
+    return replace(made, key_heads=spec.num_key_value_heads, heads_apart=spec.qk_norm != "projection")

@@ -61,7 +61,8 @@ def assert_tied(part: nn.Module) -> None:
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
     """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors: only
-    the slices that this rank owns, one tensor at a time; of a weight that is kept in 4 bits, all of it."""
+    the slices that this rank owns, one tensor at a time; of a weight that is kept in 4 bits, all of it, and of one
+    whose rows have a magnitude, whole rows."""
     parameters = optim.named(parts)
     directory = weights_directory(recipe)
     wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
@@ -69,6 +70,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
     for name, shape in parameter_shapes(spec).items():
         if f"{name.removesuffix('weight')}codes" in parameters:  # 4 bits, which take the whole weight to find
             wanted[name], shapes[name] = tuple(slice(0, size) for size in shape), shape
+        elif f"{name.removesuffix('weight')}lora_m" in parameters:  # sizes of whole rows
+            wanted[name] = (wanted[name][0], slice(0, shape[1]))
     derived = (*NF4_PARTS, "lora_m")  # follow from a weight
     wanted = {name: part for name, part in wanted.items() if name.rpartition(".")[2] not in derived}
     stored = {name for name in wanted if directory is not None and not is_adapter(name)}
@@ -89,7 +92,7 @@ def _put(parameters: Mapping[str, Tensor], name: str, values: Tensor) -> None:
     layer = name.removesuffix("weight")
     magnitude = parameters.get(f"{layer}lora_m")
     if name in parameters:
-        put(parameters[name], values)
+        put(parameters[name], values if magnitude is None else values[:, local_slice(parameters[name])[1]])
         values = values.to(parameters[name].dtype)
     else:
         like = local(parameters[f"{layer}codes"].detach())

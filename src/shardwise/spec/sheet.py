@@ -160,7 +160,8 @@ class Unit:
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``sizes`` are those that it is bound to: under tensor parallelism a rank's own.
-    ``key_heads`` are those of the whole model. ``rank``: whose sheet it is, where ranks have unequal pieces."""
+    ``key_heads`` are those of the whole model; ``heads_apart``: norms of queries and keys are of a head. ``rank``:
+    whose sheet it is, where ranks have unequal pieces."""
 
     model: str
     stem: Unit
@@ -171,6 +172,7 @@ class Sheet:
     step: tuple[Collective, ...] = ()
     capped: bool = False
     key_heads: int = 0
+    heads_apart: bool = True
     rank: int = 0
     sizes: Sizes = field(default_factory=dict)
 

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.techniques.fourbit import dequantise
 from shardwise.techniques.quantised import NF4_PARTS, nf4_rows_at_once
+from shardwise.techniques.slices import local
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """What an adapter must know where tensor-parallel ranks have a part of its layer each. ``rows``: those that are
+    used of the layer, of B and of the magnitudes, None: all that are held. ``place`` and ``group``: this rank's number
+    and its group where ranks have columns of the layer: different inputs, norms of rows to be joined, and a bias that
+    is added later."""
+
+    rows: slice = field(default_factory=lambda: slice(None))
+    place: int | None = None
+    group: dist.ProcessGroup | None = None
+
+
+WHOLE = LayerShare()
 
 
 @torch.no_grad()
-def row_norms(module: nn.Module, factor: float) -> Tensor:
+def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Tensor:
     """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; a constant for the gradient, as in the paper
     (section 4.3). Made some rows at a time."""
     if "codes" in dict(module.named_parameters(recurse=False)):
         codes, sizes, groups = (module.get_parameter(name) for name in NF4_PARTS)
         weight = dequantise(codes, sizes, groups, torch.float32)
     else:
-        weight = module.get_parameter("weight")
-    down, up = (module.get_parameter(f"{name}.weight") for name in ("lora_a", "lora_b"))
+        weight = local(module.get_parameter("weight"))[share.rows]
+    down, up = (local(module.get_parameter(f"{name}.weight")) for name in ("lora_a", "lora_b"))
+    up = up[share.rows]
     wide = torch.promote_types(up.dtype, torch.float32)
     norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
     step = nf4_rows_at_once(*weight.shape)
@@ -27,4 +47,7 @@ def row_norms(module: nn.Module, factor: float) -> Tensor:
         # A batch of one, or recomputation would count this among the products that it keeps.
         rows = torch.bmm(up[None, part].to(wide), down[None].to(wide))[0].mul_(factor).add_(weight[part])
         norms[part] = torch.linalg.vector_norm(rows, dim=1)
+    if share.group is not None:
+        dist.all_reduce(norms.square_(), group=share.group)
+        norms.sqrt_()
     return norms

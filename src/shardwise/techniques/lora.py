@@ -118,16 +118,17 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if lora is None:
         return sheet
     gathered = "compute" if plan.sharded else "weights"
-    return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered) for block in sheet.blocks))
+    after = ("o", "down") if plan.layout.tp > 1 else ()  # their biases are added to the sum over the ranks
+    return dataclasses.replace(sheet, blocks=tuple(_adapted(block, lora, gathered, after) for block in sheet.blocks))
 
 
 class _AdapterDraft(Draft):
     """``shapes`` are [out, in] of the weight of each layer that gets an adapter; ``gathered`` is the type in which a
-    layer finds its adapter's parameters."""
+    layer finds its adapter's parameters; layers with a role in ``unbiased`` have no bias when their adapter runs."""
 
-    def __init__(self, unit: Unit, lora: Lora, gathered: str) -> None:
+    def __init__(self, unit: Unit, lora: Lora, gathered: str, unbiased: tuple[str, ...]) -> None:
         super().__init__(unit)
-        self.gathered = gathered
+        self.gathered, self.unbiased = gathered, unbiased
         self.shapes = {
             weight.name: (int(weight.shape[0]), int(weight.shape[1]))
             for weight in unit.weights
@@ -135,8 +136,8 @@ class _AdapterDraft(Draft):
         }
 
 
-def _adapted(unit: Unit, lora: Lora, gathered: str) -> Unit:
-    draft = _AdapterDraft(unit, lora, gathered)
+def _adapted(unit: Unit, lora: Lora, gathered: str, unbiased: tuple[str, ...]) -> Unit:
+    draft = _AdapterDraft(unit, lora, gathered, unbiased)
     for index in range(len(draft.forward) - 1, -1, -1):
         if draft.forward[index].kind == "matmul" and f"{_module(draft.forward[index])}.weight" in draft.shapes:
             _adapt(draft, index, lora)
@@ -167,7 +168,8 @@ def _adapt(draft: _AdapterDraft, index: int, lora: Lora) -> None:
     given, result = op.reads[0], op.allocates[0]
     down, scaled, up, total = (draft.add("b*s", size) for size in (rank, rank, wide_out, wide_out))
     read, mask = (draft.add("b*s", wide_in), draft.add("b*s", wide_in, dtype="bool")) if lora.dropout else (given, -1)
-    sized = _Sized(draft, module, total, biased=not op.weight.endswith(".weight")) if lora.dora else None
+    biased = not op.weight.endswith(".weight") and module.rpartition(".")[2] not in draft.unbiased
+    sized = _Sized(draft, module, total, biased=biased) if lora.dora else None
     last = sized.last if sized else total
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
         old, held = ops[index], () if keep else (scaled,)
@@ -209,7 +211,7 @@ class _Sized:
         return {self.bare, self.norm, self.gain}
 
     def forward(self, *, keep: bool) -> Iterator[Op]:
-        yield Op("elementwise", "dora", (self.norm, self.wide), (self.wide,))
+        yield Op("elementwise", "dora", (self.norm, self.wide), (self.wide,), (), self.module)
         yield Op("elementwise", "aten.div.Tensor", (self.gain,), (), (self.norm,))
         if self.bare != self.total:
             yield Op("elementwise", "aten.sub.Tensor", (self.bare,), (self.total,), (self.total,))
@@ -270,6 +272,7 @@ def _adapt_backward(draft: _AdapterDraft, module: str, kept: tuple[int, int, int
     )
     if join:  # another layer's gradient of the same input is there already
         before = draft.backward[join].reads[0]
+        draft.tensors[summed] = dataclasses.replace(draft.tensors[summed], inside=draft.tensors[before].inside)
         ops.append(Op("elementwise", "aten.add.Tensor", (summed,), (before, through), (before, through)))
         draft.backward[join] = _renamed(draft.backward[join], before, summed)
         draft.backward[first:first] = ops
@@ -291,7 +294,7 @@ def _renamed(op: Op, old: int, new: int) -> Op:
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns. Its
-    ``lora_place`` is for dropout: a rank's number where ranks hold different columns of what the layer reads."""
+    ``lora_share`` says what of the layer this rank has."""
     if plan.lora is None:
         return parts
     from torch import nn
@@ -307,8 +310,9 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
     import torch
     from torch import nn
 
-    from shardwise.techniques.dora import row_norms
+    from shardwise.techniques.dora import WHOLE, row_norms
     from shardwise.techniques.dropout import dropped
+    from shardwise.techniques.slices import local
 
     like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
     if lora.dora:
@@ -322,20 +326,21 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
             return out
         x = args[0]
         if lora.dropout and torch.is_grad_enabled():
-            x = dropped(x, lora.dropout, module.lora_place)
+            x = dropped(x, lora.dropout, module.lora_share.place)
         total: torch.Tensor = out + up(down(x) * factor)
         if not lora.dora:
             return total
         # Sharded, the magnitude comes in the compute type: the norms are rounded alike, so that both cancel at first.
-        norms = row_norms(module, factor).to(module.lora_m.dtype)
-        gain: torch.Tensor = (module.lora_m / norms).to(out.dtype)
-        if module.bias is None:
+        share, sizes = module.lora_share, local(module.lora_m)
+        norms = row_norms(module, factor, share).to(sizes.dtype)
+        gain: torch.Tensor = (sizes[share.rows] / norms).to(out.dtype)
+        if module.bias is None or share.group is not None:
             return total * gain
-        bias: torch.Tensor = module.bias.to(out.dtype)
+        bias: torch.Tensor = local(module.bias)[share.rows].to(out.dtype)
         return (total - bias) * gain + bias
 
     module.lora_off = False  # type: ignore[assignment]
-    module.lora_place = None  # type: ignore[assignment]
+    module.lora_share = WHOLE  # type: ignore[assignment]
     _HOOKS[module] = module.register_forward_hook(add)
 
 

@@ -56,10 +56,14 @@ class State:
         return self.dim is None and (self.inside or sequence_parallel)
 
 
-def state(name: str, key_heads: int, ranks: int) -> State:
-    """The technique's one fact, by canonical name."""
+def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) -> State:
+    """The technique's one fact, by canonical name. ``heads_apart``: queries and keys are normed head by head, not over
+    the whole projection."""
     layer, _, word = name.rpartition(".")
     *_, place = layer.split(".")
+    if word == "lora_m":  # a number for each output of its layer
+        adapted = state(f"{layer}.weight", key_heads, ranks)
+        return State(0 if adapted.dim == 0 else None, inside=True)
     if place in ("lora_a", "lora_b"):
         adapted = state(f"{layer.rpartition('.')[0]}.weight", key_heads, ranks)
         own = 0 if place == "lora_b" else 1  # B has the outputs of its layer, A its inputs
@@ -73,7 +77,13 @@ def state(name: str, key_heads: int, ranks: int) -> State:
     if place in TABLES:
         return State(0, inside=True)
     assert role(name) == "norm", name
-    return State(None, inside=place in ("q_norm", "k_norm"))
+    if place in ("q_norm", "k_norm"):
+        return State(None if heads_apart else 0, inside=True)
+    return State(None, inside=False)
+
+
+def _state(name: str, spec: ModelSpec, ranks: int) -> State:
+    return state(name, spec.num_key_value_heads, ranks, heads_apart=spec.qk_norm != "projection")
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:
@@ -103,6 +113,8 @@ def _odd(spec: ModelSpec, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
     if spec.intermediate_size % ranks:
         found.append(f"{ranks} does not divide `intermediate_size` {spec.intermediate_size}")
+    if spec.qk_norm == "projection" and key_heads % ranks:
+        found.append(f"{ranks} does not divide its {key_heads} key heads, which are normed together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"the last rank would have none of {ids} ids")
     return found
@@ -114,9 +126,6 @@ def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
     if spec.hf_model is not None:
         return [f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"]
     asked = {
-        "norms over the whole projection": spec.qk_norm == "projection",
-        "`lora.dora`": lora is not None and lora.dora,
-        "`lora.dropout`": lora is not None and lora.dropout > 0,
         "weights in nf4": lora is not None and lora.nf4,
         "`precision.modules`": bool(plan.precision.modules),
         "`optim.name: adamw8bit`": plan.optim.name == "adamw8bit",
@@ -149,14 +158,14 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if not sheet.tied:
         *others, head = tail.weights
         tail = replace(tail, weights=(*others, replace(head, shape=(stop - start, head.shape[1]))))
-    blocks = tuple(tp_units.block(block, plan, own(block)) for block in sheet.blocks)
+    blocks = tuple(tp_units.block(block, plan, own(block), heads_apart=sheet.heads_apart) for block in sheet.blocks)
     sheet = replace(sheet, stem=stem, blocks=blocks, tail=tail)
     return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))
 
 
 def _rows_used(name: str) -> bool:
     """Whether, of a weight that all ranks hold, each multiplies with the rows of its own key head."""
-    layer = name.removesuffix(".lora_b.weight").removesuffix(".weight").removesuffix(".bias")
+    layer = name.removesuffix(".lora_b.weight").removesuffix(".weight").removesuffix(".bias").removesuffix(".lora_m")
     return layer.rpartition(".")[2] in ("k", "v")
 
 
@@ -165,7 +174,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
     count = 0
     for unit, times in sheet.repeated():
         for weight in unit.weights:
-            found = state(weight.name, sheet.key_heads, plan.layout.tp)
+            found = state(weight.name, sheet.key_heads, plan.layout.tp, heads_apart=sheet.heads_apart)
             if weight.trained and found.partial(sequence_parallel=plan.sequence_parallel):
                 slices = weight.cut(("dp_shard", 0)) if plan.sharded else weight
                 count += times * slices.local_numel(plan.layout, sheet.rank, padded=False)
@@ -194,7 +203,7 @@ def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     gradients: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
-            found = state(name, _spec(part).num_key_value_heads, plan.layout.tp)
+            found = _state(name, _spec(part), plan.layout.tp)
             if parameter.grad is not None and found.partial(sequence_parallel=plan.sequence_parallel):
                 shard = local(parameter.grad)
                 gradients.setdefault(shard.dtype, []).append(shard)
@@ -218,7 +227,7 @@ def _cut(part: nn.Module, meshes: Meshes) -> None:
     mesh, ranks, made = meshes.mesh("tp"), meshes.size("tp"), {}
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:  # a tied weight is one parameter
-            dim, piece = state(name, _spec(part).num_key_value_heads, ranks).dim, parameter.detach()
+            dim, piece = _state(name, _spec(part), ranks).dim, parameter.detach()
             if dim is not None:
                 start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
                 piece = piece.narrow(dim, start, stop - start).contiguous()
@@ -238,6 +247,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.models.layers import RMSNorm, rms_norm
     from shardwise.techniques import vocabulary
     from shardwise.techniques.crossing import enter, leave
+    from shardwise.techniques.dora import LayerShare
 
     group, spec, sequence_parallel = meshes.groups["tp"], _spec(part), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)
@@ -265,10 +275,16 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         if place in TABLES:
             module.forward = {"embed": embed, "head": head}[place]
         elif isinstance(module, RMSNorm):
-            module.forward = _norm(module, inside, outside, rms_norm)  # type: ignore[method-assign, assignment]
+            cut = place in ("q_norm", "k_norm") and spec.qk_norm == "projection"
+            norm = _cut_norm(group) if cut else rms_norm
+            module.forward = _norm(module, inside, outside, norm)  # type: ignore[method-assign, assignment]
         elif isinstance(module, nn.Linear):
             heads = _own_head(name, spec, meshes)
             module.forward = _linear(module, inside, outside, heads, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
+            if place in ROWS:
+                module.lora_share = LayerShare(place=meshes.index("tp"), group=group)  # type: ignore[assignment]
+            elif heads is not None:
+                module.lora_share = LayerShare(rows=heads)  # type: ignore[assignment]
         if place in ("attention", "mlp", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROWS:
@@ -298,6 +314,12 @@ def _linear(
         return functional.linear(x.to(inside), weight, bias).to(outside)
 
     return forward
+
+
+def _cut_norm(group: Any) -> Callable[..., Tensor]:
+    from shardwise.techniques.cut_norm import cut_norm
+
+    return lambda x, weight, eps, plus_one: cut_norm(x, weight, eps, group)
 
 
 def _norm(

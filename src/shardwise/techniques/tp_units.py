@@ -17,6 +17,10 @@ from shardwise.techniques.draft import Draft
 
 SEND = "send"
 """The kind of operations that are collectives over the tensor-parallel ranks; their names are those of collectives."""
+ROW_PRODUCTS = ("o", "down")
+"""Roles of products whose inputs are cut."""
+STATISTICS = ("aten.linalg_vector_norm", "aten.sum.dim_IntList")
+"""Operations that make a number a token in a norm, forward and backward."""
 TOKENS = frozenset({"b", "s", "b*s"})
 
 
@@ -37,6 +41,10 @@ class _CrossedDraft(Draft):
     def crosses(self, op: Op) -> bool:
         """Whether what ``op`` makes is of the stream."""
         return any(self.stream(made) for made in op.allocates)
+
+    def enters(self, op: Op) -> bool:
+        """Whether ``op`` stands inside: a product, or what makes of what it reads something inside."""
+        return op.kind == "matmul" or any(self.tensors[made].inside for made in op.allocates)
 
     def like(self, index: int, *, inside: bool, shape: tuple[Dim, ...] = ()) -> int:
         """A new tensor like another."""
@@ -64,10 +72,12 @@ class _CrossedDraft(Draft):
                 self.tensors[index] = replace(tensor, shape=(self.share, *kept))
 
 
-def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]]) -> Unit:
+def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]], *, heads_apart: bool) -> Unit:
     """A block whose attention and MLP are entered from the stream and left to it. ``whole``: shapes of weights that
-    every rank holds whole, of which it multiplies with a part of the rows."""
+    every rank holds whole, of which it multiplies with a part of the rows. ``heads_apart``: norms of queries and keys
+    are of a head."""
     draft = _CrossedDraft(unit, plan)
+    _join(draft, plan, heads_apart=heads_apart)
     entered = _enter(draft) if draft.cut else {}
     _leave(draft)
     _leave_backward(draft, entered)
@@ -81,19 +91,35 @@ def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]]) -> Unit:
 def _enter(draft: _CrossedDraft) -> dict[int, int]:
     """Gathers each tensor of the stream that products read, before the first of them; what is gathered, by the
     share."""
-    products = [op for op in draft.forward if op.kind == "matmul"]
-    shares = dict.fromkeys(t for op in products for t in op.reads if draft.stream(t))
+    shares = dict.fromkeys(t for op in draft.forward if draft.enters(op) for t in op.reads if draft.stream(t))
     entered = {share: draft.gathered(share) for share in shares}
     for ops in (draft.forward, draft.plain):
         made: list[Op] = []
         for op in ops:
-            if op.kind == "matmul":
+            if draft.enters(op):
                 gathers = [Op(SEND, "all_gather", (entered[t],), (), (t,)) for t in op.reads if t in entered]
                 made += [gather for gather in gathers if gather not in made]
                 op = replace(op, reads=_renamed(op.reads, entered))
             made.append(op)
         ops[:] = made
     return entered
+
+
+def _join(draft: _CrossedDraft, plan: Plan, *, heads_apart: bool) -> None:
+    """Sums statistics of what ranks have columns of: of norms over a whole projection, a number a token each way; and
+    DoRA's, of the rows of a layer whose inputs are cut."""
+    wide = "fp64" if plan.precision.compute == "fp64" else "fp32"
+    for ops in (draft.forward, draft.plain, draft.backward):
+        made: list[Op] = []
+        for op in ops:
+            made.append(op)
+            new = op.allocates[:1]
+            if not heads_apart and op.name in STATISTICS and draft.tensors[new[0]].inside:
+                made.append(Op(SEND, "all_reduce", (), (), new))
+            if op.name == "dora" and op.weight.rpartition(".")[2] in ROW_PRODUCTS:
+                rows = draft.add(*draft.tensors[new[0]].shape, dtype=wide)
+                made.append(Op(SEND, "all_reduce", (rows,), (rows,)))
+        ops[:] = made
 
 
 def _leave(draft: _CrossedDraft) -> None:
@@ -110,7 +136,7 @@ def _leave(draft: _CrossedDraft) -> None:
         for op in ops:
             if op.weight in biases:
                 bias, op = op.weight, replace(op, weight=op.weight.replace("bias", "weight"))
-            held += op.allocates if op.kind == SEND else ()
+            held += op.allocates if op.name == "all_gather" else ()
             op = _with(op, left)
             part = next((t for t in op.allocates if t in ends), None)
             if part is None:
@@ -150,13 +176,13 @@ def _leave_backward(draft: _CrossedDraft, entered: dict[int, int]) -> None:
     made: list[Op] = []
     for index, op in enumerate(draft.backward):
         frees = _renamed(op.frees, entered)
-        if op.kind != "matmul":
+        if not draft.enters(op):
             made.append(replace(op, frees=frees))
             continue
         reads = _renamed(op.reads, entered)
         for share in reads:
             if draft.stream(share):
-                readers = [i for i, o in enumerate(draft.backward) if o.kind == "matmul" and share in o.reads]
+                readers = [i for i, o in enumerate(draft.backward) if draft.enters(o) and share in o.reads]
                 freed = any(share in draft.backward[i].frees for i in readers)
                 if share not in wholes:
                     wholes[share] = draft.gathered(share)

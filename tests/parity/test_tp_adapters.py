@@ -1,0 +1,42 @@
+"""Tensor parallelism beside what computes over whole layers: DoRA's sizes of rows, norms over whole projections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.spec.plan import Lora
+from tests.parity.test_fp64 import holds
+from tests.parity.test_tp import EVEN, plan
+
+BIASED = replace(EVEN, name="tiny-biased", attention_bias=True, mlp_bias=True)
+OLMO = replace(EVEN, name="tiny-olmo", norm_placement="after", qk_norm="projection")
+DORA = Lora(4, 8.0, frozen="fp64", dora=True)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_norms_over_whole_projections(ranks: RankPool, sequence: bool) -> None:
+    plans = [
+        plan("ddp", 1, 2, sequence=sequence, remat="selective"),
+        plan("zero3", 2, 2, sequence=sequence, remat="full"),
+    ]
+    holds(parity.prove(ranks, OLMO, plans), plans)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_sizes_of_rows(ranks: RankPool, sequence: bool) -> None:
+    """Of layers whose outputs are cut, and of those whose inputs are, whose norms are joined; with biases."""
+    plans = [
+        replace(plan("ddp", 1, 2, sequence=sequence), lora=DORA),
+        replace(plan("zero3", 2, 2, sequence=sequence, remat="selective", accumulation=2), lora=DORA),
+    ]
+    holds(parity.prove(ranks, BIASED, plans), plans)
+
+
+@pytest.mark.prove
+def test_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
+    plans = [replace(plan("ddp", 1, 4, sequence=True, remat="full"), lora=DORA)]
+    holds(parity.prove(ranks, BIASED, plans), plans)
