@@ -1,5 +1,5 @@
 """Drift of models that are trained in earnest: bytes equal and peaks within 3 %, on the first, a middle and the last
-of 512 ranks."""
+of 512 ranks; with tensor parallelism of 16,384, on the first and last of either axis."""
 
 from __future__ import annotations
 
@@ -38,9 +38,21 @@ CASES = {
 }
 
 
+TENSOR_CASES = {
+    "70B, tp 8, zero3 on 64": (
+        "Llama-3.1-70B",
+        Plan(Layout(dp_shard=64, tp=8), Batch(1, 1, 4096), ZERO3, BF16, Remat("full"), sequence_parallel=True),
+    ),
+    "405B, tp 8, zero3 on 2,048": (
+        "Llama-3.1-405B",
+        Plan(Layout(dp_shard=2048, tp=8), Batch(1, 1, 4096), ZERO3, BF16, Remat("full"), sequence_parallel=True),
+    ),
+}
+
+
 @cache
-def sheet(model: str, which: str) -> Sheet:
-    return trace(load_spec(model), which)
+def sheet(model: str, which: str, ranks: int = 1) -> Sheet:
+    return trace(load_spec(model), which, ranks)
 
 
 @pytest.mark.big
@@ -49,6 +61,19 @@ def sheet(model: str, which: str) -> Sheet:
 def test_large_models(name: str, rank: int) -> None:
     model, plan = CASES[name]
     found = drift(load_spec(model), plan, rank, sheet(model, variant(plan.precision)))
+    assert not found.differences()
+    assert found.measured.peak_bytes > 2**30
+    assert abs(found.peak_error) < PEAK_TOLERANCE
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("corner", ["first", "last of tp", "last of dp", "last"])
+@pytest.mark.parametrize("name", TENSOR_CASES)
+def test_large_models_under_tensor_parallelism(name: str, corner: str) -> None:
+    model, plan = TENSOR_CASES[name]
+    world, tp = plan.layout.world, plan.layout.tp
+    rank = {"first": 0, "last of tp": tp - 1, "last of dp": world - tp, "last": world - 1}[corner]
+    found = drift(load_spec(model), plan, rank, sheet(model, variant(plan.precision), tp))
     assert not found.differences()
     assert found.measured.peak_bytes > 2**30
     assert abs(found.peak_error) < PEAK_TOLERANCE

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
 from shardwise.models.config import ModelSpec
+from shardwise.planner import price
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
@@ -106,3 +108,10 @@ def test_peak_of_a_tied_model(sequence: str) -> None:
     spec = ModelSpec("drift-tied", 4096, 352, 960, 3, 4, 2, 64, tie_word_embeddings=True)
     plan = Plan(Layout(tp=2), Batch(4, 1, 256, 1024), sequence_parallel=SEQUENCE[sequence])
     assert abs(drift(spec, plan).peak_error) < 0.001
+
+
+def test_gathers_that_recomputation_repeats_are_counted() -> None:
+    """The proof sees a price without them."""
+    plan = plan_of("ddp over 1", "sequence", remat=REMATS["full"])
+    with patch.object(price, "recomputed", lambda unit: ()):
+        assert any("all_gather" in line for line in drift(SPEC, plan).differences())

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor, nn
+import pytest
+from torch import Tensor, distributed, nn
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import crossing, tp
 from tests.parity.cases import TIED
 from tests.parity.test_tp import EVEN, plan
@@ -24,8 +26,8 @@ linear, state = tp._linear, tp.state
 WHOLE, SEQUENCE = (plan("ddp", 1, 2, sequence=sequence) for sequence in (False, True))
 
 
-def key_heads_are_whole(name: str, spec: ModelSpec, ranks: int) -> tp.State:
-    found = state(name, spec, ranks)
+def key_heads_are_whole(name: str, key_heads: int, ranks: int, **more: bool) -> tp.State:
+    found = state(name, key_heads, ranks, **more)
     return tp.State(None, inside=False) if ".k." in name or ".v." in name else found
 
 
@@ -35,6 +37,18 @@ def biased(module: nn.Linear, *given: Any, biased: bool) -> Callable[[Tensor], T
 
 def own_sum(stream: Tensor, group: Any, tokens: Any = None) -> Tensor:
     return stream.view_as(stream)
+
+
+def summed_in_place(partial: Tensor, group: Any) -> Tensor:
+    """Of a product that selective recomputation has saved, and sums again."""
+    distributed.all_reduce(partial, group=group)
+    return partial
+
+
+def sides_swapped(name: str, key_heads: int, ranks: int, **more: bool) -> tp.State:
+    found = state(name, key_heads, ranks, **more)
+    other = {None: None, 0: 1, 1: 0}[found.dim]
+    return tp.State(other, found.inside) if ".lora_b." in name else found
 
 
 FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
@@ -58,6 +72,11 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
         EVEN,
         WHOLE,
     ),
+    "a product that is saved is summed in place": (
+        lambda: patch.object(crossing, "summed", summed_in_place),
+        EVEN,
+        plan("ddp", 1, 2, sequence=False, remat="selective"),
+    ),
     "every rank adds the bias of a row product": (lambda: patch.object(tp, "_linear", biased), TIED, WHOLE),
 }
 
@@ -78,3 +97,13 @@ def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
         found = parity.compare(right, [traces[place] for traces in answers])
         worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
         assert worst > 1e-4, f"{name} was not seen: {found}"
+
+
+def adapted_with_b_cut_on_the_wrong_side(rank: int, world: int) -> None:
+    with patch.object(tp, "state", sides_swapped):
+        parity.train(rank, EVEN, replace(WHOLE, lora=Lora(4, 8.0, frozen="fp64")), 1)
+
+
+def test_an_adapters_b_that_is_cut_on_the_wrong_side_is_caught(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="shape"):
+        ranks.run(adapted_with_b_cut_on_the_wrong_side, world=2)
