@@ -39,7 +39,11 @@ def write_text(directory: Path) -> None:
 
 
 def plan(strategy: str = "zero3", world: int = 2) -> Plan:
-    """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2."""
+    """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2. ``tp-zero3``: pairs of
+    ranks share each layer."""
+    if strategy == "tp-zero3":
+        layout = Layout(dp_shard=world // 2, tp=2)
+        return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), sequence_parallel=True)
     batch = Batch(2, ROWS // (2 * world), SEQ_LEN, 64)
     if strategy == "hsdp":
         return Plan(layout=Layout(dp_replicate=2, dp_shard=world // 2), batch=batch, shard=Shard("zero3"))
