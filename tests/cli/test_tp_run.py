@@ -1,0 +1,105 @@
+"""A run over two tensor-parallel ranks from end to end, beside one of one process: losses, validation, the sample, the
+exported model; what is printed and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.models.tensorfile import entries
+from shardwise.spec.load import load_plan
+from tests.runtime.small_run import write_text
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 321,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("text"))
+    settings = "data.path=text data.cache=cache data.tokenizer.vocab_size=321 train.seq_len=16"
+    more = "train.global_batch_size=4 train.max_steps=3 optim.learning_rate=0.01 evaluate.max_batches=2"
+    words = [
+        f"model.config={json.dumps(MODEL)}",
+        *settings.split(),
+        *more.split(),
+        "precision.compute=fp32",
+        "run.device=cpu",
+        "run.timeout_s=60",
+    ]
+    return lambda *given: main(["train", *words, *given])
+
+
+def lines(run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(f"runs/{run}/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_that_of_one_process(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+    """Losses and norms within 1e-5, validation too: sums are taken in another order, in fp32."""
+    assert train("--nproc", "1", "--run", "one") == 0
+    capfd.readouterr()
+    assert train("--nproc", "2", "--run", "two", "parallel.tp=2") == 0
+    told = capfd.readouterr().out
+    assert "plan    tp 2 with sp" in told
+    report = told[told.index("predicted") :]
+    assert "reduce-scatter over tp" in report and "all-gather over tp" in report
+    assert load_plan("runs/two/plan.yaml").layout.tp == 2
+    for mine, theirs in zip(lines("two"), lines("one"), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert mine.get(key) == (None if theirs.get(key) is None else pytest.approx(theirs[key], rel=1e-5)), key
+    ours, others = (entries(Path(f"runs/{name}/hf/model.safetensors")) for name in ("two", "one"))
+    assert ours.keys() == others.keys()
+    for name, entry in others.items():
+        assert (ours[name].read() - entry.read()).abs().max() < 1e-4, name
+
+
+def test_an_export_is_the_same_from_any_layout(train: Callable[..., int]) -> None:
+    """Bit by bit: a run goes on from what tensor-parallel ranks saved, without a step, and leaves the same model."""
+    assert train("--nproc", "2", "--run", "a", "parallel.tp=2") == 0
+    before = Path("runs/a/hf/model.safetensors").read_bytes()
+    for words in (["parallel.tp=1", "parallel.strategy=zero3"], ["parallel.tp=2", "parallel.sequence_parallel=false"]):
+        Path("runs/a/hf/model.safetensors").unlink()
+        assert train("--nproc", "2", "--run", "a", "--resume", *words) == 0
+        if not Path("runs/a/hf/model.safetensors").exists():
+            assert main(["export", "runs/a"]) == 0
+        assert Path("runs/a/hf/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said", "fix"),
+    [
+        (["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "1, 2"),
+        (["parallel.tp=2", "compile=true"], "PLAN022", "blocks of tensor-parallel ranks are not compiled", "false"),
+        (["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_starts(
+    train: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+    code: str,
+    said: str,
+    fix: str,
+) -> None:
+    assert train("--nproc", "2", "--run", "never", *words) == 78
+    told = capfd.readouterr().err
+    assert f"error[{code}]" in told and said in told and fix in told[told.index("fix:") :]
+    assert not Path("runs/never").exists()
+
+
+def test_other_systems_names_are_understood(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+    assert train("--nproc", "2", "--dry-run", "tensor_parallel_size=2") == 0
+    assert "tp 2 with sp" in capfd.readouterr().out
