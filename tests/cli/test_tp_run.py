@@ -82,7 +82,7 @@ def test_an_export_is_the_same_from_any_layout(train: Callable[..., int]) -> Non
     ("words", "code", "said", "fix"),
     [
         (["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "1, 2"),
-        (["parallel.tp=2", "compile=true"], "PLAN022", "blocks of tensor-parallel ranks are not compiled", "false"),
+        (["parallel.tp=2", "optim.name=adamw8bit"], "PLAN022", "does not support `optim.name: adamw8bit` yet", "tp=1"),
         (["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
     ],
 )

@@ -113,9 +113,3 @@ def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:
 def test_norms_over_whole_projections_are_cut_with_them() -> None:
     assert tp.state("layers.0.attention.q_norm.weight", 8, 2, heads_apart=False).dim == 0
     assert tp.state("layers.0.attention.q_norm.weight", 8, 2).dim is None
-
-
-def test_what_bars_compiling_is_told_of_that_key() -> None:
-    """So that ``compile: auto`` turns it off."""
-    [problem] = tp.check(LLAMA, Plan(Layout(tp=2), compile=True), CLUSTER)
-    assert problem.where == "compile"

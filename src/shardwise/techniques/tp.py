@@ -94,8 +94,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         Problem("PLAN022", what, "parallel.tp", "`parallel.tp=1`: the batch, or weights, are divided instead")
         for what in _lacks(spec, plan)
     ]
-    if plan.compile:
-        problems.append(Problem("PLAN022", "blocks of tensor-parallel ranks are not compiled yet", "compile", "false"))
     if spec.hf_model is None and (odd := _odd(spec, ranks)):
         legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, n)]
         what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
