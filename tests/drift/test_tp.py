@@ -16,6 +16,8 @@ from tests.drift.test_drift import PRECISIONS, REMATS
 
 SPEC = ModelSpec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
 """The vocabulary is odd, so the last rank has fewer rows of it; of 8 ranks two share a key head."""
+WIDE = replace(SPEC, name="drift-tp-wide", hidden_size=128, intermediate_size=1024, num_attention_heads=8, head_dim=64)
+"""Of whose rows eight ranks have whole blocks of 64."""
 SEQUENCE = {"whole": False, "sequence": True}
 DIALS = {
     "ddp over 1": ("ddp", Layout(tp=2)),
@@ -40,6 +42,8 @@ OTHERS: dict[str, dict[str, object]] = {
     "magnitudes": {"lora": Lora(4, 8.0, dora=True)},
     "magnitudes of biased layers, and dropout": {"lora": Lora(4, 8.0, dora=True, dropout=0.1)},
     "dropout": {"lora": Lora(4, 8.0, dropout=0.1)},
+    "nf4": {"lora": Lora(4, 8.0, frozen="bf16", nf4=True)},
+    "nf4 of biased layers, and magnitudes": {"lora": Lora(4, 8.0, frozen="bf16", nf4=True, dora=True)},
     "frozen embedding and block": {"frozen": ("embed.*", "layers.0.*")},
     "pairs": {"loss": "dpo", "batch": Batch(2, 1, 32, 64)},
     "tokens that ranks do not divide": {"batch": Batch(1, 3, 31, 16)},
@@ -84,7 +88,9 @@ def test_models(model: str, dial: str, sequence: str) -> None:
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_beside_other_techniques(other: str, dial: str, sequence: str) -> None:
-    spec = replace(SPEC, attention_bias=True, mlp_bias=True) if "biased" in other else SPEC
+    spec = WIDE if "nf4" in other else SPEC
+    if "biased" in other:
+        spec = replace(spec, attention_bias=True, mlp_bias=True)
     for remat in ("none", "full"):
         check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]))
 

@@ -14,7 +14,8 @@ from tests.parity.test_tp import EVEN, plan
 
 BIASED = replace(EVEN, name="tiny-biased", attention_bias=True, mlp_bias=True)
 OLMO = replace(EVEN, name="tiny-olmo", norm_placement="after", qk_norm="projection")
-DORA = Lora(4, 8.0, frozen="fp64", dora=True)
+ADAPTERS = Lora(4, 8.0, frozen="fp64")
+DORA = replace(ADAPTERS, dora=True)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -40,3 +41,24 @@ def test_sizes_of_rows(ranks: RankPool, sequence: bool) -> None:
 def test_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
     plans = [replace(plan("ddp", 1, 4, sequence=True, remat="full"), lora=DORA)]
     holds(parity.prove(ranks, BIASED, plans), plans)
+
+
+WIDE = replace(BIASED, name="tiny-wide", hidden_size=64, intermediate_size=256, num_attention_heads=8, head_dim=32)
+"""Of whose rows two ranks have whole blocks of 64, and four too."""
+
+
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["whole", "sequence"])
+def test_weights_in_four_bits(ranks: RankPool, sequence: bool) -> None:
+    """They are quantised whole, then cut, by rows and by columns."""
+    small = replace(ADAPTERS, nf4=True)
+    plans = [
+        replace(plan("ddp", 1, 2, sequence=sequence), lora=small),
+        replace(plan("zero3", 2, 2, sequence=sequence, remat="selective"), lora=small),
+    ]
+    holds(parity.prove(ranks, WIDE, plans), plans)
+
+
+@pytest.mark.prove
+def test_weights_in_four_bits_and_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
+    plans = [replace(plan("ddp", 1, 4, sequence=True, remat="full"), lora=replace(DORA, nf4=True))]
+    holds(parity.prove(ranks, WIDE, plans), plans)

@@ -9,7 +9,7 @@ from shardwise.models.load import load_spec
 from shardwise.planner.search import MARGIN, choose, fits, settings
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.recipe import LoraSection, OptimSection, Parallel, Recipe, Train
+from shardwise.spec.recipe import OptimSection, Parallel, Recipe, Train
 
 EIGHT_B, SEVENTY_B = load_spec("Llama-3.1-8B"), load_spec("Llama-3.1-70B")
 
@@ -53,8 +53,8 @@ def test_every_degree_inside_a_node_is_listed_with_as_many_sequences_a_device() 
 
 
 def test_what_it_does_not_support_leaves_the_other_settings() -> None:
-    """Weights in 4 bits: auto plans without it, and a pin is told."""
-    adapted = {"lora": LoraSection(rank=16, frozen="nf4")}
+    """Moments in 8 bits: auto plans without it, and a pin is told."""
+    adapted = {"optim": OptimSection(name="adamw8bit")}
     cluster = parse_cluster("1x2xRTX-4090")
     assert choose(recipe(**adapted), SEVENTY_B, cluster).layout.tp == 1
     with pytest.raises(ConfigError) as refused:

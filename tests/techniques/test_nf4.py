@@ -84,7 +84,7 @@ def test_the_layer_computes_with_the_whole_matrix() -> None:
     weight, bias = fourbit.dequantise(*kept, torch.float64), torch.randn(96, dtype=torch.float64)
     x = torch.randn(5, 192, dtype=torch.float64, requires_grad=True)
     right = functional.linear(x, weight, bias)
-    found = fourbit.linear(x, bias, *kept)
+    found = fourbit.linear(x, bias, kept)
     assert torch.equal(found, right)
     other = torch.autograd.grad(right.square().sum(), x)[0]
     assert torch.allclose(torch.autograd.grad(found.square().sum(), x)[0], other, rtol=1e-12, atol=1e-12)

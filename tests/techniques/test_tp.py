@@ -92,11 +92,10 @@ def test_the_fix_names_every_number_of_ranks_that_serves() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lora": Lora(nf4=True)},
         {"optim": Optim("adamw8bit")},
         {"precision": Precision("bf16", modules=(("*norm", "fp32"),))},
     ],
-    ids=["nf4", "adamw8bit", "modules"],
+    ids=["adamw8bit", "modules"],
 )
 def test_what_it_does_not_support_yet_is_refused(settings: dict[str, Any]) -> None:
     found = tp.check(LLAMA, Plan(Layout(tp=2), **settings), CLUSTER)
@@ -113,3 +112,10 @@ def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:
 def test_norms_over_whole_projections_are_cut_with_them() -> None:
     assert tp.state("layers.0.attention.q_norm.weight", 8, 2, heads_apart=False).dim == 0
     assert tp.state("layers.0.attention.q_norm.weight", 8, 2).dim is None
+
+
+def test_of_rows_in_four_bits_each_rank_has_whole_blocks() -> None:
+    small = Plan(Layout(tp=4), lora=Lora(nf4=True))
+    assert not tp.check(LLAMA, small, CLUSTER)
+    [problem] = tp.check(replace(LLAMA, intermediate_size=14_400), small, CLUSTER)
+    assert "of `down` a rank would have 3600 columns" in problem.what

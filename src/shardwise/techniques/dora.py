@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.techniques.fourbit import dequantise
+from shardwise.techniques.fourbit import MatrixPiece, dequantise
 from shardwise.techniques.quantised import NF4_PARTS, nf4_rows_at_once
 from shardwise.techniques.slices import local
 
@@ -18,11 +18,12 @@ class LayerShare:
     """What an adapter must know where tensor-parallel ranks have a part of its layer each. ``rows``: those that are
     used of the layer, of B and of the magnitudes, None: all that are held. ``place`` and ``group``: this rank's number
     and its group where ranks have columns of the layer: different inputs, norms of rows to be joined, and a bias that
-    is added later."""
+    is added later. ``piece``: what it has of a matrix in 4 bits."""
 
     rows: slice = field(default_factory=lambda: slice(None))
     place: int | None = None
     group: dist.ProcessGroup | None = None
+    piece: MatrixPiece | None = None
 
 
 WHOLE = LayerShare()
@@ -33,8 +34,8 @@ def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Te
     """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; a constant for the gradient, as in the paper
     (section 4.3). Made some rows at a time."""
     if "codes" in dict(module.named_parameters(recurse=False)):
-        codes, sizes, groups = (module.get_parameter(name) for name in NF4_PARTS)
-        weight = dequantise(codes, sizes, groups, torch.float32)
+        codes, sizes, groups = (local(module.get_parameter(name)) for name in NF4_PARTS)
+        weight = dequantise(codes[share.rows], sizes[share.rows], groups, torch.float32, share.piece)
     else:
         weight = local(module.get_parameter("weight"))[share.rows]
     down, up = (local(module.get_parameter(f"{name}.weight")) for name in ("lora_a", "lora_b"))

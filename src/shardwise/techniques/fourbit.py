@@ -7,6 +7,7 @@ type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,12 +53,28 @@ def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
     return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
-def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time."""
+@dataclass(frozen=True)
+class MatrixPiece:
+    """Which part of a larger matrix codes and sizes are of: its first row, its first block of a row, and how many
+    blocks a row of the whole has."""
+
+    row: int
+    block: int
+    blocks: int
+
+
+def dequantise(
+    codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: MatrixPiece | None = None
+) -> Tensor:
+    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; a ``piece`` of
+    it, from the whole's groups."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
     wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
-    wide = wide.mul_(of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]).add_(of_group[-1]).view(rows, -1, 1)
+    of_block = (
+        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(sizes, of_group, piece)
+    )
+    wide = wide.mul_(of_block).add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
@@ -68,22 +85,33 @@ def dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype)
     return out
 
 
-def linear(x: Tensor, bias: Tensor | None, codes: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
-    """x [.., in] -> [.., out] in x's dtype. The matrix is dequantised when it is used, and not stored."""
-    made: Tensor = _Linear.apply(x, bias, codes, sizes, groups)
+def _of(sizes: Tensor, of_group: Tensor, piece: MatrixPiece) -> Tensor:
+    """The size of the group of each block of a piece."""
+    rows, blocks = (torch.arange(count, device=sizes.device) for count in sizes.shape)
+    place = (rows + piece.row).unsqueeze(1) * piece.blocks + (blocks + piece.block)
+    return of_group[(place // NF4_GROUP).view(-1)]
+
+
+def linear(
+    x: Tensor, bias: Tensor | None, kept: tuple[Tensor, Tensor, Tensor], piece: MatrixPiece | None = None
+) -> Tensor:
+    """x [.., in] -> [.., out] in x's dtype; ``kept`` is what :func:`quantise` made. The matrix is dequantised when it
+    is used, and not stored."""
+    made: Tensor = _Linear.apply(x, bias, *kept, piece)
     return made
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
+        codes, sizes, groups, ctx.piece = kept
         ctx.save_for_backward(codes, sizes, groups)
-        return functional.linear(x, dequantise(codes, sizes, groups, x.dtype), bias)
+        return functional.linear(x, dequantise(codes, sizes, groups, x.dtype, ctx.piece), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         codes, sizes, groups = ctx.saved_tensors
-        return grad @ dequantise(codes, sizes, groups, grad.dtype), None, None, None, None
+        return grad @ dequantise(codes, sizes, groups, grad.dtype, ctx.piece), None, None, None, None, None
 
 
 def _dynamic() -> tuple[float, ...]:

@@ -124,6 +124,6 @@ def _replace(module: nn.Linear) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias.to(x.dtype)
         codes, sizes, groups = (module.get_parameter(name) for name in NF4_PARTS)
-        return linear(x, bias, codes, sizes, groups)
+        return linear(x, bias, (codes, sizes, groups))
 
     module.forward = forward  # type: ignore[method-assign, assignment]

@@ -28,6 +28,7 @@ from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Collective, Sheet, Unit
 from shardwise.techniques import tp_units
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
+from shardwise.techniques.quantised import NF4_BLOCK, nf4_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +69,14 @@ def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) ->
         adapted = state(f"{layer.rpartition('.')[0]}.weight", key_heads, ranks)
         own = 0 if place == "lora_b" else 1  # B has the outputs of its layer, A its inputs
         return State(own if adapted.dim == own else None, inside=True)
+    if word == "groups":  # of a matrix in 4 bits, which is quantised whole
+        return State(None, inside=True)
     if place in ("k", "v") and key_heads < ranks:
         return State(None, inside=True)  # whole, and each rank uses the head that its query heads look at
     if place in COLUMNS:
         return State(0, inside=True)
     if place in ROWS:
-        return State(1, inside=True) if word == "weight" else State(None, inside=False)
+        return State(1, inside=True) if word in ("weight", "codes", "sizes") else State(None, inside=False)
     if place in TABLES:
         return State(0, inside=True)
     assert role(name) == "norm", name
@@ -120,15 +123,19 @@ def _odd(spec: ModelSpec, ranks: int) -> list[str]:
 
 def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
     """What has no counterpart here yet."""
-    lora = plan.lora
     if spec.hf_model is not None:
         return [f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"]
     asked = {
-        "weights in nf4": lora is not None and lora.nf4,
         "`precision.modules`": bool(plan.precision.modules),
         "`optim.name: adamw8bit`": plan.optim.name == "adamw8bit",
     }
-    return [f"tensor parallelism does not support {what} yet" for what, wanted in asked.items() if wanted]
+    found = [f"tensor parallelism does not support {what} yet" for what, wanted in asked.items() if wanted]
+    inner = {"o": spec.num_attention_heads * spec.head_dim, "down": spec.intermediate_size}
+    for layer, columns in inner.items() if plan.lora is not None and plan.lora.nf4 else ():
+        if columns % (plan.layout.tp * NF4_BLOCK):
+            what = f"nf4 stores rows in blocks of {NF4_BLOCK}, and of `{layer}` a rank would have "
+            found.append(f"{what}{columns / plan.layout.tp:g} columns")
+    return found
 
 
 def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -150,7 +157,12 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     def own(unit: Unit) -> dict[str, tuple[int, ...]]:
         shapes = {w.name: tuple(map(int, w.shape)) for w in unit.weights}
         alike = (name for name in shapes if _rows_used(name) and key_heads < ranks)
-        return {name: (key_heads * shapes[name][0], *shapes[name][1:]) for name in alike}
+        found = {name: (key_heads * shapes[name][0], *shapes[name][1:]) for name in alike}
+        for name in (name for name in shapes if name.endswith(".groups")):  # those of the whole matrix
+            rows, columns = shapes[f"{name.removesuffix('groups')}codes"]
+            copies = key_heads if _rows_used(name) and key_heads < ranks else ranks
+            found[name] = nf4_shapes(copies * rows, 2 * columns)["groups"]
+        return found
 
     stem, tail = tp_units.stem(sheet.stem, plan, stop - start), tp_units.tail(sheet.tail, plan)
     if not sheet.tied:
@@ -163,7 +175,9 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 def _rows_used(name: str) -> bool:
     """Whether, of a weight that all ranks hold, each multiplies with the rows of its own key head."""
-    layer = name.removesuffix(".lora_b.weight").removesuffix(".weight").removesuffix(".bias").removesuffix(".lora_m")
+    layer = (
+        name.removesuffix(".weight").removesuffix(".lora_b") if name.endswith(".weight") else name.rpartition(".")[0]
+    )
     return layer.rpartition(".")[2] in ("k", "v")
 
 
@@ -277,12 +291,12 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             norm = _cut_norm(group) if cut else rms_norm
             module.forward = _norm(module, inside, outside, norm)  # type: ignore[method-assign, assignment]
         elif isinstance(module, nn.Linear):
-            heads = _own_head(name, spec, meshes)
-            module.forward = _linear(module, inside, outside, heads, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
+            heads, piece = _own_head(name, spec, meshes), _piece(module, name, spec, meshes)
+            module.forward = _linear(module, inside, outside, heads, piece, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
             if place in ROWS:
-                module.lora_share = LayerShare(place=meshes.index("tp"), group=group)  # type: ignore[assignment]
-            elif heads is not None:
-                module.lora_share = LayerShare(rows=heads)  # type: ignore[assignment]
+                module.lora_share = LayerShare(place=meshes.index("tp"), group=group, piece=piece)  # type: ignore[assignment]
+            else:
+                module.lora_share = LayerShare(heads or slice(None), piece=piece)  # type: ignore[assignment]
         if place in ("attention", "mlp", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROWS:
@@ -298,18 +312,39 @@ def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
     return slice(first, first + spec.head_dim)
 
 
+def _piece(module: Any, layer: str, spec: ModelSpec, meshes: Meshes) -> Any:
+    """Which part of a matrix in 4 bits this rank multiplies with; None for one that is not."""
+    from shardwise.techniques.fourbit import MatrixPiece
+
+    if "codes" not in dict(module.named_parameters(recurse=False)):
+        return None
+    heads, ranks, blocks = _own_head(layer, spec, meshes), meshes.size("tp"), module.in_features // NF4_BLOCK
+    if layer.rpartition(".")[2] in ROWS:
+        return MatrixPiece(0, cut((0, blocks), ranks, meshes.index("tp"))[0], blocks)
+    row = cut((0, module.out_features), ranks, meshes.index("tp"))[0] if heads is None else heads.start
+    return MatrixPiece(row, 0, blocks)
+
+
 def _linear(
-    module: Any, inside: torch.dtype, outside: torch.dtype, rows: slice | None, *, biased: bool
+    module: Any, inside: torch.dtype, outside: torch.dtype, rows: slice | None, piece: Any, *, biased: bool
 ) -> Callable[[Tensor], Tensor]:
     from torch.nn import functional
 
+    from shardwise.techniques.fourbit import linear
+
+    def used(name: str) -> Tensor:
+        kept: Tensor = module.get_parameter(name).to_local()
+        return kept if rows is None else kept[rows]
+
     def forward(x: Tensor) -> Tensor:
-        weight, bias = module.weight.to_local().to(inside), None
-        if biased and module.bias is not None:
-            bias = module.bias.to_local().to(inside)
-        if rows is not None:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        return functional.linear(x.to(inside), weight, bias).to(outside)
+        bias = module.bias.to_local().to(inside) if biased and module.bias is not None else None
+        if bias is not None and rows is not None:
+            bias = bias[rows]
+        if piece is not None:
+            kept = (used("codes"), used("sizes"), module.groups.to_local())
+            return linear(x.to(inside), bias, kept, piece).to(outside)
+        weight = module.weight.to_local().to(inside)
+        return functional.linear(x.to(inside), weight if rows is None else weight[rows], bias).to(outside)
 
     return forward
 
