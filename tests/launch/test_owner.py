@@ -40,21 +40,31 @@ for number in range(10):
         os.waitpid(pid, 0)
         assert list(directory.glob(".owner-*"))
     begin, pids = time.monotonic() + 0.01, []
+    answers, answer = os.pipe()
+    end, close = os.pipe()
     for _ in range(6):
         if pid := os.fork():
             pids.append(pid)
             continue
+        os.close(close)
         while time.monotonic() < begin:
             pass
         try:
             claim(directory)
         except OutputError as error:
             assert error.problems[0].code == "OUT005", error
+            os.write(answer, b"-")
             os._exit(1)
-        time.sleep(0.15)  # long enough for all others to see it alive
+        os.write(answer, b"+")
+        os.read(end, 1)  # it lives until all others have looked at it
         os._exit(0)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert sorted(codes) == [0] + [1] * 5, (number, codes)
+    seen = b""
+    while len(seen) < 6:
+        seen += os.read(answers, 6)
+    os.close(close)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    assert sorted(seen) == sorted(b"+-----"), (number, seen)
     assert len(list(directory.glob(".owner-*"))) == 1
 """
 
