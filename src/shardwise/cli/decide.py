@@ -23,7 +23,6 @@ from shardwise.spec.load import load_plan
 from shardwise.spec.plan import MEASURED, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import lora
 
 
 def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
@@ -123,20 +122,11 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
     """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
     another recipe's."""
     dp = plan.layout.dp
-    dial = "auto" if dp == 1 else recipe.parallel.strategy
     asked: dict[str, tuple[object, object]] = {
-        "lora": (plan.lora, lora.settings(recipe.lora, plan.precision)),
-        "frozen": (plan.frozen, tuple(recipe.model.frozen)),
-        "optim.name": (plan.optim.name, recipe.optim.name),
+        **techniques.pins(recipe, plan),
         "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
-        "optim.moments": (plan.optim.moments, recipe.optim.moments),
-        "precision.weights": (plan.precision.weights, recipe.precision.weights),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
         "train.global_batch_size": (plan.batch.global_batch_size(dp), batch(recipe.train, dp)[2]),
-        "parallel.strategy": (plan.shard.strategy, "zero3" if dial in ("fsdp", "hsdp") else dial),
-        "recompute.mode": (plan.remat.mode, recipe.recompute.mode),
-        "precision.compute": (plan.precision.compute, recipe.precision.compute),
-        "compile": (plan.compile, recipe.compile),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),
         "attention": (plan.attention, recipe.attention),
         "model": (plan.model or spec.name, spec.name),

@@ -2,30 +2,30 @@
 
 Until plans are priced in seconds, ``strategy: auto`` is a rule: of the settings of the dial, hybrid ones included,
 whose predicted peak is at most 0.8 of the memory, the one that keeps the wire busy for the shortest time; where there
-is none, the same with smaller micro-batches, then with selective and with full recomputation; where there still is
-none, all of it again with tensor parallelism inside a node; and where that does not help either, the smallest.
+is none, the same with smaller micro-batches, then with the next settings that techniques have to try (selective, then
+full recomputation); where there still is none, all of it again with tensor parallelism inside a node; and where that
+does not help either, the smallest. Which settings there are, each technique's ``choices`` say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
-from shardwise.planner.layouts import grouped, inside, layouts
 from shardwise.planner.price import least_bytes, price, traffic
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
-from shardwise.spec.cluster import BF16_GAIN, Cluster, Products
-from shardwise.spec.plan import Batch, Matmul, Optim, Plan, Precision, Remat, Shard
-from shardwise.spec.recipe import Recipe, Train
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
-from shardwise.techniques import lora
+from shardwise.techniques import shard, tp
+from shardwise.techniques.degrees import grouped
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
@@ -37,8 +37,6 @@ fast as more and takes less memory (docs/benchmarks.md)."""
 LARGER_CHUNKS = (2**28, 2**27)
 """What a GPU takes instead where memory allows: every chunk reads and writes the fp32 gradient of the output weight
 once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
-Mode = Literal["none", "selective", "full"]
-REMAT: tuple[Mode, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     refused: list[Problem] = []
     tried: list[Plan] = []
     last: list[Candidate] = []
-    for tp in _degrees(recipe, cluster):
+    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
         found: list[Candidate] = []
-        for found, problems in _attempts(recipe, spec, cluster, tp):
+        for found, problems in _attempts(recipe, spec, cluster, degree):
             refused += problems
             found.sort(key=lambda candidate: candidate.wire_s)
             for at, candidate in enumerate(found):
@@ -88,8 +86,8 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
     """Whether the bound leaves a chance of ``share`` of the memory to the smallest micro-batches with as much
     recomputation as may be."""
-    for tp in _degrees(recipe, cluster):
-        for found, refused in list(_attempts(recipe, spec, cluster, tp))[-1:]:
+    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
+        for found, refused in list(_attempts(recipe, spec, cluster, degree))[-1:]:
             if refused or any(c.least_bytes <= share * cluster.device.memory_bytes for c in found):
                 return True
     return False
@@ -130,159 +128,99 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
     that was chosen."""
     chosen = chosen or choose(recipe, spec, cluster)
     strategy = chosen.shard.strategy if chosen.layout.dp > 1 else "zero3"
+    kept = {key: why for key, why in chosen.why.items() if not key.startswith(("layout.", "shard."))}
+    alike = replace(chosen, why={**kept, **batch_reasons(recipe.train)})
     found: list[Plan] = []
-    for tp in sorted({1, chosen.layout.tp, *inside(cluster)}):
-        share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * tp, chosen.layout.tp)
-        micro = max(1, chosen.batch.micro_batch_size * tp // chosen.layout.tp)
+    for degree in tp.choices(recipe, spec, cluster, alike, pinned=False):
+        ranks = degree.layout.tp
+        share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * ranks, chosen.layout.tp)
+        micro = max(1, chosen.batch.micro_batch_size * ranks // chosen.layout.tp)
         if rest or share % micro:
             continue
-        batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
-        train = _with_batch(recipe.train, micro, batch.accumulation)
+        asked = _with_batch(recipe, micro, share // micro)
         try:
-            candidates, _ = _candidates(recipe, spec, cluster, Trial(chosen.remat.mode, train, tp), pinned=False)
+            candidates, _ = _candidates(asked, spec, cluster, degree, pinned=False)
         except ConfigError:  # degrees that are pinned leave no room for this one
             continue
-        alike = [c for c in candidates if c.plan.shard.strategy == strategy or c.plan.layout.dp == 1]
+        batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
         found += [
             price(candidate.sheet, replace(candidate.plan, batch=batch), cluster)
-            for candidate in (candidates if tp == 1 else alike)
+            for candidate in candidates
+            if ranks == 1 or candidate.plan.shard.strategy == strategy or candidate.plan.layout.dp == 1
         ]
     return found
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What is tried at one time with every setting of the dial."""
-
-    mode: Mode
-    train: Train
-    tp: int
-
-
-def _degrees(recipe: Recipe, cluster: Cluster) -> list[int]:
-    """The degrees of tensor parallelism in the order in which they are tried."""
-    return [recipe.parallel.tp] if recipe.parallel.tp else [1, *inside(cluster)]
+def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan before any technique has been set: what is the recipe's alone to say."""
+    why = batch_reasons(recipe.train)
+    if recipe.attention != "auto":
+        why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
+    return Plan(
+        deterministic=recipe.run.deterministic,
+        attention=recipe.attention,
+        loss="dpo" if recipe.pairs else "cross_entropy",
+        why=why,
+        model=spec.name,
+        cluster=str(cluster),
+    )
 
 
 def _attempts(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, tp: int
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan
 ) -> Iterator[tuple[list[Candidate], list[Problem]]]:
-    """The legal plans of each attempt, and what is wrong with others, which is the recipe's to mend: nothing of a
-    degree that it does not ask for. One by one: an illegal mesh is reported before a batch that does not suit it."""
-    modes = REMAT if recipe.recompute.mode == "auto" else (recipe.recompute.mode,)
-    asked = tp in (1, recipe.parallel.tp)
-    for mode in modes:
+    """The legal plans of each attempt at one degree of tensor parallelism, and what is wrong with others, which is the
+    recipe's to mend: nothing of a degree that it does not ask for. One by one: an illegal mesh is reported before a
+    batch that does not suit it."""
+    ranks = degree.layout.tp
+    asked = ranks in (1, recipe.parallel.tp)
+    others = [technique for technique in techniques.ORDER if technique not in (tp, shard)]
+    for plan in techniques.choices(others, recipe, spec, cluster, degree):
         try:
-            for train in _smaller_micro_batches(recipe.train, grouped(cluster, tp).world, tp):
-                found, refused = _candidates(recipe, spec, cluster, Trial(mode, train, tp))
+            for tried in _smaller_micro_batches(recipe, grouped(cluster, ranks).world, ranks):
+                found, refused = _candidates(tried, spec, cluster, plan)
                 yield found, refused if asked else []
         except ConfigError:
             if asked:
                 raise
 
 
-def _smaller_micro_batches(train: Train, dp: int, tp: int) -> Iterator[Train]:
+def _smaller_micro_batches(recipe: Recipe, dp: int, tp: int) -> Iterator[Recipe]:
     """The batch as asked, then the same global batch in smaller micro-batches, down to single sequences."""
-    yield train
-    if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
+    yield recipe
+    if recipe.train.micro_batch_size is not None or recipe.train.gradient_accumulation_steps is not None:
         return
-    micro, accumulation, _ = batch(train, dp, tp)
+    micro, accumulation, _ = batch(recipe.train, dp, tp)
     while micro > 1:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         micro, accumulation = smaller, accumulation * (micro // smaller)
-        yield _with_batch(train, micro, accumulation)
+        yield _with_batch(recipe, micro, accumulation)
 
 
-def _with_batch(train: Train, micro: int, accumulation: int) -> Train:
-    update = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
-    return train.model_copy(update=update)
+def _with_batch(recipe: Recipe, micro: int, accumulation: int) -> Recipe:
+    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=sizes)})
 
 
 def _candidates(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, attempt: Trial, *, pinned: bool = True
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True
 ) -> tuple[list[Candidate], list[Problem]]:
-    """The legal settings of the dial, and what is wrong with the others."""
-    precision, why = _precision(recipe, cluster)
-    compiled, reason = _compiled(recipe, cluster)
-    mode, train, tp = attempt.mode, attempt.train, attempt.tp
+    """The plan with each legal setting of the dial, and what is wrong with the others."""
     found: list[Candidate] = []
     refused: list[Problem] = []
-    for strategy, of_groups in layouts(recipe, grouped(cluster, tp), pinned=pinned):
-        layout = replace(of_groups, tp=tp, ranks_per_node=cluster.devices_per_node)
-        micro, accumulation, _ = batch(train, layout.dp, tp)
-        chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * train.seq_len)
-        reshard = recipe.parallel.reshard_after_forward
-        plan = Plan(
-            layout=layout,
-            batch=Batch(micro, accumulation, train.seq_len, chunk),
-            shard=Shard(strategy, True if reshard is None or strategy != "zero3" else reshard),
-            precision=precision,
-            remat=Remat(mode, recipe.recompute.every if mode != "none" else 1),
-            compile=compiled,
-            deterministic=recipe.run.deterministic,
-            attention=recipe.attention,
-            sequence_parallel=tp > 1 and recipe.parallel.sequence_parallel,
-            optim=Optim(recipe.optim.name, moments=recipe.optim.moments),
-            frozen=tuple(recipe.model.frozen),
-            lora=lora.settings(recipe.lora, precision),
-            loss="dpo" if recipe.pairs else "cross_entropy",
-            why={**why, **reasons, **batch_reasons(recipe.train), "compile": reason},
-            model=spec.name,
-            cluster=str(cluster),
-        )
-        problems = techniques.check(spec, plan, cluster)
-        if recipe.compile == "auto" and (bars := [problem.what for problem in problems if problem.where == "compile"]):
-            plan = replace(plan, compile=False, why={**plan.why, "compile": f"derived: off: {bars[0]}"})
-            problems = techniques.check(spec, plan, cluster)
-        if problems:
+    seq_len = recipe.train.seq_len
+    for split in shard.choices(recipe, spec, cluster, plan, pinned=pinned):
+        micro, accumulation, _ = batch(recipe.train, split.layout.dp, split.layout.tp)
+        chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * seq_len)
+        whole = replace(split, batch=Batch(micro, accumulation, seq_len, chunk), why={**split.why, **reasons})
+        if problems := techniques.check(spec, whole, cluster):
             refused += problems
             continue
-        sheet = sheet_of(spec, variant(precision), ranks=tp)
-        costed = techniques.cost(sheet, plan)
-        busy_s = wire_s(traffic(costed, plan), layout, cluster)
-        found.append(Candidate(plan, sheet, busy_s, least_bytes(costed, plan, cluster)))
+        sheet = sheet_of(spec, variant(whole.precision), ranks=whole.layout.tp)
+        costed = techniques.cost(sheet, whole)
+        busy_s = wire_s(traffic(costed, whole), whole.layout, cluster)
+        found.append(Candidate(whole, sheet, busy_s, least_bytes(costed, whole, cluster)))
     return found, refused
-
-
-def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, dict[str, str]]:
-    asked = recipe.precision
-    compute, reason = asked.compute, "pinned"
-    if compute == "auto":
-        compute, reason = "bf16", "derived: the device computes in bf16"
-        if not cluster.device.computes_bf16:
-            compute, reason = "fp16", "derived: the device has no bf16 instructions"
-        elif cluster.kind == "cpu":
-            compute, reason = "fp32", "default: how fast this CPU multiplies bf16 was not measured"
-    products = cluster.device.products
-    if products is not None and asked.compute in ("auto", "bf16"):
-        compute = products.compute if asked.compute == "auto" else "bf16"
-        reason = f"{'measured' if asked.compute == 'auto' else 'pinned'}: {pace(products)}"
-    reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
-    why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
-    matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
-    if asked.matmul == "auto" and compute == "fp32" and products is not None:
-        matmul = products.fp32
-        gain, bad = products.medium_gain, "medium would not compute in fp32"
-        why["precision.matmul"] = f"measured: {f'medium is {gain:.2f} times as fast' if gain else bad}"
-    precision = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
-    why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
-    return precision, why
-
-
-def _compiled(recipe: Recipe, cluster: Cluster) -> tuple[bool, str]:
-    """Whether blocks are compiled unless something bars it, and why."""
-    if recipe.compile != "auto":
-        return recipe.compile, "pinned"
-    if cluster.kind == "cpu":
-        return False, "default: off; see docs/techniques/compile.md"
-    return True, "default: on for GPUs, which read and write less in joined operations"
-
-
-def pace(products: Products) -> str:
-    """How fast bf16 is on this CPU, in words."""
-    gain = products.bf16_gain
-    asked = f"; bf16 is used from {BF16_GAIN} on" if products.compute == "fp32" else ""
-    return f"bf16 products are {gain:.2f} times as fast as fp32's on this CPU{asked}"
 
 
 def _larger_chunks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -306,30 +244,12 @@ def _chunk(spec: ModelSpec, most: int, tokens: int) -> tuple[int, dict[str, str]
 
 
 def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
-    if recipe.parallel.strategy != "auto":
-        reason = "pinned"
-    elif plan.layout.world == 1:
-        reason = "derived: one process"
+    """With why the search took this plan: ``reason``, unless the recipe left it no choice."""
     why = {"shard.strategy": reason, **plan.why}
-    if (plan.batch.micro_batch_size, plan.batch.accumulation) != batch(recipe.train, plan.layout.dp, plan.layout.tp)[
-        :2
-    ]:
+    asked = batch(recipe.train, plan.layout.dp, plan.layout.tp)
+    if (plan.batch.micro_batch_size, plan.batch.accumulation) != asked[:2]:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"
         why["batch.accumulation"] = "derived: keeps the global batch"
-    kept = (
-        "derived: activations fit"
-        if plan.remat.mode == "none"
-        else "derived: less recomputation would need more memory than is available"
-    )
-    why["remat.mode"] = kept if recipe.recompute.mode == "auto" else "pinned"
-    if recipe.parallel.reshard_after_forward is not None and plan.shard.strategy != "zero3":
-        why["shard.reshard_after_forward"] = f"not used: {plan.shard.strategy} keeps its weights unsharded"
-    if recipe.recompute.every != 1 and plan.remat.mode == "none":
-        why["remat.every"] = "not used: nothing is recomputed"
-    why["compile"] = why.pop("compile")  # told last
-    if plan.layout.tp > 1:
-        alone = "derived: no split of the batch and no recomputation alone stays below the margin"
-        why["layout.tp"] = "pinned" if recipe.parallel.tp else alone
-    if recipe.attention != "auto":
-        why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
-    return replace(plan, why=why)
+    order = [field.name for field in fields(plan)]
+    told = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
+    return replace(plan, why={key: why[key] for key in told})

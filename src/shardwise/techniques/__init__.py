@@ -1,9 +1,19 @@
-"""The order of the techniques, and the folds over it: ``cost`` in the planner, ``apply`` in the runtime."""
+"""The order of the techniques, and the folds over it.
+
+A technique is a module with five functions. What it has nothing to say about, it returns as it came:
+
+    choices   (recipe, spec, cluster, plan) -> plans    the plan with each of its settings to try, and why; best first
+    pins      (recipe, plan) -> pairs                   by recipe key, what the plan has and what the recipe asks for
+    check     (spec, plan, cluster) -> problems         what makes the plan illegal
+    cost      (sheet, plan) -> sheet                    its effect on the model on paper
+    apply     (parts, plan, meshes) -> parts            its effect on the model's parts
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -11,6 +21,7 @@ from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard, tp
 
@@ -19,7 +30,24 @@ if TYPE_CHECKING:
 
     from shardwise.techniques.meshes import Meshes
 
-ORDER = (lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
+ORDER: tuple[ModuleType, ...] = (lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
+
+
+def choices(
+    order: Sequence[ModuleType], recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan
+) -> Iterator[Plan]:
+    """The plan with every combination of the settings of the techniques in ``order``, each technique's best first; the
+    last technique's change first."""
+    if not order:
+        yield plan
+        return
+    for chosen in order[0].choices(recipe, spec, cluster, plan):
+        yield from choices(order[1:], recipe, spec, cluster, chosen)
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    """By the recipe's key, what the plan has and what the recipe asks for; ``auto`` agrees with anything."""
+    return {key: pair for technique in ORDER for key, pair in technique.pins(recipe, plan).items()}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -18,6 +19,7 @@ from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -36,17 +38,36 @@ CAPABILITY = (7, 0)
 """The least for which triton makes kernels."""
 
 
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says, else on for GPUs, unless something bars it."""
+    on, reason = recipe.compile, "pinned"
+    if on == "auto" and cluster.kind == "cpu":
+        on, reason = False, "default: off; see docs/techniques/compile.md"
+    elif on == "auto":
+        bars = check(spec, replace(plan, compile=True), cluster)
+        on, reason = not bars, "default: on for GPUs, which read and write less in joined operations"
+        reason = f"derived: off: {bars[0].what}" if bars else reason
+    yield replace(plan, compile=on, why={**plan.why, "compile": reason})
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {"compile": (plan.compile, recipe.compile)}
+
+
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    """That the devices and this machine can."""
-    device = cluster.device
+    """That the weights, the devices and this machine can."""
+    device, problems = cluster.device, []
+    if plan.compile and plan.lora is not None and plan.lora.nf4:
+        what = "nf4 does not work with compiled blocks yet"
+        problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))
     if plan.compile and device.capability is not None and device.capability < CAPABILITY:
         needed, found = (".".join(map(str, number)) for number in (CAPABILITY, device.capability))
         what = f"torch.compile needs GPUs of capability {needed} or later, and the {device.name}'s is {found}"
-        return [Problem("PLAN021", what, "compile", "false")]
-    if plan.compile and device.no_compiler:
+        problems.append(Problem("PLAN021", what, "compile", "false"))
+    elif plan.compile and device.no_compiler:
         what = f"torch.compile needs {device.no_compiler}, which is not installed here"
-        return [Problem("PLAN021", what, "compile", "false, or install it")]
-    return []
+        problems.append(Problem("PLAN021", what, "compile", "false, or install it"))
+    return problems
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

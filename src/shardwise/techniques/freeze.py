@@ -11,6 +11,7 @@ parameter go. It comes after ``precision``, whose casts it prunes too.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.pruning import prune
 
@@ -34,6 +36,15 @@ def frozen(name: str, plan: Plan) -> bool:
     if plan.lora is not None:
         return not is_adapter(name)
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says."""
+    yield dataclasses.replace(plan, frozen=tuple(recipe.model.frozen))
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {"frozen": (plan.frozen, tuple(recipe.model.frozen))}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

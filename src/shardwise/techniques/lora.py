@@ -21,11 +21,12 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
-from shardwise.spec import recipe
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
+from shardwise.spec.recipe import LoraSection, Recipe
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
+from shardwise.techniques.dtypes import chosen_dtype
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
-def settings(asked: recipe.LoraSection, precision: Precision) -> Lora | None:
+def settings(asked: LoraSection, precision: Precision) -> Lora | None:
     """What the recipe asks for, in the plan's words; None without adapters."""
     if asked.rank is None:
         return None
@@ -50,6 +51,16 @@ def settings(asked: recipe.LoraSection, precision: Precision) -> Lora | None:
     alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha
     small = asked.frozen == "nf4"
     return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora)
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says."""
+    precision = Precision(chosen_dtype(recipe, cluster)[0], recipe.precision.weights)
+    yield dataclasses.replace(plan, lora=settings(recipe.lora, precision))
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {"lora": (plan.lora, settings(recipe.lora, plan.precision))}
 
 
 def targets(lora: Lora, weight: str) -> bool:

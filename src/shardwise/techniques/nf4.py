@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -17,6 +18,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
@@ -37,6 +39,15 @@ def quantised(name: str) -> bool:
     return is_linear(name)
 
 
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """Nothing of its own: it is a setting of the adapters."""
+    yield plan
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {}
+
+
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None or not plan.lora.nf4:
         return []
@@ -50,9 +61,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         since = ".".join(map(str, SHARDS_BYTES))
         what = f"sharding nf4 weights needs torch {since} or later, and this is torch {here}"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
-    if plan.compile:
-        what = "nf4 does not work with compiled blocks yet"
-        problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))
     return problems
 
 

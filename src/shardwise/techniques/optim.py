@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -20,8 +20,8 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.recipe import OptimSection
+from shardwise.spec.plan import BYTES, Optim, Plan
+from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
@@ -45,6 +45,16 @@ class Settings:
 
     learning_rate: float
     weight_decay: float
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says."""
+    yield dataclasses.replace(plan, optim=Optim(recipe.optim.name, moments=recipe.optim.moments))
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    asked = recipe.optim
+    return {"optim.name": (plan.optim.name, asked.name), "optim.moments": (plan.optim.moments, asked.moments)}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

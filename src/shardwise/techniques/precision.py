@@ -11,6 +11,7 @@ otherwise each layer casts its weight at use, and the copies live until its back
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Dtype, Plan
+from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet, Tensor, Unit
-from shardwise.techniques.dtypes import compute_dtype, stored_dtype, torch_dtype
+from shardwise.techniques.dtypes import chosen_dtype, compute_dtype, stored_dtype, torch_dtype
 from shardwise.techniques.patterns import rewrite
 
 if TYPE_CHECKING:
@@ -28,6 +30,37 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.techniques.meshes import Meshes
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says; what it leaves out follows from the device."""
+    asked, products = recipe.precision, cluster.device.products
+    compute, reason = chosen_dtype(recipe, cluster)
+    why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
+    matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
+    if asked.matmul == "auto" and compute == "fp32" and products is not None:
+        matmul, gain = products.fp32, products.medium_gain
+        told = f"medium is {gain:.2f} times as fast" if gain else "medium would not compute in fp32"
+        why["precision.matmul"] = f"measured: {told}"
+    why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
+    reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
+    settings = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)
+    yield dataclasses.replace(plan, precision=settings, why={**plan.why, **why})
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    asked, planned = recipe.precision, plan.precision
+    return {
+        "precision.compute": (planned.compute, asked.compute),
+        "precision.weights": (planned.weights, asked.weights),
+        "precision.reduce": (planned.reduce, asked.reduce or "auto"),
+        "precision.modules": (_words(planned.modules), _words(asked.modules.items())),
+        "precision.matmul": (planned.matmul, asked.matmul),
+    }
+
+
+def _words(modules: Iterable[tuple[str, Dtype]]) -> str:
+    return ", ".join(f"{pattern}: {dtype}" for pattern, dtype in modules)
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

@@ -11,14 +11,16 @@ backward needs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Plan, Remat
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Op, Sheet
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointPolicy
 
     from shardwise.techniques.meshes import Meshes
+
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+"""From the least recomputation to the most."""
 
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
@@ -38,6 +45,26 @@ def saves(ops: tuple[Op, ...]) -> frozenset[int]:
 def treated(plan: Plan, block: int) -> bool:
     """Whether the block of this number recomputes."""
     return plan.remat.mode != "none" and block % plan.remat.every == 0
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """The pinned mode, else from the least recomputation to the most."""
+    asked = recipe.recompute
+    for mode in MODES if asked.mode == "auto" else (asked.mode,):
+        reason = "derived: less recomputation would need more memory than is available"
+        if asked.mode != "auto":
+            reason = "pinned"
+        elif mode == "none":
+            reason = "derived: activations fit"
+        why = {**plan.why, "remat.mode": reason}
+        if mode == "none" and asked.every != 1:
+            why["remat.every"] = "not used: nothing is recomputed"
+        yield dataclasses.replace(plan, remat=Remat(mode, asked.every if mode != "none" else 1), why=why)
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    every = recipe.recompute.every if plan.remat.mode != "none" else "auto"
+    return {"recompute.mode": (plan.remat.mode, recipe.recompute.mode), "recompute.every": (plan.remat.every, every)}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

@@ -16,7 +16,7 @@ so this file reads them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
@@ -27,8 +27,10 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.plan import BYTES, Plan, Shard
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
+from shardwise.techniques.degrees import grouped, layouts
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.replicas import Replicas, buckets
 
@@ -45,6 +47,33 @@ def units(part: nn.Module) -> list[list[nn.Module]]:
     stands after them, then the root with all the rest: both ends, where they are not to be told apart."""
     stem, tail = ends(part)
     return [unit for unit in (stem, *([block] for block in blocks(part)), tail, [part]) if unit]
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
+    """The settings of the dial that the recipe allows, for groups of ``layout.tp`` devices; unless ``pinned`` all of
+    them, for a table. Raises ConfigError (PLAN001) where the degrees do not multiply to the devices."""
+    asked, each = recipe.parallel, cluster.devices_per_node
+    for strategy, degrees in layouts(recipe, grouped(cluster, plan.layout.tp), pinned=pinned):
+        why, again = dict(plan.why), asked.reshard_after_forward
+        if pinned and (asked.strategy != "auto" or cluster.world == 1):
+            why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
+        if again is not None and strategy != "zero3":
+            why["shard.reshard_after_forward"] = f"not used: {strategy} keeps its weights unsharded"
+        layout = dataclasses.replace(degrees, tp=plan.layout.tp, ranks_per_node=each)
+        dial = Shard(strategy, True if again is None or strategy != "zero3" else again)
+        yield dataclasses.replace(plan, layout=layout, shard=dial, why=why)
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    asked, layout, dial = recipe.parallel, plan.layout, plan.shard
+    strategy = "auto" if layout.dp == 1 else asked.strategy
+    again = asked.reshard_after_forward if dial.strategy == "zero3" else None
+    return {
+        "parallel.strategy": (dial.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),
+        "parallel.dp_replicate": (layout.dp_replicate, asked.dp_replicate or "auto"),
+        "parallel.dp_shard": (layout.dp_shard, asked.dp_shard or "auto"),
+        "parallel.reshard_after_forward": (dial.reshard_after_forward, "auto" if again is None else again),
+    }
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:

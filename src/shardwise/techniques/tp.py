@@ -14,7 +14,7 @@ one device. Parameters are DTensors over the axis ``tp``; what flows between lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,10 @@ from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet, Unit
 from shardwise.techniques import tp_units
+from shardwise.techniques.degrees import inside
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.quantised import NF4_BLOCK, nf4_shapes
 
@@ -87,6 +89,26 @@ def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) ->
 
 def _state(name: str, spec: ModelSpec, ranks: int) -> State:
     return state(name, spec.num_key_value_heads, ranks, heads_apart=spec.qk_norm != "projection")
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
+    """The pinned degree, else none, then those inside a node; unless ``pinned`` all of them, for a table."""
+    asked = recipe.parallel.tp
+    degrees = sorted({1, *inside(cluster), asked or 1})
+    for ranks in [asked] if asked and pinned else degrees:
+        alone = "derived: no split of the batch and no recomputation alone stays below the margin"
+        why = {"layout.tp": "pinned" if asked else alone} if ranks > 1 and pinned else {}
+        sequence_parallel = ranks > 1 and recipe.parallel.sequence_parallel
+        layout = replace(plan.layout, tp=ranks)
+        yield replace(plan, layout=layout, sequence_parallel=sequence_parallel, why={**plan.why, **why})
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    off = plan.layout.tp > 1 and not recipe.parallel.sequence_parallel
+    return {
+        "parallel.tp": (plan.layout.tp, recipe.parallel.tp or "auto"),
+        "parallel.sequence_parallel": (plan.sequence_parallel, False if off else "auto"),
+    }
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:

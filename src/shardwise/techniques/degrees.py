@@ -1,4 +1,4 @@
-"""How the devices of a cluster can be split among the axes, by what a recipe pins."""
+"""How the devices of a cluster can be split among the axes, by what a recipe pins: for tp and shard."""
 
 from __future__ import annotations
 
