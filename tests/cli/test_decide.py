@@ -9,7 +9,10 @@ import pytest
 
 from shardwise.cli import decide
 from shardwise.cli.decide import as_first, cluster_of, plan_of, slower, with_products
+from shardwise.errors import ConfigError
+from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
+from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
 from shardwise.spec.load import dump_plan, load_recipe
@@ -18,6 +21,7 @@ from shardwise.spec.recipe import Recipe
 
 RECIPE = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
 SPEC = resolve(RECIPE)
+EIGHT_B = load_spec("Llama-3.1-8B")
 FAST = Products(1.0, 0.5, 0.25, 1e-4, 2e-4)
 """medium is exact and gains, and so does bf16."""
 SLOW = Products(1.0, 1.0, 1.6, 1e-4, 2e-4)
@@ -73,6 +77,54 @@ def test_a_run_that_goes_on_keeps_its_types(tmp_path: Path) -> None:
     assert types(plan_of(RECIPE, SPEC, cpus(FAST), None)) == ("bf16", "highest")
     (tmp_path / "plan.yaml").write_text("layout: [")
     assert types(plan_of(RECIPE, SPEC, cpus(FAST), None, tmp_path)) == ("bf16", "highest")
+
+
+@pytest.mark.parametrize(
+    ("key", "pinned", "planned"),
+    [
+        ("parallel.strategy", {"parallel": {"strategy": "zero1"}}, "zero3"),
+        ("parallel.dp_shard", {"parallel": {"dp_shard": 2}}, "4"),
+        ("parallel.dp_replicate", {"parallel": {"dp_replicate": 2}}, "1"),
+        ("parallel.reshard_after_forward", {"parallel": {"reshard_after_forward": 2}}, "True"),
+        ("parallel.tp", {"parallel": {"tp": 4}}, "2"),
+        ("parallel.sequence_parallel", {"parallel": {"sequence_parallel": False}}, "True"),
+        ("precision.compute", {"precision": {"compute": "fp32"}}, "bf16"),
+        ("precision.weights", {"precision": {"weights": "bf16"}}, "fp32"),
+        ("precision.reduce", {"precision": {"reduce": "bf16"}}, "fp32"),
+        ("precision.modules", {"precision": {"modules": {"*norm": "fp32"}}}, "none"),
+        ("precision.matmul", {"precision": {"matmul": "high"}}, "highest"),
+        ("recompute.mode", {"recompute": {"mode": "selective"}}, "full"),
+        ("recompute.every", {"recompute": {"every": 3}}, "2"),
+        ("compile", {"compile": False}, "True"),
+        ("frozen", {"model": {"frozen": ["embed.*"]}}, "none"),
+        ("optim.moments", {"optim": {"moments": "bf16"}}, "none"),
+        ("lora", {"lora": {"rank": 4}}, "none"),
+    ],
+)
+def test_a_plan_that_contradicts_a_pin_is_refused(
+    key: str, pinned: dict[str, dict[str, object]], planned: str, tmp_path: Path
+) -> None:
+    """What is not pinned may be edited in the file; what follows from no pin agrees with any."""
+    cluster, file = parse_cluster("8xH100"), tmp_path / "plan.yaml"
+    asked: dict[str, dict[str, object]] = {
+        "parallel": {"tp": 2, "strategy": "zero3"},
+        "train": {"global_batch_size": 64},
+    }
+    asked |= {"recompute": {"mode": "full", "every": 2}}
+    file.write_text(dump_plan(choose(Recipe.model_validate(asked), EIGHT_B, cluster)))
+    assert plan_of(Recipe.model_validate(asked), EIGHT_B, cluster, file).layout.tp == 2
+    assert plan_of(Recipe.model_validate({"train": asked["train"]}), EIGHT_B, cluster, file).layout.tp == 2
+    both = {
+        **asked,
+        **{
+            section: {**asked.get(section, {}), **keys} if isinstance(keys, dict) else keys
+            for section, keys in pinned.items()
+        },
+    }
+    with pytest.raises(ConfigError) as refused:
+        plan_of(Recipe.model_validate(both), EIGHT_B, cluster, file)
+    assert [problem.code for problem in refused.value.problems] == ["PLAN019"]
+    assert f"`{key}` {planned}, the recipe " in refused.value.problems[0].what
 
 
 def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import techniques
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -58,6 +59,8 @@ def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
     cluster = parse_cluster(MEANT_FOR[path.stem])
     plan = choose(recipe, resolve(recipe), cluster)
     assert plan.layout.world == cluster.world
+    pins = techniques.pins(recipe, plan).items()
+    assert not [key for key, (planned, asked) in pins if asked not in ("auto", planned)], "it is a plan of this recipe"
     assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
     if path.stem == "llama-70b-zero3":
         assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")

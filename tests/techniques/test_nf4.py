@@ -12,6 +12,7 @@ from bitsandbytes import functional as theirs
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
@@ -92,11 +93,11 @@ def test_the_layer_computes_with_the_whole_matrix() -> None:
 
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec("odd", 96, 48, 64, 2, 4, 2, 16)
-    plan = Plan(lora=Lora(4, 8.0, nf4=True), compile=True)
-    problems = nf4.check(spec, plan, parse_cluster("1xH100"))
+    plan, cluster = Plan(lora=Lora(4, 8.0, nf4=True), compile=True), parse_cluster("1xH100")
+    problems = techniques.check(spec, plan, cluster)
     assert [problem.where for problem in problems] == ["lora.frozen", "compile"]
     assert "layers.0.attention.q.weight has 48 columns" in problems[0].what
-    assert not nf4.check(replace(spec, hidden_size=64), replace(plan, compile=False), parse_cluster("1xH100"))
+    assert not techniques.check(replace(spec, hidden_size=64), replace(plan, compile=False), cluster)
     monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
     sharded = Plan(Layout(dp_shard=2), lora=plan.lora, shard=Shard("zero3"))
     (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))

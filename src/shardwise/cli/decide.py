@@ -119,8 +119,8 @@ def slower(plan: Plan, cluster: Cluster) -> str | None:
 
 
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
-    """What is trained is the recipe's to say, and export and generate read it there: a plan that says otherwise is
-    another recipe's."""
+    """What is trained is the recipe's to say, and export and generate read it there; and a pin always wins: a plan that
+    says otherwise is another recipe's."""
     dp = plan.layout.dp
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),

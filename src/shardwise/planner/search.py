@@ -185,12 +185,12 @@ def _attempts(
                 raise
 
 
-def _smaller_micro_batches(recipe: Recipe, dp: int, tp: int) -> Iterator[Recipe]:
+def _smaller_micro_batches(recipe: Recipe, dp: int, ranks: int) -> Iterator[Recipe]:
     """The batch as asked, then the same global batch in smaller micro-batches, down to single sequences."""
     yield recipe
     if recipe.train.micro_batch_size is not None or recipe.train.gradient_accumulation_steps is not None:
         return
-    micro, accumulation, _ = batch(recipe.train, dp, tp)
+    micro, accumulation, _ = batch(recipe.train, dp, ranks)
     while micro > 1:
         smaller = max(size for size in range(1, micro) if micro % size == 0)
         micro, accumulation = smaller, accumulation * (micro // smaller)

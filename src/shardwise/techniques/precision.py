@@ -54,7 +54,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
         "precision.compute": (planned.compute, asked.compute),
         "precision.weights": (planned.weights, asked.weights),
         "precision.reduce": (planned.reduce, asked.reduce or "auto"),
-        "precision.modules": (_words(planned.modules), _words(asked.modules.items())),
+        "precision.modules": (_words(planned.modules), _words(asked.modules.items()) or "auto"),
         "precision.matmul": (planned.matmul, asked.matmul),
     }
 

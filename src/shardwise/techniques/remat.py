@@ -63,8 +63,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
-    every = recipe.recompute.every if plan.remat.mode != "none" else "auto"
-    return {"recompute.mode": (plan.remat.mode, recipe.recompute.mode), "recompute.every": (plan.remat.every, every)}
+    asked, planned = recipe.recompute, plan.remat
+    every = asked.every if asked.every != 1 and planned.mode != "none" else "auto"
+    return {"recompute.mode": (planned.mode, asked.mode), "recompute.every": (planned.every, every)}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
