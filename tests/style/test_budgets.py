@@ -112,7 +112,7 @@ def test_attributes_are_known_not_asked_for() -> None:
 
 
 PROTOCOL = {
-    "shardwise.techniques.": {"check", "cost", "apply"},  # what each is: techniques/__init__.py
+    "shardwise.techniques.": {"choices", "pins", "check", "cost", "apply"},  # what each is: techniques/__init__.py
     "shardwise.cli.": {"run"},  # the command's own help says it
 }
 """Functions that a whole family of modules has under one name, described once."""

@@ -1,0 +1,105 @@
+"""A technique is one file: once in ORDER, the search, checks, prices, runs, proofs and ``--plan`` see it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise import techniques
+from shardwise.cli import decide
+from shardwise.errors import ConfigError
+from shardwise.models.config import ModelSpec
+from shardwise.planner import search
+from shardwise.planner.search import MARGIN, choose, settings
+from shardwise.prove.drift import drift
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.plan import Batch, Precision
+from tests.drift.test_drift import layout, sheet
+from tests.techniques import narrow
+from tests.techniques.narrow import PlanWithNarrow, RecipeWithNarrow
+
+SPEC = ModelSpec("half frozen", 32_000, 512, 1_400, 4, 8, 2, 64)
+CLUSTER = parse_cluster("2xH100")
+
+
+@pytest.fixture(autouse=True)
+def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line in ORDER and the field of the plan."""
+    at = techniques.ORDER.index(techniques.freeze) + 1
+    monkeypatch.setattr(techniques, "ORDER", (*techniques.ORDER[:at], narrow, *techniques.ORDER[at:]))
+    monkeypatch.setattr(search, "Plan", PlanWithNarrow)
+
+
+def recipe(**sections: object) -> RecipeWithNarrow:
+    pinned = {"parallel": {"strategy": "zero3", "tp": 1}, "recompute": {"mode": "none"}}
+    batch, model = {"seq_len": 256, "micro_batch_size": 1}, {"frozen": ["layers.*"]}
+    return RecipeWithNarrow.model_validate({**pinned, "train": batch, "model": model, **sections})
+
+
+def fitting(peak_bytes: int) -> Cluster:
+    """GPUs on which a plan with this peak is just below the margin."""
+    return replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=int(peak_bytes / MARGIN) + 2**16))
+
+
+def test_the_search_tries_its_choices_in_order_and_says_why() -> None:
+    wide, small = (choose(recipe(narrow=on), SPEC, CLUSTER) for on in (False, True))
+    assert (wide.why["narrow"], small.why["narrow"]) == ("pinned", "pinned")
+    saved = wide.estimate.memory["weights"] - small.estimate.memory["weights"]
+    blocks = 4 * (2 * 512 + 512 * 64 * (8 + 2 + 2 + 8) + 3 * 512 * 1_400)
+    assert saved == 2 * blocks // 2, "2 bytes a frozen weight, of which each rank has half"
+    found = choose(recipe(), SPEC, fitting(wide.estimate.peak_bytes))
+    assert isinstance(found, PlanWithNarrow) and not found.narrow and "narrow" not in found.why
+    found = choose(recipe(), SPEC, fitting(small.estimate.peak_bytes))
+    assert isinstance(found, PlanWithNarrow) and found.narrow
+    assert found.why["narrow"] == "derived: frozen weights as they are do not fit"
+    rows = settings(recipe(), SPEC, fitting(small.estimate.peak_bytes), found)
+    assert len(rows) > 3 and all(isinstance(row, PlanWithNarrow) and row.narrow for row in rows)
+
+
+def test_its_check_refuses_a_pin() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose(recipe(narrow=True, model={}), SPEC, CLUSTER)
+    assert [(problem.code, problem.where) for problem in refused.value.problems] == [("PLAN017", "narrow")]
+
+
+def test_a_plan_that_contradicts_its_pin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "load_plan", lambda file: choose(recipe(narrow=False), SPEC, CLUSTER))
+    file = Path("plan.yaml")
+    assert decide.plan_of(recipe(), SPEC, CLUSTER, file) == choose(recipe(narrow=False), SPEC, CLUSTER)
+    with pytest.raises(ConfigError) as refused:
+        decide.plan_of(recipe(narrow=True), SPEC, CLUSTER, file)
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.what) == ("PLAN019", "the plan has `narrow` none, the recipe True")
+
+
+@pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
+def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a cost that leaves it out is caught."""
+    spec = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
+    strategy = replace(PlanWithNarrow().shard, strategy=dial, bucket_bytes=100_000)
+    plan = PlanWithNarrow(layout(dial, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))
+    plan = replace(plan, frozen=("layers.0.*", "embed.*"), narrow=True)
+    assert not drift(spec, plan, 7, sheet(spec, "narrow")).differences()
+    monkeypatch.setattr(narrow, "cost", lambda paper, plan: paper)
+    assert [word.partition(":")[0] for word in drift(spec, plan, 7, sheet(spec, "narrow")).differences()][:1] == [
+        "weights"
+    ]
+
+
+def test_a_technique_is_five_functions() -> None:
+    """Of these parameters, whether it has something to say or not; more of them are for who calls it by name."""
+    asked = {
+        "choices": ["recipe", "spec", "cluster", "plan"],
+        "pins": ["recipe", "plan"],
+        "check": ["spec", "plan", "cluster"],
+        "cost": ["sheet", "plan"],
+        "apply": ["parts", "plan", "meshes"],
+    }
+    for technique in techniques.ORDER:
+        for name, wanted in asked.items():
+            found = [*inspect.signature(vars(technique)[name]).parameters.values()]
+            assert [parameter.name for parameter in found[: len(wanted)]] == wanted, f"{technique.__name__}.{name}"
+            assert all(parameter.default is not parameter.empty for parameter in found[len(wanted) :])
