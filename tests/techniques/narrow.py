@@ -6,8 +6,8 @@ memory is short: computed in bf16, a frozen weight takes 2 bytes for 4, and ever
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -28,7 +28,7 @@ class RecipeWithNarrow(Recipe):
     narrow: Literal["auto"] | bool = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class PlanWithNarrow(Plan):
     """What would be one line of spec/plan.py."""
 
@@ -46,12 +46,12 @@ def choices(
     """The pin; else frozen weights as they are, then narrow."""
     asked = recipe.narrow
     if asked != "auto":
-        yield dataclasses.replace(plan, narrow=asked, why={**plan.why, "narrow": "pinned"})
+        yield replace(plan, narrow=asked, why={**plan.why, "narrow": "pinned"})
         return
-    yield dataclasses.replace(plan, narrow=False)
+    yield replace(plan, narrow=False)
     if plan.frozen:
         why = {**plan.why, "narrow": "derived: frozen weights as they are do not fit"}
-        yield dataclasses.replace(plan, narrow=True, why=why)
+        yield replace(plan, narrow=True, why=why)
 
 
 def pins(recipe: RecipeWithNarrow, plan: PlanWithNarrow) -> dict[str, tuple[object, object]]:
@@ -73,7 +73,7 @@ def cost(sheet: Sheet, plan: PlanWithNarrow) -> Sheet:
         return weight.typed(dtype, weight.used_as)
 
     def rewritten(unit: Unit) -> Unit:
-        return dataclasses.replace(unit, weights=tuple(map(kept, unit.weights)))
+        return replace(unit, weights=tuple(map(kept, unit.weights)))
 
     return sheet.rewritten(rewritten)
 

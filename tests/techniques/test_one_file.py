@@ -7,17 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise import techniques
 from shardwise.cli import decide
+from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError
-from shardwise.models.config import ModelSpec
+from shardwise.methods.loss import logits
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.decoder import Decoder
 from shardwise.planner import search
 from shardwise.planner.search import MARGIN, choose, settings
 from shardwise.prove.drift import drift
+from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.plan import Batch, Precision
+from shardwise.techniques.meshes import Meshes
 from tests.drift.test_drift import layout, sheet
+from tests.style.source import ROOT
 from tests.techniques import narrow
 from tests.techniques.narrow import PlanWithNarrow, RecipeWithNarrow
 
@@ -87,6 +94,34 @@ def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyP
     assert [word.partition(":")[0] for word in drift(spec, plan, 7, sheet(spec, "narrow")).differences()][:1] == [
         "weights"
     ]
+
+
+def test_what_it_computes_is_the_same_to_the_bit() -> None:
+    spec = ModelSpec("small", 600, 48, 100, 2, 6, 2, 8)
+    torch.manual_seed(0)
+    values = {name: torch.randn(shape) / 8 for name, shape in parameter_shapes(spec).items()}
+    ids = torch.randint(600, (2, 16))
+    batch = MicroBatch(ids, ids, torch.arange(16).expand(2, 16), None, 32)
+    found = []
+    for on in (False, True):
+        plan = PlanWithNarrow(precision=Precision("bf16"), frozen=("layers.0.*", "*norm*", "head.*"), narrow=on)
+        model = Decoder(spec)
+        model.load_state_dict(values)
+        (model,) = techniques.apply([model], plan, Meshes())
+        assert model.get_parameter("layers.0.mlp.up.weight").dtype == (torch.bfloat16 if on else torch.float32)
+        out = passes.forward([model], batch, logits)
+        out.float().square().sum().backward()
+        found.append([out, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == 1 + 1 + 7  # the logits; gradients of the embedding and of the products of a block
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_contributing_shows_is_this_technique() -> None:
+    """Line by line, where they stand for its code."""
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Adding a technique")[2].partition("\n## ")[0]
+    shown = {line.partition("  # ")[0].strip() for line in page.splitlines() if line.startswith("    ")}
+    written = {line.strip() for line in Path(narrow.__file__).read_text().splitlines()}
+    assert len(shown) > 15 and not shown - written
 
 
 def test_a_technique_is_five_functions() -> None:
