@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
-from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, LoraSection, Method, Recipe
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Method, Recipe, Section
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
@@ -144,8 +144,8 @@ def _choices(schema: Schema) -> list[Any]:
 
 
 def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """Settings that contradict each other. ``place`` takes a dotted key."""
-    train, optim, model = recipe.train, recipe.optim, recipe.model
+    """Settings that contradict each other, within a section and between them. ``place`` takes a dotted key."""
+    train, optim = recipe.train, recipe.optim
     problems: list[Problem] = []
 
     def exceeds(key: str, value: float | None, other: str, limit: float | None) -> None:
@@ -168,14 +168,9 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     fix = f"`train.global_batch_size: {-(-whole // unit) * unit}`, or drop one of the three"
     refuse(whole % unit != 0, "train.global_batch_size", what, fix)
     data = recipe.data
-    what = f"`optim.moments: {optim.moments}` and `optim.name: {optim.name}` both set the dtype of the moments"
-    fix = "`optim.name: adamw`, or drop `optim.moments`"
-    refuse(optim.name != "adamw" and optim.moments is not None, "optim.moments", what, fix)
-    what = "`model.path` and `model.config` both define the model"
-    refuse(model.path is not None and model.config is not None, "model.config", what, "drop one of the two")
-    what = "`model.init: pretrained` needs weights, and `model.config` has none"
-    invented = model.init == "pretrained" and model.config is not None
-    refuse(invented, "model.init", what, "`model.init: random`, or `model.path`")
+    for _, section in recipe:
+        found = section.contradictions() if isinstance(section, Section) else []
+        problems += [replace(problem, where=place(problem.where)) for problem in found]
     if recipe.sample_tokens is None:
         given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
         theirs = sorted(key for key, value in given.items() if value != usual[key])
@@ -188,11 +183,6 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     run, key = recipe.run, "run.profile_steps"
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
-    said = ", ".join(f"`lora.{key}`" for key in sorted(recipe.lora.model_fields_set))
-    what, off = f"{said} has no effect without `lora.rank`, which turns adapters on", recipe.lora.rank is None
-    refuse(off and recipe.lora.path is None and recipe.lora != LoraSection(), "lora", what, "`lora.rank: 16`")
-    fix = "leave it out for all-linear, or list some of q k v o gate up down"
-    refuse(not recipe.lora.targets, "lora.targets", "`lora.targets` names no layer", fix, "CFG005")
     return problems
 
 

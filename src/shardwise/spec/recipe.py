@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardwise.errors import Problem
+
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
@@ -14,6 +16,10 @@ Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    def contradictions(self) -> list[Problem]:
+        """Which of its keys contradict each other; ``where`` is the dotted key."""
+        return []
 
 
 class Model(Section):
@@ -25,6 +31,16 @@ class Model(Section):
     config: dict[str, Any] | None = None
     init: Literal["pretrained", "random"] | None = None
     frozen: list[str] = []
+
+    def contradictions(self) -> list[Problem]:
+        problems = []
+        if self.path is not None and self.config is not None:
+            what = "`model.path` and `model.config` both define the model"
+            problems.append(Problem("CFG008", what, "model.config", "drop one of the two"))
+        if self.init == "pretrained" and self.config is not None:
+            what = "`model.init: pretrained` needs weights, and `model.config` has none"
+            problems.append(Problem("CFG008", what, "model.init", "`model.init: random`, or `model.path`"))
+        return problems
 
 
 class TokenizerSection(Section):
@@ -123,6 +139,12 @@ class OptimSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[ParameterGroup] = []
 
+    def contradictions(self) -> list[Problem]:
+        if self.name == "adamw" or self.moments is None:
+            return []
+        what = f"`optim.moments: {self.moments}` and `optim.name: {self.name}` both set the dtype of the moments"
+        return [Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")]
+
 
 class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
@@ -139,6 +161,17 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
     path: str | None = None
+
+    def contradictions(self) -> list[Problem]:
+        problems = []
+        if self.rank is None and self.path is None and self != LoraSection():
+            said = ", ".join(f"`lora.{key}`" for key in sorted(self.model_fields_set))
+            what = f"{said} has no effect without `lora.rank`, which turns adapters on"
+            problems.append(Problem("CFG008", what, "lora", "`lora.rank: 16`"))
+        if not self.targets:
+            fix = "leave it out for all-linear, or list some of q k v o gate up down"
+            problems.append(Problem("CFG005", "`lora.targets` names no layer", "lora.targets", fix))
+        return problems
 
 
 class Parallel(Section):
