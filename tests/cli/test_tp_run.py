@@ -33,14 +33,13 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     settings = "data.path=text data.cache=cache data.tokenizer.vocab_size=321 train.seq_len=16"
     more = "train.global_batch_size=4 train.max_steps=3 optim.learning_rate=0.01 evaluate.max_batches=2"
     words = [
-        f"model.config={json.dumps(MODEL)}",
         *settings.split(),
         *more.split(),
         "precision.compute=fp32",
         "run.device=cpu",
         "run.timeout_s=60",
     ]
-    return lambda *given: main(["train", *words, *given])
+    return lambda *given, model=MODEL: main(["train", f"model.config={json.dumps(model)}", *words, *given])
 
 
 def lines(run: str) -> list[dict[str, Any]]:
@@ -78,23 +77,71 @@ def test_an_export_is_the_same_from_any_layout(train: Callable[..., int]) -> Non
         assert Path("runs/a/hf/model.safetensors").read_bytes() == before
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+
+
 @pytest.mark.parametrize(
-    ("words", "code", "said", "fix"),
+    ("model", "words", "code", "said", "fix"),
     [
-        (["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "1, 2"),
-        (["parallel.tp=2", "optim.name=adamw8bit"], "PLAN022", "does not support `optim.name: adamw8bit` yet", "tp=1"),
-        (["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
+        (MODEL, ["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "1, 2"),
+        (MODEL, ["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
+        (
+            MODEL | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+            ["parallel.tp=2"],
+            "PLAN022",
+            "2 does not divide its 3 query heads",
+            "one of 1, 3",
+        ),
+        (
+            MODEL | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+            ["parallel.tp=2"],
+            "PLAN022",
+            "2 does not divide its 3 key heads, nor do they divide 2",
+            "one of 1, 3, 6",
+        ),
+        (
+            MODEL | {"intermediate_size": 49},
+            ["parallel.tp=2"],
+            "PLAN022",
+            "2 does not divide `intermediate_size` 49",
+            "one of 1",
+        ),
+        (GPT2, ["parallel.tp=2"], "PLAN022", "runs in transformers' own modules", "parallel.tp=1"),
+        (
+            WIDE,
+            ["parallel.tp=2", "optim.name=adamw8bit"],
+            "PLAN022",
+            "in blocks of 256, and of `o` a rank would have 64 columns",
+            "one of 1",
+        ),
+        (
+            WIDE | {"intermediate_size": 192},
+            ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4"],
+            "PLAN022",
+            "nf4 stores rows in blocks of 64, and of `down` a rank would have 96 columns",
+            "one of 1",
+        ),
+        (
+            WIDE,
+            ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4", "compile=true"],
+            "PLAN018",
+            "nf4 does not work with compiled blocks",
+            "false, or `lora.frozen: bf16`",
+        ),
     ],
+    ids=["devices", "zero", "heads", "key heads", "intermediate", "gpt2", "moments", "nf4", "compiled nf4"],
 )
 def test_what_cannot_be_is_told_before_anything_starts(
     train: Callable[..., int],
     capfd: pytest.CaptureFixture[str],
+    model: dict[str, Any],
     words: list[str],
     code: str,
     said: str,
     fix: str,
 ) -> None:
-    assert train("--nproc", "2", "--run", "never", *words) == 78
+    assert train("--nproc", "2", "--run", "never", *words, model=model) == 78
     told = capfd.readouterr().err
     assert f"error[{code}]" in told and said in told and fix in told[told.index("fix:") :]
     assert not Path("runs/never").exists()

@@ -11,13 +11,15 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner import price
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS
 
 SPEC = ModelSpec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
 """The vocabulary is odd, so the last rank has fewer rows of it; of 8 ranks two share a key head."""
 WIDE = replace(SPEC, name="drift-tp-wide", hidden_size=128, intermediate_size=1024, num_attention_heads=8, head_dim=64)
 """Of whose rows eight ranks have whole blocks of 64."""
+LONG = replace(SPEC, name="drift-tp-long", intermediate_size=2048, head_dim=256)
+"""Of whose rows eight ranks have whole blocks of 256."""
 SEQUENCE = {"whole": False, "sequence": True}
 DIALS = {
     "ddp over 1": ("ddp", Layout(tp=2)),
@@ -35,6 +37,7 @@ MODELS = {
     "norms over whole projections": {"norm_placement": "after", "qk_norm": "projection", "num_key_value_heads": 8},
     "one key head": {"num_key_value_heads": 1, "partial_rotary_factor": 0.5},
 }
+MODULES = (("*norm", "fp32"), ("layers.0.mlp.*", "fp32"), ("*.q", "fp32"), ("*.o", "fp32"))
 OTHERS: dict[str, dict[str, object]] = {
     "adapters": {"lora": Lora(4, 8.0)},
     "adapters of row products": {"lora": Lora(4, 8.0, ("o", "down"))},
@@ -44,6 +47,11 @@ OTHERS: dict[str, dict[str, object]] = {
     "dropout": {"lora": Lora(4, 8.0, dropout=0.1)},
     "nf4": {"lora": Lora(4, 8.0, frozen="bf16", nf4=True)},
     "nf4 of biased layers, and magnitudes": {"lora": Lora(4, 8.0, frozen="bf16", nf4=True, dora=True)},
+    "moments in 8 bits": {"optim": Optim("adamw8bit")},
+    "moments in 8 bits of adapters": {"optim": Optim("adamw8bit"), "lora": Lora(8, 8.0)},
+    "moments in bf16": {"optim": Optim(moments="bf16")},
+    "modules": {"precision": Precision("bf16", modules=MODULES)},
+    "modules of biased layers": {"precision": Precision("bf16", modules=MODULES)},
     "frozen embedding and block": {"frozen": ("embed.*", "layers.0.*")},
     "pairs": {"loss": "dpo", "batch": Batch(2, 1, 32, 64)},
     "tokens that ranks do not divide": {"batch": Batch(1, 3, 31, 16)},
@@ -88,7 +96,7 @@ def test_models(model: str, dial: str, sequence: str) -> None:
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_beside_other_techniques(other: str, dial: str, sequence: str) -> None:
-    spec = WIDE if "nf4" in other else SPEC
+    spec = WIDE if "nf4" in other else LONG if "8 bits" in other else SPEC
     if "biased" in other:
         spec = replace(spec, attention_bias=True, mlp_bias=True)
     for remat in ("none", "full"):

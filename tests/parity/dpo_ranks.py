@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from shardwise.data.pack import Packs
 from shardwise.data.store import load
-from shardwise.data.stream import stream
+from shardwise.data.stream import EvaluationBatch, evaluation, stream
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
+from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.job import Job
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reference import refer
@@ -27,6 +29,7 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run
 from shardwise.techniques.meshes import meshes
+from tests.parity.drawn import drawn
 
 CPU = torch.device("cpu")
 SEQ_LEN = 48
@@ -94,6 +97,25 @@ def one(
         norms.append(stats.grad_norm)
     weights = {name: parity.full(parameter.detach()) for name, parameter in state.parameters().items()}
     return parity.Trace(tuple(losses), tuple(norms), gradients, weights), dict(job.references)
+
+
+def evaluated(rank: int, world: int, directory: str, spec: ModelSpec, plan: Plan) -> tuple[Validation, Preference]:
+    """What validation finds in texts, and in held-out pairs, of a model whose adapters begin at random."""
+    with named(rank):
+        job = job_of(Path(directory), spec, plan, 1)
+        if rank == 0:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            job.directory.mkdir(parents=True)
+        dist.barrier()
+        with drawn():
+            state = build(job.recipe, spec, plan, job.meshes, CPU)
+        job = refer(job, state.parts, lambda phase: None)
+        odd = replace(plan, batch=replace(plan.batch, seq_len=SEQ_LEN - 1))  # which no number of ranks divides
+        rows = parity.share_of_rank(parity.batch_rows(parity.job_of(spec, odd, 1), 0), job.meshes, odd)
+        texts = [EvaluationBatch(batch, batch.supervised_tokens(), 1.0) for batch in rows]
+        assert isinstance(job.held_out, Packs)
+        pairs = evaluation(job.held_out, replace(job.share, accumulation=1), numbers=job.evaluated)
+        return evaluate(job, state.parts, texts), evaluate_pairs(job, state.parts, pairs)
 
 
 def grown(rank: int, world: int, directory: str, spec: ModelSpec, plan: Plan) -> list[dict[str, np.ndarray]]:

@@ -11,6 +11,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
+from tests.parity.dpo_ranks import SEQ_LEN as PAIRS_LEN
 
 DENSE = ModelSpec("tiny-tp", 67, 16, 32, 2, 8, 2, 4, initializer_range=0.3)
 """67 ids, which no number of ranks divides; two key heads, fewer than 4 and 8 ranks."""
@@ -29,7 +30,17 @@ MODELS = {
     "biased": replace(DENSE, attention_bias=True, mlp_bias=True),
     "capped, windowed": CAPPED,
     "normed heads": replace(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
-    "adapters": DENSE,
+    "norms over projections": replace(DENSE, num_key_value_heads=8, qk_norm="projection", norm_placement="after"),
+    "adapters": replace(DENSE, attention_bias=True, mlp_bias=True),
+    "magnitudes": DENSE,
+    "four bits": replace(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
+    "pairs": replace(DENSE, vocab_size=301),
+}
+ADAPTERS = Lora(4, 8.0, frozen="fp64")
+LORA = {
+    "adapters": replace(ADAPTERS, rslora=True),
+    "magnitudes": replace(ADAPTERS, dora=True),
+    "four bits": replace(ADAPTERS, nf4=True),
 }
 LAYOUTS = 60
 
@@ -60,10 +71,12 @@ class Case:
     def plan(self) -> Plan:
         layout = self.layout
         assert layout is not None
-        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, SEQ_LEN, loss_chunk_tokens=7)
+        dpo = self.model == "pairs"
+        length, chunk = (PAIRS_LEN, 23) if dpo else (SEQ_LEN, 7)
+        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, length, loss_chunk_tokens=chunk)
         shard = Shard("zero3" if self.strategy == "hsdp" else self.strategy, bucket_bytes=4096)  # type: ignore[arg-type]
         plan = Plan(layout, batch, shard, FP64, Remat(self.remat), sequence_parallel=self.sequence)  # type: ignore[arg-type]
-        return replace(plan, lora=Lora(4, 8.0, frozen="fp64")) if self.model == "adapters" else plan
+        return replace(plan, lora=LORA.get(self.model), loss="dpo" if dpo else "cross_entropy")
 
     def pairs(self) -> set[tuple[tuple[str, object], ...]]:
         return set(combinations([(field.name, vars(self)[field.name]) for field in fields(self)], 2))

@@ -6,7 +6,7 @@ tests/parity/test_fp64.py.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from shardwise.data import tokens
 from shardwise.data.pack import Packs
 from shardwise.data.prepare import prepare
 from shardwise.models.attention import MaskSpec
+from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.roles import is_adapter
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
 from shardwise.spec.recipe import Data, TokenizerSection
 from tests.parity import dpo_ranks
@@ -37,8 +39,11 @@ ROWS, STEPS = 4, 4
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("dpo"))
+
+
+def prepared(directory: Path) -> Path:
     """Some pairs in a window, of unequal number, and more windows than a step reads."""
-    directory = tmp_path_factory.mktemp("dpo")
     records = [
         {"prompt": f"say {i} ", "chosen": "word " * (1 + i * 5 % 7), "rejected": f"{i} " * (1 + i * 3 % 4) + "."}
         for i in range(40)
@@ -73,13 +78,15 @@ def log_probability(model: Decoder, weights: dict[str, Tensor], ids: Tensor, lea
 
 
 @cache
-def plain(directory: Path, lora: Lora | None) -> tuple[parity.Trace, dict[int, float]]:
+def plain(
+    directory: Path, lora: Lora | None, spec: ModelSpec = SPEC, rows: int = ROWS
+) -> tuple[parity.Trace, dict[int, float]]:
     """The training by a loop that anyone can check, and the reference's score of each pair that it met."""
-    windows = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).windows
-    order = dpo_ranks.job_of(directory, SPEC, plan("ddp", 1, "none", 1, lora), STEPS).order
+    run = dpo_ranks.job_of(directory, spec, plan("ddp", 1, "none", 1, lora), STEPS)
+    windows, order = run.windows, run.order
     assert isinstance(windows, Packs)
-    job = parity.Workload(SPEC, ROWS, SEQ_LEN, "fp64", "fp64", STEPS, lora=lora)
-    parameters, model = parity.plain_parameters(job), Decoder(SPEC).double()
+    job = parity.Workload(spec, rows, SEQ_LEN, "fp64", "fp64", STEPS, lora=lora)
+    parameters, model = parity.plain_parameters(job), Decoder(spec).double()
     first = {name: value.detach().clone() for name, value in parameters.items() if not is_adapter(name)}
     matrices = [p for p in parameters.values() if p.ndim > 1]
     groups = [
@@ -90,7 +97,7 @@ def plain(directory: Path, lora: Lora | None) -> tuple[parity.Trace, dict[int, f
     losses, norms, gradients, scores = [], [], {}, {}
     for number in range(STEPS):
         terms, whole = [], parity.merged(parameters, job)
-        for pair in [n for k in order.samples(number * ROWS, ROWS).tolist() for n in windows.pairs(k)]:
+        for pair in [n for k in order.samples(number * rows, rows).tolist() for n in windows.pairs(k)]:
             spans = [windows.store.sample(index)[:2] for index in (2 * pair, 2 * pair + 1)]
             sides = [
                 (torch.from_numpy(windows.store.read(*span)), torch.from_numpy(windows.store.read_mask(*span)).bool())
@@ -120,12 +127,12 @@ def plain(directory: Path, lora: Lora | None) -> tuple[parity.Trace, dict[int, f
     return parity.Trace(tuple(losses), tuple(norms), gradients, weights), scores
 
 
-def holds(ranks: RankPool, directory: Path, plans: list[Plan]) -> None:
+def holds(ranks: RankPool, directory: Path, plans: list[Plan], spec: ModelSpec = SPEC) -> None:
     """All plans have one size."""
     world = plans[0].layout.world
-    answers = ranks.run(dpo_ranks.train, str(directory), SPEC, plans, STEPS, world=world, timeout_s=300)
+    answers = ranks.run(dpo_ranks.train, str(directory), spec, plans, STEPS, world=world, timeout_s=300)
     for place, of in enumerate(plans):
-        right, scores = plain(directory, of.lora)
+        right, scores = plain(directory, of.lora, spec, of.batch.global_batch_size(of.layout.dp))
         assert abs(right.losses[0] - np.log(2)) < 1e-12 < 0.05 < abs(right.losses[-1] - np.log(2))
         found = parity.compare(right, [mine[place][0] for mine in answers])
         errors = [found.norm, found.gradient, found.weight, found.loss]
@@ -156,9 +163,46 @@ def test_one_process_and_four(ranks: RankPool, pairs: Path) -> None:
     holds(ranks, pairs, [plan("hsdp", 4, "none", 1), plan("zero3", 4, "selective", 1)])
 
 
+ADAPTERS = Lora(3, 6.0, frozen="fp64")
+
+
 def test_adapters(ranks: RankPool, pairs: Path) -> None:
     """The reference is the model without them."""
-    holds(ranks, pairs, [plan(s, 2, remat, m, Lora(3, 6.0, frozen="fp64")) for s, remat, m in SETTINGS[::2]])
+    holds(ranks, pairs, [plan(s, 2, remat, m, ADAPTERS) for s, remat, m in SETTINGS[::2]])
+
+
+EVEN = replace(SPEC, intermediate_size=28)
+"""What two ranks divide."""
+
+
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["whole", "sequence"])
+def test_tensor_parallelism(ranks: RankPool, pairs: Path, sequence: bool) -> None:
+    """The reference is cut as the model is; with adapters it is the model without them."""
+
+    def cut(of: Plan) -> Plan:
+        return replace(of, layout=replace(of.layout, tp=2), sequence_parallel=sequence)
+
+    holds(ranks, pairs, [cut(plan("ddp", 1, "selective", 2)), cut(plan("ddp", 1, "none", 1, ADAPTERS))], EVEN)
+    holds(ranks, pairs, [cut(plan("zero3", 2, "full", 2)), cut(plan("zero1", 2, "none", 1, ADAPTERS))], EVEN)
+
+
+def test_validation_under_tensor_parallelism(ranks: RankPool, pairs: Path) -> None:
+    """Of texts and of held-out pairs: as one process finds, the same bits on every rank."""
+    one = replace(plan("ddp", 1, "none", 1, ADAPTERS), batch=Batch(1, 4, SEQ_LEN, loss_chunk_tokens=23))
+    [alone] = ranks.run(dpo_ranks.evaluated, str(pairs), EVEN, one, world=1)
+    texts, preference = alone
+    assert texts.tokens > 0 and preference.pairs > 0 and abs(preference.reward_margin) > 0.01
+    for cut, strategy, sequence in (
+        (Layout(tp=2), "ddp", False),
+        (Layout(tp=4), "ddp", True),
+        (Layout(dp_shard=2, tp=2), "zero3", True),
+    ):
+        batch = replace(one.batch, accumulation=4 // cut.dp)
+        of = replace(one, layout=cut, shard=Shard(strategy), batch=batch, sequence_parallel=sequence)  # type: ignore[arg-type]
+        found = ranks.run(dpo_ranks.evaluated, str(pairs), EVEN, of, world=cut.world)
+        assert all(other == found[0] for other in found)
+        for ours, theirs in zip(found[0], alone, strict=True):
+            assert astuple(ours) == pytest.approx(astuple(theirs), rel=1e-11), of
 
 
 def test_a_longer_run_scores_what_is_new(ranks: RankPool, pairs: Path, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
-from tests.parity.cases import FP64, GEMMA, QWEN, ROWS, SEQ_LEN, TIED, UNTIED
+from tests.parity import drawn
+from tests.parity.cases import BF16, FP32, FP64, GEMMA, QWEN, ROWS, SEQ_LEN, TIED, UNTIED
 from tests.parity.test_fp64 import holds
 
 EVEN = replace(UNTIED, name="tiny-even", intermediate_size=28)
@@ -32,7 +32,7 @@ def plan(strategy: str, dp: int, tp: int, *, sequence: bool, remat: str = "none"
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
     plans = [plan("ddp", 1, 2, sequence=sequence)]
-    holds(parity.prove(ranks, EVEN, plans), plans)
+    holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -48,7 +48,27 @@ def test_beside_every_strategy(ranks: RankPool, sequence: bool) -> None:
             ("zero3", "none", 4),
         )
     ]
-    holds(parity.prove(ranks, EVEN, plans), plans)
+    holds(drawn.prove(ranks, EVEN, plans), plans)
+
+
+def test_tokens_that_the_ranks_do_not_divide(ranks: RankPool) -> None:
+    """The last ones' are filled up while they are sent."""
+    plans = [
+        replace(plan("ddp", 1, tp, sequence=True, remat=remat), batch=Batch(1, 4, 11, loss_chunk_tokens=7))
+        for tp, remat in ((2, "selective"), (4, "full"))
+    ]
+    holds(drawn.prove(ranks, EVEN, plans), plans)
+
+
+def test_fp32_and_bf16(ranks: RankPool) -> None:
+    """Loss and first gradients, with the tolerances of test_fp32_bf16.py; more in test_tp_pairwise.py."""
+    wide = [plan("ddp", 1, 2, sequence=True, remat="selective"), plan("zero3", 2, 2, sequence=False)]
+    plans = [replace(of, precision=precision) for precision in (FP32, BF16) for of in wide]
+    for found, of in zip(drawn.prove(ranks, EVEN, plans, steps=1), plans, strict=True):
+        if of.precision == FP32:
+            assert found.loss.error <= 1e-6 and found.gradient.error <= 1e-5, f"{found}\nunder {of}"
+        else:
+            assert found.turn.error <= 1e-3, f"{found}\nunder {of}"
 
 
 @pytest.mark.prove
@@ -57,7 +77,7 @@ def test_beside_every_strategy(ranks: RankPool, sequence: bool) -> None:
 def test_models(ranks: RankPool, spec: ModelSpec, sequence: bool) -> None:
     """One key head for two ranks, biases, tied weights; caps, windows, norms of heads, four norms a block."""
     plans = [plan("ddp", 1, 2, sequence=sequence, remat="selective"), plan("zero3", 2, 2, sequence=sequence)]
-    holds(parity.prove(ranks, spec, plans), plans)
+    holds(drawn.prove(ranks, spec, plans), plans)
 
 
 @pytest.mark.prove
@@ -65,17 +85,16 @@ def test_models(ranks: RankPool, spec: ModelSpec, sequence: bool) -> None:
 def test_four_ranks(ranks: RankPool, sequence: bool) -> None:
     """More ranks than key heads, and a vocabulary of which the last has fewer ids."""
     plans = [plan("ddp", 1, 4, sequence=sequence, remat="full")]
-    holds(parity.prove(ranks, EVEN, plans), plans)
+    holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_adapters(ranks: RankPool, sequence: bool) -> None:
-    """On layers whose outputs are cut and on layers whose inputs are, under a frozen model; B is random from the
-    second step on, and A has gradients then."""
+    """On layers whose outputs are cut and on layers whose inputs are, under a frozen model."""
     adapters = Lora(4, 8.0, frozen="fp64")
     plans = [
         replace(plan("ddp", 1, 2, sequence=sequence), lora=adapters),
         replace(plan("zero3", 2, 2, sequence=sequence, remat="selective", accumulation=2), lora=adapters),
     ]
-    holds(parity.prove(ranks, EVEN, plans), plans)
+    holds(drawn.prove(ranks, EVEN, plans), plans)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora
+from tests.parity import drawn
 from tests.parity.test_fp64 import holds
 from tests.parity.test_tp import EVEN, plan
 
@@ -24,7 +24,7 @@ def test_norms_over_whole_projections(ranks: RankPool, sequence: bool) -> None:
         plan("ddp", 1, 2, sequence=sequence, remat="selective"),
         plan("zero3", 2, 2, sequence=sequence, remat="full"),
     ]
-    holds(parity.prove(ranks, OLMO, plans), plans)
+    holds(drawn.prove(ranks, OLMO, plans), plans)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -34,13 +34,13 @@ def test_sizes_of_rows(ranks: RankPool, sequence: bool) -> None:
         replace(plan("ddp", 1, 2, sequence=sequence), lora=DORA),
         replace(plan("zero3", 2, 2, sequence=sequence, remat="selective", accumulation=2), lora=DORA),
     ]
-    holds(parity.prove(ranks, BIASED, plans), plans)
+    holds(drawn.prove(ranks, BIASED, plans), plans)
 
 
 @pytest.mark.prove
 def test_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
     plans = [replace(plan("ddp", 1, 4, sequence=True, remat="full"), lora=DORA)]
-    holds(parity.prove(ranks, BIASED, plans), plans)
+    holds(drawn.prove(ranks, BIASED, plans), plans)
 
 
 WIDE = replace(BIASED, name="tiny-wide", hidden_size=64, intermediate_size=256, num_attention_heads=8, head_dim=32)
@@ -55,10 +55,10 @@ def test_weights_in_four_bits(ranks: RankPool, sequence: bool) -> None:
         replace(plan("ddp", 1, 2, sequence=sequence), lora=small),
         replace(plan("zero3", 2, 2, sequence=sequence, remat="selective"), lora=small),
     ]
-    holds(parity.prove(ranks, WIDE, plans), plans)
+    holds(drawn.prove(ranks, WIDE, plans), plans)
 
 
 @pytest.mark.prove
 def test_weights_in_four_bits_and_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
     plans = [replace(plan("ddp", 1, 4, sequence=True, remat="full"), lora=replace(DORA, nf4=True))]
-    holds(parity.prove(ranks, WIDE, plans), plans)
+    holds(drawn.prove(ranks, WIDE, plans), plans)

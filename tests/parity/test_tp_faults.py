@@ -18,6 +18,7 @@ from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import crossing, tp
+from tests.parity import drawn
 from tests.parity.cases import TIED
 from tests.parity.test_tp import EVEN, plan
 
@@ -85,7 +86,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Tr
     traces = []
     for name in names:
         fault, spec, of = FAULTS[name]
-        with fault():
+        with drawn.drawn(), fault():
             traces.append(parity.train(rank, spec, of, 2))
     return traces
 
@@ -93,7 +94,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Tr
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
     answers = ranks.run(train_with_faults, list(FAULTS), world=2)
     for place, (name, (_, spec, of)) in enumerate(FAULTS.items()):
-        right = parity.plain(parity.job_of(spec, of, 2))
+        right = drawn.plain(parity.job_of(spec, of, 2))
         found = parity.compare(right, [traces[place] for traces in answers])
         worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
         assert worst > 1e-4, f"{name} was not seen: {found}"

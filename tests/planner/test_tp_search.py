@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import ConfigError
@@ -9,7 +11,7 @@ from shardwise.models.load import load_spec
 from shardwise.planner.search import MARGIN, choose, fits, settings
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.recipe import OptimSection, Parallel, Recipe, Train
+from shardwise.spec.recipe import Parallel, Recipe, Train
 
 EIGHT_B, SEVENTY_B = load_spec("Llama-3.1-8B"), load_spec("Llama-3.1-70B")
 
@@ -52,13 +54,13 @@ def test_every_degree_inside_a_node_is_listed_with_as_many_sequences_a_device() 
         assert sum(plan.estimate.memory.values()) == plan.estimate.peak_bytes > 0
 
 
-def test_what_it_does_not_support_leaves_the_other_settings() -> None:
-    """Moments in 8 bits: auto plans without it, and a pin is told."""
-    adapted = {"optim": OptimSection(name="adamw8bit")}
+def test_what_it_cannot_cut_leaves_the_other_settings() -> None:
+    """An odd `intermediate_size`: auto plans without it, and a pin is told."""
+    odd = replace(SEVENTY_B, intermediate_size=28_673)
     cluster = parse_cluster("1x2xRTX-4090")
-    assert choose(recipe(**adapted), SEVENTY_B, cluster).layout.tp == 1
+    assert choose(recipe(), odd, cluster).layout.tp == 1
     with pytest.raises(ConfigError) as refused:
-        choose(recipe(**adapted, parallel=Parallel(tp=2)), SEVENTY_B, cluster)
+        choose(recipe(parallel=Parallel(tp=2)), odd, cluster)
     assert [problem.code for problem in refused.value.problems] == ["PLAN022"]
 
 
@@ -67,7 +69,6 @@ def test_what_it_does_not_support_leaves_the_other_settings() -> None:
     [
         (3, {}, "PLAN001", "1, 2, 4, 8"),
         (2, {"parallel": Parallel(tp=2, dp_shard=8, strategy="zero3")}, "PLAN001", "1 x 4"),
-        (2, {"optim": OptimSection(name="adamw8bit")}, "PLAN022", "parallel.tp=1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(

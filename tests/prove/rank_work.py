@@ -55,6 +55,12 @@ def sleep_for_long() -> None:
     time.sleep(600)
 
 
+def abort_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        os.abort()
+    dist.barrier()
+
+
 def die_on(rank: int, world: int, culprit: int) -> None:
     if rank == culprit:
         os.kill(os.getpid(), 9)

@@ -76,6 +76,11 @@ def test_a_rank_that_dies_is_named_and_replaced(ranks: RankPool) -> None:
     assert ranks.run(rank_work.place, world=4)[3] == (3, 4, 6)
 
 
+def test_of_a_rank_that_crashes_the_place_is_shown(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"^rank 1: died without an answer .SIGABRT.; it stood in[^$]*abort_on"):
+        ranks.run(rank_work.abort_on, 1, world=2)
+
+
 def test_a_rank_killed_between_two_runs_is_replaced(ranks: RankPool) -> None:
     ranks.run(rank_work.nothing, world=2)
     victim = ranks.pids()[0]

@@ -5,14 +5,51 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import own
 from shardwise.techniques.meshes import meshes
 from shardwise.techniques.moments import AdamW8bit
 from shardwise.techniques.rounding import RoundedAdamW
+from shardwise.techniques.slices import local, local_slice
+from tests.runtime.checkpoint.checkpoint_ranks import columns
 from tests.runtime.own_ranks import started
+
+MATRICES: dict[str, tuple[tuple[int, int], int | None]] = {
+    "rows": ((37, 300), 0),
+    "columns": ((20, 1024), 1),
+    "whole": ((50, 100), None),
+    "few columns": ((3, 700), 1),
+}
+"""Shapes, and the dim that tensor-parallel ranks cut; of columns four ranks have a block each."""
+
+
+def cut(rank: int, world: int, tp: int, kind: str) -> dict[str, Tensor]:
+    """Some updates of matrices over ``tp`` ranks, and what is left of ``world`` by FSDP2; all of them whole."""
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("shard", "tp")) if world > 1 else None
+    parameters: dict[str, nn.Parameter] = {}
+    for index, (name, (shape, dim)) in enumerate(MATRICES.items()):
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(index)))
+        if mesh is not None:
+            module.weight = nn.Parameter(columns(module.weight.detach(), mesh["tp"], dim))
+            if world > tp:
+                fully_shard(module, mesh=mesh["shard"])
+        parameters[name] = module.weight
+    given = [{"params": list(parameters.items())}]
+    optimizer = AdamW8bit(given, lr=0.01) if kind == "8 bit" else RoundedAdamW(given, lr=0.01)
+    for number in range(4):
+        for index, parameter in enumerate(parameters.values()):
+            draw = torch.Generator().manual_seed(100 * number + index)
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(torch.randn(parameter.shape, generator=draw)[local_slice(parameter)])
+        optimizer.step()
+    kept = {f"{name} {key}": value for name, p in parameters.items() for key, value in optimizer.state[p].items()}
+    found = parameters | kept
+    return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach() for name, v in found.items()}
 
 
 def train(rank: int, world: int, strategy: str, steps: int, directory: str, kind: str = "8 bit") -> dict[str, Any]:
@@ -52,3 +89,8 @@ def train(rank: int, world: int, strategy: str, steps: int, directory: str, kind
             for name, p in model.named_parameters()
         }
         return {"step": steps, "weights": weights}
+
+
+def divided(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    AdamW8bit([nn.Parameter(columns(torch.zeros(64, 300), mesh, 1))], lr=0.01)

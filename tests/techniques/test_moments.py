@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.techniques import constants, optim
@@ -184,3 +184,21 @@ def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path) -> None:
     two = ranks.run(moment_ranks.train, "zero2", 6, str(tmp_path), world=2)[0]
     for name, value in one["weights"].items():
         assert torch.equal(value, two["weights"][name]), name
+
+
+@pytest.mark.parametrize("kind", ["8 bit", "bf16"])
+def test_no_cut_by_tensor_parallelism_changes_it(ranks: RankPool, kind: str) -> None:
+    """Weights, codes and scales, bit by bit: of rows and of columns, with rows cut once more by FSDP2."""
+    [one] = ranks.run(moment_ranks.cut, 1, kind, world=1)
+    assert ("columns exp_avg_scale" in one) == (kind == "8 bit")
+    for world, tp in ((2, 2), (4, 4), (4, 2)):
+        for found in ranks.run(moment_ranks.cut, tp, kind, world=world):
+            assert found.keys() == one.keys()
+            for name, value in one.items():
+                assert torch.equal(value, found[name]), (world, tp, name)
+
+
+def test_a_block_that_is_divided_is_refused(ranks: RankPool) -> None:
+    """Where no plan was checked: in a loop of one's own."""
+    with pytest.raises(RankFailure, match="columns are cut into 150, which is no multiple of 256"):
+        ranks.run(moment_ranks.divided, world=2)

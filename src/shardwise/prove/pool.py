@@ -60,7 +60,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank: its process, our end of its pipe, and the file into which its stacks go when it hangs."""
+    """One rank: its process, our end of its pipe, and the file into which its stacks go when it hangs or crashes."""
 
     process: Any
     pipe: Any
@@ -171,7 +171,8 @@ class RankPool:
             seat.process.join(timeout=5.0)
             code = seat.process.exitcode
             how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-            return f"died without an answer ({how})", None
+            stacks = seat.stacks.read_text()
+            return f"died without an answer ({how})" + (f"; it stood in\n{stacks}" if stacks else ""), None
         return answer
 
     def _silent(self, rank: int, timeout_s: float) -> str:
@@ -189,6 +190,7 @@ def serve(rank: int, pipe: Any, stacks: str) -> None:
     jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(pipe, jobs), daemon=True).start()
     with Path(stacks).open("w") as report:
+        faulthandler.enable(report)  # an abort or a segmentation fault leaves its stacks there too
         while True:
             job = pickle.loads(jobs.get())
             faulthandler.dump_traceback_later(job.timeout_s, file=report)

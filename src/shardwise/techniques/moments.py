@@ -6,8 +6,8 @@ decades, more values in the higher ones. Of the second moment it is the root tha
 and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else
 be divided by nothing. Rounding is stochastic, as in rounding.py: rounded to the nearest, a moment that falls by less
 than half a step of the table would never fall. Blocks lie within rows, so a shard of rows has the same bytes and scales
-whatever the layout, and a checkpoint reshards exactly. Smaller parameters keep moments of their own type. No
-compilation.
+whatever the layout, and a checkpoint reshards exactly; columns may be cut between two blocks. Smaller parameters keep
+moments of their own type. No compilation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import BLOCK, quantised
 from shardwise.techniques.rounding import Kept, RoundedAdamW, draw
+from shardwise.techniques.slices import local
 
 DECADES = 7
 
@@ -75,14 +76,16 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def _scales(parameter: nn.Parameter) -> Tensor:
-    """Zeros, one for every block of a row, cut as the parameter's rows are."""
-    count = ceil(parameter.shape[1] / BLOCK)
+    """Zeros, one for every block of a row, cut as the parameter is: between two blocks where its columns are."""
+    rows, columns = local(parameter.detach()).shape
+    if columns % BLOCK and columns < parameter.shape[1]:
+        raise ValueError(f"columns are cut into {columns}, which is no multiple of {BLOCK}: a block cannot be divided")
+    zeros = torch.zeros(rows, ceil(columns / BLOCK), device=parameter.device)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(parameter.shape[0], count, device=parameter.device)
-    mine = parameter.to_local()
-    local = torch.zeros(mine.shape[0], count, device=mine.device)
+        return zeros
+    count = ceil(parameter.shape[1] / BLOCK)
     shape = torch.Size((parameter.shape[0], count))
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, shape=shape, stride=(count, 1))
+    return DTensor.from_local(zeros, parameter.device_mesh, parameter.placements, shape=shape, stride=(count, 1))
 
 
 class AdamW8bit(RoundedAdamW):

@@ -25,6 +25,7 @@ from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
+from shardwise.techniques.tp_state import whole_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -93,7 +94,7 @@ def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
             if not weight.trained:
                 continue
             mine, shape = weight.local_numel(plan.layout, rank, padded=False), tuple(map(int, weight.shape))
-            packed = plan.optim.name == "adamw8bit" and quantised(shape)
+            packed = plan.optim.name == "adamw8bit" and quantised(whole_shape(weight, sheet, plan.layout.tp))
             moments += times * (4 + (moment_bytes(shape, mine) if packed else 2 * mine * number))
     return {"weights": weights, "moments": moments}
 

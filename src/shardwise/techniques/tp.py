@@ -15,13 +15,13 @@ one device. Parameters are DTensors over the axis ``tp``; what flows between lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec
-from shardwise.models.roles import role
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
 from shardwise.spec.plan import BYTES, Plan
@@ -30,61 +30,14 @@ from shardwise.spec.sheet import Collective, Sheet, Unit
 from shardwise.techniques import tp_units
 from shardwise.techniques.degrees import inside
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.quantised import NF4_BLOCK, nf4_shapes
+from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, nf4_shapes, quantised
+from shardwise.techniques.tp_state import ROWS, TABLES, State, state
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from shardwise.techniques.meshes import Meshes
-
-COLUMNS = ("q", "k", "v", "gate", "up")
-"""Roles of products whose outputs are cut."""
-ROWS = ("o", "down")
-"""Roles of products whose inputs are cut, so that each rank has a part of a sum."""
-TABLES = ("embed", "head")
-
-
-@dataclass(frozen=True)
-class State:
-    """Of a parameter: the dim that is cut over the ranks, None if each holds it whole. ``inside``: it is used between
-    ``enter`` and ``leave``, where ranks compute different things, not on the residual stream."""
-
-    dim: int | None
-    inside: bool
-
-    def partial(self, *, sequence_parallel: bool) -> bool:
-        """Whether its gradient arrives as parts of a sum over the ranks: of a parameter that all ranks hold, where each
-        sees its own heads or columns; or its own tokens."""
-        return self.dim is None and (self.inside or sequence_parallel)
-
-
-def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) -> State:
-    """The technique's one fact, by canonical name. ``heads_apart``: queries and keys are normed head by head, not over
-    the whole projection."""
-    layer, _, word = name.rpartition(".")
-    *_, place = layer.split(".")
-    if word == "lora_m":  # a number for each output of its layer
-        adapted = state(f"{layer}.weight", key_heads, ranks)
-        return State(0 if adapted.dim == 0 else None, inside=True)
-    if place in ("lora_a", "lora_b"):
-        adapted = state(f"{layer.rpartition('.')[0]}.weight", key_heads, ranks)
-        own = 0 if place == "lora_b" else 1  # B has the outputs of its layer, A its inputs
-        return State(own if adapted.dim == own else None, inside=True)
-    if word == "groups":  # of a matrix in 4 bits, which is quantised whole
-        return State(None, inside=True)
-    if place in ("k", "v") and key_heads < ranks:
-        return State(None, inside=True)  # whole, and each rank uses the head that its query heads look at
-    if place in COLUMNS:
-        return State(0, inside=True)
-    if place in ROWS:
-        return State(1, inside=True) if word in ("weight", "codes", "sizes") else State(None, inside=False)
-    if place in TABLES:
-        return State(0, inside=True)
-    assert role(name) == "norm", name
-    if place in ("q_norm", "k_norm"):
-        return State(None if heads_apart else 0, inside=True)
-    return State(None, inside=False)
 
 
 def _state(name: str, spec: ModelSpec, ranks: int) -> State:
@@ -115,18 +68,19 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     ranks = plan.layout.tp
     if ranks == 1:
         return []
-    problems = [
-        Problem("PLAN022", what, "parallel.tp", "`parallel.tp=1`: the batch, or weights, are divided instead")
-        for what in _lacks(spec, plan)
-    ]
-    if spec.hf_model is None and (odd := _odd(spec, ranks)):
-        legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, n)]
-        what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
-        problems.append(Problem("PLAN022", what, "parallel.tp", f"one of {', '.join(legal)}"))
-    return problems
+    if spec.hf_model is not None:
+        what = f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"
+        fix = "`parallel.tp=1`: the batch, or weights, are divided instead"
+        return [Problem("PLAN022", what, "parallel.tp", fix)]
+    odd = _odd(spec, plan, ranks)
+    if not odd:
+        return []
+    legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, plan, n)]
+    what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
+    return [Problem("PLAN022", what, "parallel.tp", f"one of {', '.join(legal)}")]
 
 
-def _odd(spec: ModelSpec, ranks: int) -> list[str]:
+def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
     """What of the model the ranks cannot share."""
     heads, key_heads, ids = spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size
     found = []
@@ -140,23 +94,27 @@ def _odd(spec: ModelSpec, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normed together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"the last rank would have none of {ids} ids")
+    for layer, columns in {"o": heads * spec.head_dim, "down": spec.intermediate_size}.items():
+        for what, block in _blocks(spec, plan, layer, columns).items():
+            if ranks > 1 and columns % (ranks * block):
+                what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
+                found.append(f"{what}{columns / ranks:g} columns")
     return found
 
 
-def _lacks(spec: ModelSpec, plan: Plan) -> list[str]:
-    """What has no counterpart here yet."""
-    if spec.hf_model is not None:
-        return [f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"]
-    asked = {
-        "`precision.modules`": bool(plan.precision.modules),
-        "`optim.name: adamw8bit`": plan.optim.name == "adamw8bit",
-    }
-    found = [f"tensor parallelism does not support {what} yet" for what, wanted in asked.items() if wanted]
-    inner = {"o": spec.num_attention_heads * spec.head_dim, "down": spec.intermediate_size}
-    for layer, columns in inner.items() if plan.lora is not None and plan.lora.nf4 else ():
-        if columns % (plan.layout.tp * NF4_BLOCK):
-            what = f"nf4 stores rows in blocks of {NF4_BLOCK}, and of `{layer}` a rank would have "
-            found.append(f"{what}{columns / plan.layout.tp:g} columns")
+def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
+    """What keeps one number for every few columns of a row of ``layer``, whose columns are cut, and of how many. Cut
+    elsewhere than between two blocks, the numbers, and with them the run, would depend on the layout."""
+    lora, found = plan.lora, {}
+    if lora is not None and lora.nf4:
+        found["nf4 stores rows"] = NF4_BLOCK
+    names = [name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight")]
+    trained = any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
+    if lora is not None:  # of an adapter it is A
+        trained = not lora.targets or layer in lora.targets
+    rows = spec.hidden_size if lora is None else lora.rank
+    if plan.optim.name == "adamw8bit" and trained and quantised((rows, columns)):
+        found["adamw8bit keeps the moments of rows"] = BLOCK
     return found
 
 
