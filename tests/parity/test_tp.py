@@ -61,10 +61,12 @@ def test_tokens_that_the_ranks_do_not_divide(ranks: RankPool) -> None:
 
 
 def test_fp32_and_bf16(ranks: RankPool) -> None:
-    """Loss and first gradients, with the tolerances of test_fp32_bf16.py; more in test_tp_pairwise.py."""
+    """Loss and first gradients, with the tolerances of test_fp32_bf16.py; more in test_tp_pairwise.py. Of weights of
+    0.1: with those of 0.3 the plain loop itself, in bf16, is 1e-3 from the gradients in fp64."""
+    spec = replace(EVEN, initializer_range=0.1)
     wide = [plan("ddp", 1, 2, sequence=True, remat="selective"), plan("zero3", 2, 2, sequence=False)]
     plans = [replace(of, precision=precision) for precision in (FP32, BF16) for of in wide]
-    for found, of in zip(drawn.prove(ranks, EVEN, plans, steps=1), plans, strict=True):
+    for found, of in zip(drawn.prove(ranks, spec, plans, steps=1), plans, strict=True):
         if of.precision == FP32:
             assert found.loss.error <= 1e-6 and found.gradient.error <= 1e-5, f"{found}\nunder {of}"
         else:
