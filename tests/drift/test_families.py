@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.models.config import ModelSpec
@@ -47,16 +49,18 @@ def test_every_family(family: str) -> None:
     assert not drift(spec, plan, 0, sheet(spec, "narrow")).differences()
 
 
-TYPES = Precision("bf16", modules=(("*norm", "fp32"),))
+TYPES = Precision("bf16", modules=(("*norm", "fp32"), ("*.q", "fp32"), ("*.down", "fp32"), ("layers.1.*", "fp32")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_types_by_module_are_right_or_refused(family: str) -> None:
-    """The plan knows how norms before attention and MLP change their type, and no others."""
+    """The plan knows how norms before attention and MLP change their type, and linear layers, with biases too; and no
+    other norms."""
     spec, plan = spec_of(family), Plan(Layout(dp_shard=8), Batch(2, 1, 32, 24), Shard("zero3"), TYPES)
     if family in ("llama", "mistral", "qwen2", "phi3"):
         assert not precision.check(spec, plan, parse_cluster("8xH100"))
         assert not drift(spec, plan).differences()
+        assert not drift(spec, replace(plan, layout=Layout(dp_replicate=8), shard=Shard())).differences()
     else:
         assert [problem.code for problem in precision.check(spec, plan, parse_cluster("8xH100"))] == ["PLAN016"]
 

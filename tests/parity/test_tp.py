@@ -75,6 +75,20 @@ def test_fp32_and_bf16(ranks: RankPool) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_modules_in_types_of_their_own(ranks: RankPool, sequence: bool) -> None:
+    """Layers in fp64 among others in fp32, biases too: loss and first gradients as the plain loop has them in fp32."""
+    spec = replace(EVEN, attention_bias=True, mlp_bias=True)
+    wide = replace(FP32, modules=(("*.q", "fp64"), ("*.o", "fp64"), ("layers.1.mlp.*", "fp64")))
+    plans = [
+        replace(plan(*of, sequence=sequence, remat=remat), precision=wide)  # type: ignore[arg-type]
+        for of, remat in ((("ddp", 1, 2), "selective"), (("ddp", 1, 4), "none"), (("zero3", 2, 2), "full"))
+    ]
+    for found, of in zip(drawn.prove(ranks, spec, plans, steps=1), plans, strict=True):
+        assert found.loss.error <= 1e-6 and found.gradient.error <= 1e-5, f"{found}\nunder {of}"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("spec", [TIED, GEMMA, QWEN_EVEN], ids=lambda spec: spec.name)
 def test_models(ranks: RankPool, spec: ModelSpec, sequence: bool) -> None:
     """One key head for two ranks, biases, tied weights; caps, windows, norms of heads, four norms a block."""

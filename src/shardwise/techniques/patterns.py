@@ -36,19 +36,22 @@ def rewrite(unit: Unit, types: dict[str, Dtype]) -> Unit:
     """``unit`` with the modules in ``types`` (by their name within the unit) in those types."""
     draft = _TypedDraft(unit)
     for module, dtype in types.items():
-        weight = f"{module}.weight"
-        if any(op.weight == weight and op.kind == "matmul" for op in draft.forward):
-            _linear(draft, weight, dtype, draft.gradients[weight])
+        if any(_multiplies(op, module) for op in draft.forward):
+            _linear(draft, module, dtype)
         elif module.endswith("norm"):
-            _norm(draft, weight)
+            _norm(draft, f"{module}.weight")
     return draft.done(
-        replace(weight, used_as=types.get(weight.name.removesuffix(".weight"), weight.used_as))
-        for weight in unit.weights
+        replace(weight, used_as=types.get(weight.name.rpartition(".")[0], weight.used_as)) for weight in unit.weights
     )
 
 
-def _linear(draft: _TypedDraft, weight: str, dtype: Dtype, gradient: int) -> None:
-    index = next(i for i, op in enumerate(draft.forward) if op.weight == weight and op.kind == "matmul")
+def _multiplies(op: Op, module: str) -> bool:
+    """Whether ``op`` is the product of the linear layer ``module``, or that with its bias added."""
+    return op.kind == "matmul" and op.weight in (f"{module}.weight", f"{module}.bias")
+
+
+def _linear(draft: _TypedDraft, module: str, dtype: Dtype) -> None:
+    index = next(i for i, op in enumerate(draft.forward) if _multiplies(op, module))
     given, result = draft.forward[index].reads[0], draft.forward[index].allocates[0]
     inside, product = draft.converted(given, dtype), draft.converted(result, dtype)
     for ops, keep in ((draft.forward, True), (draft.plain, False)):
@@ -59,37 +62,41 @@ def _linear(draft: _TypedDraft, weight: str, dtype: Dtype, gradient: int) -> Non
             Op("elementwise", "cast", (result,), (product, *op.frees), (product,)),
         ]
     draft.saved.add(inside)
-    draft.tensors[gradient] = replace(draft.tensors[gradient], dtype=dtype)
-    _linear_backward(draft, weight, gradient, (given, inside))
+    _linear_backward(draft, module, (given, inside))
     draft.release(given, sum(given in op.reads for op in draft.backward))
 
 
-def _linear_backward(draft: _TypedDraft, weight: str, gradient: int, inputs: tuple[int, int]) -> None:
-    """Converts the incoming gradient once, forms both products in the module's type, converts the outgoing one."""
+def _linear_backward(draft: _TypedDraft, module: str, inputs: tuple[int, int]) -> None:
+    """Converts the incoming gradient once, forms the products (and the sum that is the gradient of a bias) in the
+    module's type, converts the outgoing gradient."""
     given, inside = inputs
-    dtype = draft.tensors[inside].dtype
-    first = next(i for i, op in enumerate(draft.backward) if gradient in op.allocates)
-    second = next(i for i, op in enumerate(draft.backward) if op.weight == weight and op.kind == "matmul")
-    incoming = draft.backward[first].reads[0]
-    converted = draft.converted(incoming, dtype)
-    outgoing = draft.backward[second].allocates[0]
-    wide = draft.converted(outgoing, dtype)
-    freed = any(given in draft.backward[i].frees for i in (first, second))
-    for i in (first, second):
+    names = (f"{module}.weight", f"{module}.bias")
+    gradients = {draft.gradients[name] for name in names if name in draft.gradients}
+    for gradient in gradients:
+        draft.tensors[gradient] = replace(draft.tensors[gradient], dtype=draft.tensors[inside].dtype)
+    own = [i for i, op in enumerate(draft.backward) if _multiplies(op, module) or gradients.intersection(op.allocates)]
+    incoming = draft.backward[own[0]].reads[0]
+    converted = draft.converted(incoming, draft.tensors[inside].dtype)
+    freed = any(given in draft.backward[i].frees for i in own)
+    outgoing = wide = -1
+    for i in own:
         op = draft.backward[i]
-        draft.backward[i] = replace(op, frees=tuple(tensor for tensor in op.frees if tensor != given))
-    op = draft.backward[second]
-    draft.backward[second : second + 1] = [
-        replace(op, allocates=(wide,), reads=(converted,), frees=(*op.frees, inside, converted)),
-        Op("elementwise", "cast", (outgoing,), (wide,), (wide,)),
-    ]
-    draft.backward[first] = replace(draft.backward[first], reads=(converted, inside))
-    draft.backward.insert(first, Op("elementwise", "cast", (converted,), (), (incoming,)))
+        reads = tuple({incoming: converted, given: inside}.get(tensor, tensor) for tensor in op.reads)
+        draft.backward[i] = replace(op, reads=reads, frees=tuple(tensor for tensor in op.frees if tensor != given))
+        if _multiplies(op, module):
+            (outgoing,) = op.allocates
+            wide = draft.converted(outgoing, draft.tensors[inside].dtype)
+            draft.backward[i] = replace(draft.backward[i], allocates=(wide,))
+    last = draft.backward[own[-1]]
+    draft.backward[own[-1]] = replace(last, frees=(*last.frees, inside, converted))
+    draft.backward.insert(own[-1] + 1, Op("elementwise", "cast", (outgoing,), (wide,), (wide,)))
+    draft.backward.insert(own[0], Op("elementwise", "cast", (converted,), (), (incoming,)))
     if freed:
         # Whoever still reads the given input is now the last to do so.
-        last = max((i for i, other in enumerate(draft.backward) if given in other.reads), default=None)
-        if last is not None:
-            draft.backward[last] = replace(draft.backward[last], frees=(*draft.backward[last].frees, given))
+        last_read = max((i for i, other in enumerate(draft.backward) if given in other.reads), default=None)
+        if last_read is not None:
+            op = draft.backward[last_read]
+            draft.backward[last_read] = replace(op, frees=(*op.frees, given))
 
 
 def _norm(draft: _TypedDraft, weight: str) -> None:

@@ -16,6 +16,7 @@ so this file reads them.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
@@ -256,6 +257,8 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             own = MixedPrecisionPolicy(torch_dtype(dtype), reduce, output_dtype=outside)
             # After the blocks it is kept after forward, as the tail is.
             inner = reshard if name.startswith("layers.") else bool(reshard) and module in once
+            # What a product with a bias returns is a view, of which torch warns; nothing here writes to it in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
             fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
     places = {id(module): index for index, module in enumerate(part.modules())}
     for unit in sorted([*units(part), *([one] for one in apart)], key=lambda unit: -places[id(unit[0])]):  # inner first
