@@ -3,9 +3,8 @@ capped logits, multipliers."""
 
 from __future__ import annotations
 
-from functools import cache
-
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
