@@ -14,10 +14,9 @@ import torch
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from shardwise.spec.plan import Plan, Precision
 from tests.parity import drawn, moved_ranks, test_dpo
-from tests.parity.cases import BF16, FP32, ROWS, SEQ_LEN
+from tests.parity.cases import BF16, FP32
 from tests.parity.moved_ranks import Side
 from tests.parity.pairwise import EVERY, LAYOUTS, MODELS, Case, covering
 from tests.parity.test_fp64 import holds
@@ -74,7 +73,7 @@ def in_type(case: Case, precision: Precision) -> Plan:
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "pairs"])
 def test_fp32_and_bf16(eight: RankPool, model: str) -> None:
     """Loss and first gradients, with the tolerances of test_fp32_bf16.py; of models that in bf16 the plain loop itself
-    trains as it does in fp64, within these tolerances: weights of 0.1, as in test_tp.py, rows of 64, and small adapters."""
+    trains as it does in fp64, within these tolerances: weights of 0.1, as in test_tp.py, rows of 64, small adapters."""
     columns = max(128, MODELS[model].intermediate_size)
     spec = replace(MODELS[model], initializer_range=0.1, hidden_size=64, intermediate_size=columns)
     cases = of_model(model)[::4]
@@ -84,18 +83,18 @@ def test_fp32_and_bf16(eight: RankPool, model: str) -> None:
     if narrow[0].lora is None:
         turns = [found.turn for found in drawn.prove(eight, spec, narrow, steps=1)]
     else:
-        turns = turned_from_one_rank(eight, spec, narrow)
+        turns = turned_from_twin(eight, spec, narrow)
     for turn, of in zip(turns, narrow, strict=True):
         assert turn.error <= 1e-3, f"{turn}\nunder {of}"
 
 
-def turned_from_one_rank(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> list[parity.Worst]:
-    """1 - cosine of the worst gradient beside the run of one rank: the plain loop adds adapters to their matrices,
+def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> list[parity.Worst]:
+    """1 - cosine of the worst gradient beside the run without the axis: the plain loop adds adapters to their matrices,
     which rounds otherwise in bf16."""
     worst = []
     for of in plans:
-        alone = replace(of, layout=Layout(), batch=Batch(ROWS, 1, SEQ_LEN), shard=Shard(), sequence_parallel=False)
-        [[right]] = eight.run(drawn.train_on_rank, spec, [alone], 1, world=1)
+        twin = replace(of, layout=replace(of.layout, tp=1), sequence_parallel=False)
+        [right], *_ = eight.run(drawn.train_on_rank, spec, [twin], 1, world=twin.layout.world)
         answers = eight.run(drawn.train_on_rank, spec, [of], 1, world=of.layout.world, timeout_s=300)
         worst.append(parity.compare(right, [found for [found] in answers]).turn)
     return worst
