@@ -22,7 +22,7 @@ from shardwise.prove.world import fake_world
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Op, Unit
-from shardwise.techniques import precision, tp
+from shardwise.techniques import freeze, lora, precision, tp
 
 SPEC = ModelSpec("oracle", 601, 48, 104, 1, 8, 4, 8)
 B, S = trace.MICRO_BATCH, trace.SEQ_LEN
@@ -53,11 +53,16 @@ class LocalRecorder(record.Recorder):
 
 @contextmanager
 def parallel(spec: ModelSpec, plan: Plan, dtype: torch.dtype) -> Iterator[Decoder]:
-    """A decoder to which tensor parallelism was applied in a fake world."""
+    """A decoder to which adapters and tensor parallelism were applied in a fake world."""
     with fake_world(plan.layout) as groups:
-        model = Decoder(spec)
-        tp.apply([model.to(dtype)], plan, groups)
+        parts: list[nn.Module] = [(model := Decoder(spec)).to(dtype)]
+        for technique in (lora, freeze, tp):
+            technique.apply(parts, plan, groups)
         yield model
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def traced(spec: ModelSpec, plan: Plan, which: str, monkeypatch: pytest.MonkeyPatch) -> Unit:
@@ -67,18 +72,15 @@ def traced(spec: ModelSpec, plan: Plan, which: str, monkeypatch: pytest.MonkeyPa
     dtype = torch.bfloat16 if which == "narrow" else torch.float32
     with parallel(spec, plan, dtype) as model:
         weights = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
-        shapes = {p: p.to_local().shape for own in weights.values() for p in own.values() if isinstance(p, DTensor)}
+        shapes = {p: _local(p).shape for own in weights.values() for p in own.values()}
         with trace._tracing(which):
             for module, own in weights.items():
                 for name, p in own.items():
-                    whole = DTensor.from_local(
-                        torch.empty(shapes[p], dtype=dtype),
-                        p.device_mesh,
-                        p.placements,
-                        run_check=False,
-                        shape=p.shape,
-                        stride=p.stride(),
-                    )
+                    whole = torch.empty(shapes[p], dtype=dtype)
+                    if isinstance(p, DTensor):
+                        whole = DTensor.from_local(
+                            whole, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                        )
                     module.register_parameter(name, nn.Parameter(whole, p.requires_grad))
             (kind,), ids = layer_kinds(spec)[0], torch.zeros((B, S), dtype=torch.int64)
             stream = (-(-B * S // plan.layout.tp),) if plan.sequence_parallel else (B, S)

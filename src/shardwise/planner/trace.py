@@ -219,7 +219,8 @@ def _unit(
     shared: list[torch.Tensor],
 ) -> Unit:
     run = _record(parameters, call, leaf, shared)
-    with torch.no_grad():
+    # As under recomputation, which saves nothing either and leaves the grad mode on: a program may ask for that.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         plain = _record(parameters, call, leaf, shared, backward=False)
     local = {index: position for position, index in enumerate(run.recorder.made)}
     renamed = dict(zip(plain.recorder.made, local.values(), strict=False))

@@ -75,8 +75,28 @@ def _backward(unit: Unit, running: list[int], saved: frozenset[int]) -> tuple[Op
         for tensor in op.frees:
             if tensor not in alive:
                 continue
-            uses = [i for i, other in ops.items() if tensor in other.reads or tensor in other.allocates]
-            place = index if index in ops else max(uses, default=running[0] if running else -1)
+            place = index
+            if index not in ops or (tensor in saved and _let_go(unit.backward, index, tensor, running)):
+                uses = [_end(ops, i) for i, other in ops.items() if tensor in other.reads or tensor in other.allocates]
+                place = max(uses, default=running[0] if running else -1)
             if place >= 0:
                 frees[place].append(tensor)
     return tuple(replace(op, frees=tuple(frees[index])) for index, op in ops.items())
+
+
+def _let_go(ops: tuple[Op, ...], index: int, tensor: int, running: list[int]) -> bool:
+    """Whether the operation at ``index`` frees the tensor for a product before it, of the same layer, that is left out:
+    the layer then never held it."""
+    op = ops[index]
+    before = index - 1
+    return tensor not in op.reads and before not in running and tensor in ops[before].reads and _paired(ops[before], op)
+
+
+def _end(ops: dict[int, Op], index: int) -> int:
+    """Where the function that ran the operation at ``index`` lets go of what it saved: of a layer's two products, both
+    with the incoming gradient, at the second."""
+    return index + 1 if index + 1 in ops and _paired(ops[index], ops[index + 1]) else index
+
+
+def _paired(one: Op, other: Op) -> bool:
+    return one.kind == other.kind == "matmul" and one.reads[:1] == other.reads[:1]
