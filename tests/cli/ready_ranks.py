@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.launch import local
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.watch.outcome import read_exit
+from tests.cli.counts import COUNTS, count
 from tests.faults.ranks import DEADLINE_S, ROOT, environment, prepare
 
 
@@ -30,10 +31,12 @@ class ReadyRanks:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
 
-    def launch(self, arguments: Sequence[str], nproc: int, run_directory: Path) -> local.Ended:
+    def launch(self, arguments: Sequence[str], nproc: int, run_directory: Path, port: int | None = None) -> local.Ended:
+        """``port``: ranks are told what torchrun would tell them, and meet there."""
         (run_directory / "exit.json").unlink(missing_ok=True)
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         ask = {"words": list(arguments), "world": nproc, "environment": kept, "directory": os.getcwd()}
+        ask |= {"port": port}
         sys.stdout.flush()
         sys.stderr.flush()
         answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # of this launch alone
@@ -85,7 +88,12 @@ def fork(rank: int, ask: dict[str, Any], store: str, outputs: Sequence[int]) -> 
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ask["world"], "LOCAL_WORLD_SIZE": ask["world"]}
         os.environ.clear()
         os.environ |= ask["environment"] | {name: str(value) for name, value in places.items()}
-        os.environ |= {STORE: store, LAUNCHER: str(os.getppid())}
+        if ask["port"] is None:
+            os.environ |= {STORE: store, LAUNCHER: str(os.getppid())}
+        else:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ask["port"])}
+        if COUNTS in os.environ:
+            count()
         from shardwise.cli.app import main
 
         code = main(ask["words"])

@@ -81,9 +81,10 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     if plan_file is None:
         cluster = as_first(cluster) if world > 1 else with_products(cluster)
     resumed = directory if rundir.newest_step(directory) else None
-    plan = plan_of(recipe, resolve(recipe), cluster, plan_file, resumed)
+    spec = resolve(recipe)
+    plan = plan_of(recipe, spec, cluster, plan_file, resumed)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
-    train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim))
+    train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import ConfigError
+from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
@@ -34,11 +35,12 @@ from shardwise.spec.load import dump_plan, dump_recipe
 class Start:
     """How a run may begin: from another run's checkpoint (``resume_from``), or afresh although its own checkpoints are
     all bad. A run with good checkpoints always goes on from the newest. ``claim``: under which it owns its directory;
-    None: nobody asked."""
+    None: nobody asked. ``spec``: the recipe's model, where the caller has read it already."""
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False
     claim: Ownership | None = None
+    spec: ModelSpec | None = None
 
 
 def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRules, RunCheckpoints]:
@@ -62,12 +64,18 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         state.load_facts(facts)
         check_length(state.step, job.max_steps)
     if job.rank == 0:  # only now: a checkpoint that does not fit leaves the run as it was
-        (job.directory / "recipe.yaml").write_text(dump_recipe(job.recipe), encoding="utf-8")
-        (job.directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
+        _record(job.directory / "recipe.yaml", dump_recipe(job.recipe))
+        _record(job.directory / "plan.yaml", dump_plan(plan))
         job.tokenizer.copy_to(job.directory / "tokenizer")
     announce_reduce(state.parts, watch.enter)
     keep_first_sample(job, state, checkpoints.crew)
     return job, state, rules, checkpoints
+
+
+def _record(path: Path, text: str) -> None:
+    """Write what the run is, unless the launcher has written the same."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 def open_log(job: Job, state: TrainState) -> Log:

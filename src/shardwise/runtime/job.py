@@ -126,11 +126,12 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.out) / recipe.run.name
 
 
-def open_job(recipe: Recipe, plan: Plan) -> Job:
-    """Find (or make) the prepared data and read the model's dimensions, before any process group exists."""
+def open_job(recipe: Recipe, plan: Plan, spec: ModelSpec | None = None) -> Job:
+    """Find (or make) the prepared data, and read the model's dimensions unless ``spec`` has them. No process group is
+    needed yet."""
     data, first = data_of(recipe), process().rank == 0
     prepared, portions = open_data(recipe, data, run_directory(recipe) / "stream", first, TRUST_S)
-    spec = resolve(recipe)
+    spec = spec or resolve(recipe)
     tokens.check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     meshes = Meshes(plan.layout, process().rank)
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, meshes, portions=portions)

@@ -35,7 +35,7 @@ from shardwise.spec.recipe import Recipe
 def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), start: Start = Start()) -> Report:  # noqa: B008
     """Train as ``recipe`` says, split as ``plan`` says; every rank calls this alike. ``after_step`` functions are
     called after each step. Raises ShardwiseError: PreemptedError when it was asked to stop, after saving."""
-    job = open_job(recipe, plan)
+    job = open_job(recipe, plan, start.spec)
     with (
         guard.watching(job.directory, process(), recipe.run.timeout_s, start.claim) as watch,
         guard.stop_requests() as stop,
