@@ -342,7 +342,7 @@ def test_blocks_are_compiled_on_gpus_unless_something_bars_it() -> None:
 
     bare = replace(H100S, device=replace(H100S.device, no_compiler="a C compiler (gcc or clang)"))
     cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
-    assert told(H100S) == (True, "default: on for GPUs, which read and write less in joined operations")
+    assert told(H100S) == (True, "default: on for GPUs, where fused operations read and write less memory")
     assert told(H100S, compile=False) == (False, "pinned")
     lacks = "torch.compile needs a C compiler (gcc or clang), which is not installed here"
     assert told(bare) == (False, f"derived: off: {lacks}")

@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward."""
+    """What forward saves for backward."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 
 
 class _TokenPlaces(NamedTuple):
-    """Place and document of every token, [b,s] each."""
+    """Position and document of every token, [b,s] each."""
 
     positions: Tensor
     documents: Tensor
@@ -66,7 +66,7 @@ def numbers(q: Tensor, rule: Rule) -> Tensor | None:
 
 
 def reach(rule: Rule, length: int) -> int:
-    """A query sees no key that stands this many places away, or more. Known without asking the device."""
+    """A query sees no key that is this many positions away, or more. Known without reading from the device."""
     return min(length, rule.longest if rule.documents is not None else length, rule.window or length)
 
 
@@ -75,7 +75,7 @@ def _blocks(s: int) -> list[slice]:
 
 
 def _visible(tokens: _TokenPlaces, rule: Rule, rows: slice, columns: slice) -> Tensor:
-    """[b,1,1,rows,columns]: may this query see this key."""
+    """[b,1,1,rows,columns]: whether this query may see this key."""
     distance = tokens.positions[:, rows, None] - tokens.positions[:, None, columns]
     seen = tokens.documents[:, rows, None] == tokens.documents[:, None, columns]
     if rule.causal:
@@ -86,8 +86,8 @@ def _visible(tokens: _TokenPlaces, rule: Rule, rows: slice, columns: slice) -> T
 
 
 def _pairs(tokens: _TokenPlaces, rule: Rule, rows: slice, blocks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """The blocks of keys that queries of ``rows`` may see, and which of them. On a CPU every block is looked at; a GPU
-    would have to be waited for, so there its place alone decides."""
+    """The blocks of keys that the queries in ``rows`` may see, each with its mask. On a CPU the mask itself decides
+    whether a block is needed; on a GPU that would wait for the device, so positions alone decide."""
     far = reach(rule, blocks[-1].stop)
     for columns in blocks:
         if rule.positions is None:
@@ -138,7 +138,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
 
 
 def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; probabilities are made again from lse. Those of k and v are summed in fp32 (fp64)."""
+    """Gradients of q, k and v; probabilities are recomputed from lse. Gradients of k and v are summed in fp32 (fp64 for
+    fp64)."""
     q, k, v, out, lse = saved
     tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), lse.dtype
     kv_heads, scale = k.shape[1], _scale(q, rule)
@@ -164,14 +165,14 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [b,h,s,e] and lse [b,h,s] of any kernel, after logits [h] without a value have taken their share of each row.
-    A kernel's backward needs to know of no sink: it makes the probabilities again from this lse."""
+    """out [b,h,s,e] and lse [b,h,s] of any kernel, corrected for sinks: logits [h] that take part in each row's softmax
+    but have no value. The kernel's backward needs no change: it recomputes the probabilities from this lse."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
     return (out * (lse - whole).exp().unsqueeze(-1)).to(out.dtype), whole
 
 
 def sink_gradient(grad: Tensor, saved: Saved, sinks: Tensor) -> Tensor:
-    """[h]: a sink takes the share exp(sink - lse) of every row and gives nothing for it."""
+    """The gradient of the sinks, [h]: in each row a sink has the probability exp(sink - lse), and no value."""
     out, lse = saved.out, saved.lse
     share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)

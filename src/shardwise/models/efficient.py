@@ -1,5 +1,5 @@
-"""xFormers' memory-efficient attention, which ships with torch. Every query head has a key head of its own there, and
-the log-sum-exp stands by documents, each padded to the longest and to a multiple of 32 tokens."""
+"""xFormers' memory-efficient attention, which ships with torch. It needs one key head per query head, and returns the
+log-sum-exp document by document, each padded to the longest and to a multiple of 32 tokens."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
 
 
 def _places(documents: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The document of every token, and its place there."""
+    """For every token, its document and its position in it."""
     flat = torch.arange(tokens, dtype=documents.dtype, device=documents.device)
     document = torch.bucketize(flat, documents, right=True) - 1
     return document, flat - documents[document]
 
 
 def _padded(lse: Tensor, rule: Rule) -> Tensor:
-    """As forward returned it: infinite beyond the end of a document, so that nothing there has a share."""
+    """The log-sum-exp in the layout that forward returns: infinite beyond the end of a document, so that padding has no
+    weight."""
     b, h, s = lse.shape
     if rule.documents is None:
         return torch.nn.functional.pad(lse, (0, -s % PAD), value=torch.inf)

@@ -1,9 +1,9 @@
-"""FlashAttention as it ships with torch, on CPU and CUDA, for causal or full attention within documents. On CUDA in
-windows too; `fa3` takes the place of these operations there.
+"""FlashAttention as it ships with torch, on CPU and CUDA, for causal or full attention within documents. On CUDA
+windows work too, and `fa3` replaces these operations where it is installed.
 
-On a CPU documents come one at a time, and oneDNN keeps what it compiles for each length that it meets: 1.2 GiB in the
-backward of bf16, and in fp32 under the "medium" setting of products in both directions (torch 2.13). So the backward of
-16-bit documents is computed in fp32 and rounded, and fp32 is multiplied under "highest", which compiles nothing.
+On a CPU documents are computed one at a time, and oneDNN compiles and caches code for every length: 1.2 GiB in the
+backward of bf16, and in both directions of fp32 under the "medium" matmul setting (torch 2.13). So the backward of
+16-bit documents is computed in fp32 and rounded, and fp32 uses "highest", which compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.models.layers import accumulation_dtype
 
 aten = torch.ops.aten
 WIDE_NUMBERS = 2**19
-"""How many numbers of a document's queries are computed in fp32 at a time: 2 MiB of each of the eight tensors, or what
-the queries of one key head take."""
+"""How many elements of a document's queries are computed in fp32 at a time: 2 MiB in each of the eight tensors; or the
+queries of one key head, if those are more."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _heads(saved: Saved, length: int) -> Iterator[tuple[slice, slice]]:
-    """(heads of queries, heads of keys) that belong together, as many as ``WIDE_NUMBERS`` allow in fp32."""
+    """(slice of query heads, slice of key heads) that belong together, as many as ``WIDE_NUMBERS`` allows in fp32."""
     groups, each = saved.k.shape[1], saved.q.shape[1] // saved.k.shape[1]
     narrow = saved.q.dtype in (torch.bfloat16, torch.float16)
     few = max(1, WIDE_NUMBERS // (each * length * saved.q.shape[-1])) if narrow else groups
@@ -99,7 +99,7 @@ def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
 
 
 def _window(rule: Rule) -> dict[str, int]:
-    """The keys before and after its own that a query sees."""
+    """How many keys a query sees before and after its own position."""
     if rule.window is None:
         return {}
     before = rule.window - 1

@@ -1,5 +1,5 @@
-"""FlexAttention: torch compiles a kernel for the mask and the cap. What it saves is what the operation saves: backward
-computes forward once more, in the graph that it differentiates."""
+"""FlexAttention: torch compiles a kernel for the mask and the cap. It saves only what the operation saves: backward
+computes forward again, and differentiates that."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
 
 @cache
 def _compiled() -> Any:
-    # Forward and backward, kinds of layers, numbers of rows: more than the 8 graphs that torch makes unless told.
+    # One graph for forward and backward, each kind of layer, each number of rows: more than torch's default of 8.
     torch.compiler.config.recompile_limit = max(64, torch.compiler.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def block_mask(q: Tensor, rule: Rule) -> BlockMask:
-    """Blocks in reach, by place in the row alone: nothing is read back from the device. Which of their scores count,
-    the mask says element by element."""
+    """Which blocks are computed, from positions in the row alone, so that nothing is read back from the device. Within
+    them the mask decides element by element."""
     s = q.shape[2]
     count, reach = -(-s // BLOCK), blockwise.reach(rule, s)
     place = torch.arange(count, device=q.device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: a table, and the function that reads it. No torch, so that a plan can ask too.
+"""Which kernel computes attention: a table, and the function that reads it. Imports no torch, since plans ask it too.
 
     flash      FlashAttention 2, which ships with torch, on CPUs and CUDA
     fa3        FlashAttention 3 for Hopper, if `flash_attn_interface` is installed
@@ -25,17 +25,17 @@ MIDDLE = frozenset(range(200, 225, 8))
 """Head dims whose backward takes more shared memory than consumer cards have (check_requires_grad_and_head_dim_gt192 in
 torch's sdp_utils.cpp)."""
 OPTIONAL = frozenset({"fa3", "cudnn"})
-"""What a machine may be without."""
+"""Kernels that are not part of every installation."""
 FA3_PACKAGE = "flash_attn_interface"
 LENGTH = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked: where (``device``: cpu, cuda or rocm; ``capability``: CUDA's), of which numbers, under which mask.
-    ``documents``: rows of several. ``odd_length``: rows of no multiple of 64 tokens, which text has that is generated:
-    what is compiled for each length that it meets would be compiled for every token. ``deterministic``: to the bit in
-    every run."""
+    """What a kernel must support: the device (``device``: cpu, cuda or rocm; ``capability``: CUDA's), the dtype, the
+    size of heads and the mask. ``documents``: rows hold several. ``odd_length``: 64 does not divide the length of rows,
+    as in generation, where a kernel that is compiled for each length would be compiled for every token.
+    ``deterministic``: bitwise the same result in every run."""
 
     device: str
     dtype: str
@@ -51,7 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row: what a kernel serves. ``head_dims`` None: all; ``capabilities``: first and last of each range."""
+    """One row of the table: what a kernel supports. ``head_dims`` None: all; ``capabilities``: first and last of each
+    range."""
 
     name: str
     device: str
@@ -106,23 +107,23 @@ KERNELS = (
     Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False),
     Kernel("blockwise", "any", HALF | WIDE, None, window=True, soft_cap=True, positions=True),
 )
-"""The first that serves is taken."""
+"""The first row that supports a case is taken."""
 
 
 @cache
 def able(case: Case, present: Set[str] = frozenset()) -> tuple[str, ...]:
-    """The kernels that serve, the best first. ``present``: which of :data:`OPTIONAL` are there."""
+    """The kernels that support ``case``, the best first. ``present``: which of :data:`OPTIONAL` are installed."""
     return tuple(row.name for row in KERNELS if row.serves(case) and row.name not in OPTIONAL - present)
 
 
 def choose(case: Case, pin: str = "auto", present: Set[str] = frozenset()) -> str:
-    """The kernel to take: the pinned one where it serves, else the best."""
+    """The kernel to use: the pinned one if it supports the case, else the best."""
     found = able(case, present)
     return pin if pin in found else found[0]
 
 
 def cases(spec: ModelSpec, case: Case, seq_len: int) -> dict[str, Case]:
-    """What each kind of layer of a model asks, by what it sees in words."""
+    """The case of each kind of layer of a model, by a description of what the layer sees."""
     windows = {kind.window for kind in layer_kinds(spec)[0]}
     windows = {window if window is not None and window < seq_len else None for window in windows}
     found = {f"windows of {window:,}": replace(case, window=True) for window in sorted(filter(None, windows))}
@@ -133,8 +134,8 @@ def cases(spec: ModelSpec, case: Case, seq_len: int) -> dict[str, Case]:
 
 
 def described(of: dict[str, Case], pin: str, present: Set[str]) -> str:
-    """``flash``, or ``flash (full attention), blockwise (windows of 4,096)``; and what rows of one document take, if
-    that is another."""
+    """``flash``, or ``flash (full attention), blockwise (windows of 4,096)``; and the kernel for rows of one document,
+    if it is another."""
     taken: dict[str, list[str]] = {}
     for words, case in of.items():
         taken.setdefault(choose(case, pin, present), []).append(words)

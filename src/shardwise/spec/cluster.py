@@ -19,15 +19,17 @@ Kind = Literal["cpu", "cuda"]
 DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
 DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
 CPU_LINK_BYTES_PER_S = 1.2e9
-"""What gloo's all-reduce moves between processes of one machine, measured on two cores."""
+"""The rate of gloo's all-reduce between processes of one machine, measured on two cores."""
 CPU_PROCESS_BYTES = 300 * 2**20
-"""What a process takes before it holds anything of the model: Python, torch and our own code, beside what is shared."""
+"""The memory of a process before it holds anything of the model: Python, torch and our own code, without pages that
+processes share."""
 
 EXACT = 8.0
-"""fp32 through another order of summation errs 2 to 3 times as much; products that are really bf16's, 1,000 times."""
+"""How much larger the error may be for "medium" to count as fp32. Another order of summation makes it 2 to 3 times as
+large; computing in bf16, 1,000 times."""
 MEDIUM_GAIN, BF16_GAIN = 1.3, 1.2
-"""How many times as fast a setting must be to be taken: between processors that gain nothing (0.9 to 1.1) and those
-that gain (2), for two runs of one recipe on one machine must not differ."""
+"""How many times as fast a setting must be to be chosen. It lies between processors that gain nothing (0.9 to 1.1) and
+those that do (2), so that noise never decides: two runs of a recipe on one machine must not differ."""
 
 _PATTERN = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?|\d{3,}(?!x)[^+x]*?)(?P<network>\+.*)?"
@@ -38,8 +40,8 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 
 @dataclass(frozen=True)
 class Products:
-    """What matrix products take on a CPU (planner/products.py): seconds in fp32 under torch's "highest" and "medium"
-    and in bf16, and the largest errors of the two in fp32."""
+    """Measured matrix products of a CPU (planner/products.py): seconds in fp32 under torch's "highest" and "medium"
+    settings and in bf16, and the largest error of both settings."""
 
     highest_s: float
     medium_s: float
@@ -49,22 +51,22 @@ class Products:
 
     @property
     def medium_gain(self) -> float:
-        """How many times as fast as "highest" it is; 0 where it does not compute in fp32."""
+        """How many times as fast as "highest" "medium" is; 0 if it does not compute in fp32."""
         return self.highest_s / self.medium_s if self.medium_error <= EXACT * self.highest_error else 0.0
 
     @property
     def fp32(self) -> Literal["highest", "medium"]:
-        """The setting under which fp32 is multiplied."""
+        """torch's setting for fp32 matrix products."""
         return "medium" if self.medium_gain >= MEDIUM_GAIN else "highest"
 
     @property
     def bf16_gain(self) -> float:
-        """How many times as fast as fp32 bf16 is."""
+        """How many times as fast bf16 is as fp32."""
         return (self.medium_s if self.fp32 == "medium" else self.highest_s) / self.bf16_s
 
     @property
     def compute(self) -> Literal["fp32", "bf16"]:
-        """The type in which a model is computed unless the recipe says otherwise."""
+        """The default compute dtype."""
         return "bf16" if self.bf16_gain >= BF16_GAIN else "fp32"
 
 
@@ -72,8 +74,8 @@ class Products:
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
     peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
-    ``products``: of a CPU, where they were measured. ``capability``: CUDA's, (9, 0) for Hopper.
-    ``no_compiler``: of this machine's, what torch.compile needs and does not find there."""
+    ``products``: for a CPU, once measured. ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this
+    machine, what torch.compile needs and does not find."""
 
     name: str
     memory_bytes: int
@@ -89,7 +91,7 @@ class Device:
 
     @property
     def computes_bf16(self) -> bool:
-        """Whether it has instructions for bf16: GPUs of NVIDIA have from Ampere on."""
+        """Whether it has bf16 instructions: NVIDIA's GPUs have them from Ampere on."""
         return self.capability is None or self.capability >= (8, 0)
 
 
@@ -164,13 +166,14 @@ def parse_cluster(text: str) -> Cluster:
     first, second = int(match["nodes"] or 1), match["count"]
     nodes, count = (first, int(second)) if second else (1, first)
     if not (1 <= nodes <= 2**20 and 1 <= count <= 2**20):
-        raise ConfigError(Problem("CLU001", f"`{text}` has no machines, or too many", "--cluster", f"write {_SYNTAX}"))
+        what = f"`{text}` has a count of zero, or one that is too large"
+        raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
     rate = None
     if network:
         bits = 8.0 if network["unit"] == "GB" else 1.0
         rate = int(network["nics"] or 1) * float(network["rate"]) * 1e9 * bits / 8
         if not rate:
-            what = f"`{text}` has a network without bandwidth"
+            what = f"`{text}` has a network of zero bandwidth"
             raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
     if _plain(match["name"]) in ("cpu", "cpus"):
         return _cpu_cluster(nodes, count, rate)
@@ -246,7 +249,7 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
 
 
 def cpu_memory_bytes(memory_bytes: int, count: int) -> int:
-    """What each of ``count`` processes that share a machine's memory has for the model."""
+    """The memory for the model in each of ``count`` processes that share a machine."""
     return max(1, memory_bytes // count - CPU_PROCESS_BYTES)
 
 
@@ -299,6 +302,6 @@ def _plain(name: str) -> str:
 
 
 def joins_products(device: str) -> bool:
-    """Whether bf16 and fp16 products are added to an fp32 sum as they are made (``out_dtype``, which torch has for CUDA
-    alone), not by way of their own dtype."""
+    """Whether bf16 and fp16 products can be added to an fp32 tensor directly (``out_dtype``, which torch has for CUDA
+    only), without rounding to bf16 or fp16 first."""
     return device == "cuda"

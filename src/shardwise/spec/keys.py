@@ -18,17 +18,17 @@ SHORT: dict[str, str] = _TABLES["short"]
 SIZES: dict[str, str] = _TABLES["sizes"]
 """Keys that take ``8k`` and ``1M``, and what they count: tokens, steps or bytes."""
 _BY_ALIAS: dict[str, str] = {alias: key for key, names in _TABLES["aliases"].items() for alias in names.split()}
-"""What other systems call the same notion (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
+"""Other systems' names of our keys (axolotl, transformers, torchtitan, Megatron, DeepSpeed, Automodel)."""
 PLANNED: dict[str, str] = _TABLES["planned"]
-"""What a plan calls settings that the recipe has under another name; either is understood."""
+"""Settings whose name in a plan differs from that in the recipe; either is understood."""
 _BY_ALIAS |= PLANNED
 _VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
-"""Of a key that was given by another name, what the values of that system mean."""
+"""By key: what another system's values mean, where the key was given by that system's name."""
 DROP = object()
 
 
 def translate(key: str, alias: str, value: Any) -> Any:
-    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it says nothing (``bf16:
+    """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it has no effect (``bf16:
     false``)."""
     if alias == "warmup_ratio" and isinstance(value, int | float):
         return float(value) or 0  # 1 would be a step, not the whole run
@@ -49,12 +49,12 @@ def resolve_reference(schema: Schema, root: Schema) -> Schema:
 
 
 def other_names() -> dict[str, list[str]]:
-    """What else each key may be called."""
+    """The other names of each key."""
     return {key: names.split() for key, names in _TABLES["aliases"].items()}
 
 
 def alias_leaf(name: str) -> str:
-    """``lr`` -> ``learning_rate``; a name that is no alias as it is."""
+    """``lr`` -> ``learning_rate``; a name that is not an alias is returned unchanged."""
     return _BY_ALIAS.get(name, name).rpartition(".")[2]
 
 
@@ -88,7 +88,7 @@ class Keys:
         return None
 
     def nearest(self, dotted: str) -> str | None:
-        """What ``dotted`` may have been meant to be."""
+        """The key that ``dotted`` was probably meant to be; None if none is near."""
         section, _, leaf = dotted.rpartition(".")
         if leaf in _BY_ALIAS and _BY_ALIAS[leaf] in self.leaves:
             return _BY_ALIAS[leaf]

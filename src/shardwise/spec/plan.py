@@ -12,7 +12,7 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
 MEASURED = ("compute", "matmul")
-"""What of the precision is measured on CPUs where the recipe leaves it open; a run that goes on keeps it."""
+"""The settings of precision that are measured on CPUs where the recipe leaves them open. A resumed run keeps them."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -29,7 +29,7 @@ MEMORY_CATEGORIES = (
     "reserve",
 )
 NOT_ALLOCATED = ("allocator rounding", "NCCL buffers", "reserve")
-"""What torch does not count as allocated."""
+"""The categories that are not part of torch's count of allocated memory."""
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 
 
@@ -78,7 +78,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Optim:
-    """``moments``: the type they are kept in, rounded stochastically; None: that of the weights."""
+    """``moments``: their dtype, if they are rounded stochastically; None: the dtype of the weights."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     fused: bool = True
@@ -88,8 +88,8 @@ class Optim:
 @dataclass(frozen=True)
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
-    or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is what the frozen weights are kept in; with ``nf4`` those of
-    the blocks' linear layers are kept in 4 bits."""
+    or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is the dtype of the frozen weights; with ``nf4`` those of the
+    blocks' linear layers are stored in 4 bits."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -103,8 +103,8 @@ class Lora:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective of one step on one rank: payload bytes of all calls, and how many. ``link`` is the slowest
-    it crosses."""
+    """One kind of collective in one step on one rank: the payload bytes of all calls together, and their count.
+    ``link`` is the slowest link that it crosses."""
 
     axis: str
     kind: str
@@ -126,7 +126,7 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> int:
-        """What of ``memory`` torch counts as allocated."""
+        """The part of ``memory`` that torch counts as allocated."""
         return sum(size for name, size in self.memory.items() if name not in NOT_ALLOCATED)
 
 
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def kept(self) -> str:
-        """What weights and moments are kept in, in words."""
+        """The dtypes of weights and moments, in words."""
         moments = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"

@@ -89,7 +89,7 @@ PREFERENCE = "preference"
 """The format that ``method: dpo`` reads, and no other method."""
 SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
 SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
-"""Keys of the data section that say nothing unless records are read (``method: sft`` or ``dpo``)."""
+"""Keys of the data section that have an effect only where records are read (``method: sft`` or ``dpo``)."""
 
 
 class Method(Section):
@@ -123,7 +123,7 @@ class ParameterGroup(Section):
 
 class OptimSection(Section):
     """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
-    stochastically, as are then weights in bf16; null: in the type of the weights."""
+    stochastically, and weights in bf16 too; null: moments have the dtype of the weights."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
@@ -149,9 +149,8 @@ class OptimSection(Section):
 class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
-    is of what an adapter reads. ``frozen``:
-    what the model's own, frozen weights are kept in: nf4 is QLoRA; auto is bf16 if that is what is computed in, else
-    ``precision.weights``. ``path``: an adapter in PEFT's format to begin from."""
+    applies to an adapter's input. ``frozen``: the dtype of the model's own, frozen weights: nf4 is QLoRA; auto is bf16
+    if ``precision.compute`` is, else ``precision.weights``. ``path``: an adapter in PEFT's format to start from."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
@@ -226,8 +225,8 @@ class Evaluate(Section):
 
 class Run(Section):
     """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; with ``log_steps`` only of every so
-    many steps, which are then those that are printed without a terminal. ``profile_steps`` (``10:12``) are traced by
-    torch's profiler. ``deterministic`` asks torch for algorithms that give the same bits every time, on GPUs too."""
+    many steps, which are then the only ones printed when the output is not a terminal. ``profile_steps`` (``10:12``)
+    are traced by torch's profiler. With ``deterministic``, results are bitwise the same every time, on GPUs too."""
 
     name: str = "run"
     out: str = "runs"
@@ -276,7 +275,7 @@ class Recipe(Section):
 
     @property
     def sample_tokens(self) -> int | None:
-        """The tokens of a window into which samples of records are packed; None where text is trained on."""
+        """The length, in tokens, of the windows into which records are packed; None for plain text."""
         return None if self.method.name == "pretrain" else self.train.seq_len
 
     @property

@@ -1,6 +1,6 @@
 """The order of the techniques, and the folds over it.
 
-A technique is a module with five functions. What it has nothing to say about, it returns as it came:
+A technique is a module with five functions. One that has no effect returns what it was given:
 
     choices   (recipe, spec, cluster, plan) -> plans    the plan with each of its settings to try, and why; best first
     pins      (recipe, plan) -> pairs                   by recipe key, what the plan has and what the recipe asks for
@@ -36,8 +36,8 @@ ORDER: tuple[ModuleType, ...] = (lora, precision, freeze, nf4, tp, remat, compil
 def choices(
     order: Sequence[ModuleType], recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan
 ) -> Iterator[Plan]:
-    """The plan with every combination of the settings of the techniques in ``order``, each technique's best first; the
-    last technique's change first."""
+    """The plan with every combination of the settings of the techniques in ``order``. Each technique's best setting
+    comes first; the settings of the last technique vary fastest."""
     if not order:
         yield plan
         return
@@ -66,7 +66,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
-    """A pinned attention kernel that serves no layer, on rows of one document or of several."""
+    """Refuses a pinned attention kernel that can compute no layer, whether rows hold one document or several."""
     device = cluster.device
     kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
     case = kernels.Case(kind, plan.precision.compute, spec.head_dim, device.capability or (0, 0))

@@ -28,24 +28,26 @@ if TYPE_CHECKING:
     from shardwise.techniques.meshes import Meshes
 
 RECOMPILE_LIMIT = 64
-"""Graphs of a block before torch gives up, 8 unless set: kinds of layers (window, rotation) times training and
-evaluation times numbers of rows and documents are more in a run, and bounded."""
+"""How many graphs of a block torch compiles before it gives up (8 by default). A run needs more, but a bounded number:
+one for each kind of layer (window, rotation), for training and evaluation, and for each number of rows and
+documents."""
 
 
 DYNAMIC = r".*\.(documents|longest)$"
-"""What of a block's mask differs from batch to batch: the first graph serves any documents. As torch matches it."""
+"""The fields of a block's mask that change from batch to batch, as a pattern that torch matches. They are dynamic, so
+the first graph serves any documents."""
 CAPABILITY = (7, 0)
-"""The least for which triton makes kernels."""
+"""The lowest CUDA capability for which triton makes kernels."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says, else on for GPUs, unless something bars it."""
+    """What the recipe says; else on for GPUs, unless :func:`check` finds a reason against it."""
     on, reason = recipe.compile, "pinned"
     if on == "auto" and cluster.kind == "cpu":
         on, reason = False, "default: off; see docs/techniques/compile.md"
     elif on == "auto":
         bars = check(spec, replace(plan, compile=True), cluster)
-        on, reason = not bars, "default: on for GPUs, which read and write less in joined operations"
+        on, reason = not bars, "default: on for GPUs, where fused operations read and write less memory"
         reason = f"derived: off: {bars[0].what}" if bars else reason
     yield replace(plan, compile=on, why={**plan.why, "compile": reason})
 
@@ -55,7 +57,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    """That the weights, the devices and this machine can."""
+    """Whether the weights, the devices and this machine allow compilation."""
     device, problems = cluster.device, []
     if plan.compile and plan.lora is not None and plan.lora.nf4:
         what = "nf4 does not work with compiled blocks yet"
@@ -95,7 +97,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 class _Switched:
-    """A block's forward, compiled or as it is written."""
+    """A block's forward, compiled or eager."""
 
     suspended = False
 
@@ -108,8 +110,8 @@ class _Switched:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Compiled blocks run as they are written: each new shape would be compiled, and a compiled block cannot be
-    watched. What an operation inside compiles for itself (FlexAttention) stays compiled."""
+    """Within it compiled blocks run eagerly: each new shape would be compiled, and a compiled block cannot be watched.
+    What an operation compiles for itself (FlexAttention) stays compiled."""
     before, _Switched.suspended = _Switched.suspended, True
     try:
         yield

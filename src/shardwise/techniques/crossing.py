@@ -1,5 +1,5 @@
-"""What crosses the edge between the residual stream, of which tensor-parallel ranks hold the same or their own tokens,
-and the products whose columns, then rows, are cut over those ranks.
+"""The collectives of tensor parallelism, between the residual stream and the pairs of products (column, then row) that
+are cut over the ranks. Of the stream the ranks hold either all tokens or their own.
 
 :func:`enter` stands before the first of a pair of products, :func:`leave` behind the second. The backward of each sends
 what the forward of the other does. Activations are plain tensors of local shape. Nothing is reduced in place: under
@@ -18,11 +18,12 @@ from torch.nn.functional import pad
 Group = dist.ProcessGroup
 _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
-"""As torch has called them since 2.13, and before."""
+"""The collectives' names since torch 2.13, or before it."""
 
 
 def enter(stream: Tensor, group: Group, tokens: tuple[int, ...] | None = None) -> Tensor:
-    """The residual stream as a column product reads it: of all tokens, on every rank; gradients are summed.
+    """The residual stream as a column product reads it: all tokens, on every rank. In backward its gradients are
+    summed.
 
     Without ``tokens`` every rank has the whole stream [..,d] already, and backward is an all-reduce. With them, as (b,
     s), each rank has its share [ceil(b*s/ranks),d] of the tokens, the last ones' filled up: an all-gather to [b,s,d],
@@ -33,7 +34,7 @@ def enter(stream: Tensor, group: Group, tokens: tuple[int, ...] | None = None) -
 
 
 def leave(partial: Tensor, group: Group, cut: bool = False) -> Tensor:
-    """The sum over the ranks of what a row product leaves on each, [..,d]; its gradient reaches every rank's share.
+    """The sum over the ranks of a row product's results, [..,d]; its gradient reaches every rank's share.
 
     Whole on every rank, by an all-reduce; or, ``cut`` into the ranks' tokens, [ceil(n/ranks),d] by a reduce-scatter,
     whose backward is an all-gather; what is filled up is zero.

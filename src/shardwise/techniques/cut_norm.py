@@ -1,5 +1,5 @@
-"""RMSNorm of rows of which tensor-parallel ranks hold different columns: the sum of squares of a row is that over the
-ranks, one number a token each way."""
+"""RMSNorm of rows whose columns are split over tensor-parallel ranks. The ranks add up each row's sum of squares: one
+number per token in forward, and one in backward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.techniques.crossing import Group
 
 
 def cut_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
-    """x / rms(row) * weight for this rank's columns x [..,n] and weight [n], of which every rank of ``group`` has as
-    many; statistics in fp32 (fp64 for fp64)."""
+    """x / rms(row) * weight for this rank's columns x [..,n] and weight [n], as many on every rank of ``group``;
+    statistics in fp32 (fp64 for fp64)."""
     return _CutNorm.apply(x, weight.to(x.dtype), eps, group)[0]  # type: ignore[no-any-return]
 
 

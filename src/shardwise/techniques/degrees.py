@@ -1,4 +1,4 @@
-"""How the devices of a cluster can be split among the axes, by what a recipe pins: for tp and shard."""
+"""How the devices of a cluster can be split among the axes, given what a recipe pins. Read by tp and shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def inside(cluster: Cluster) -> list[int]:
 
 
 def grouped(cluster: Cluster, tp: int) -> Cluster:
-    """The cluster as data parallelism finds it, in which ``tp`` devices are one."""
+    """The cluster as data parallelism sees it: each group of ``tp`` devices counts as one device."""
     if cluster.world % tp:
         legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
         what = f"tp {tp} does not divide the {cluster.world} devices that are used"

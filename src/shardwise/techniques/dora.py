@@ -1,4 +1,4 @@
-"""The sizes that DoRA (Liu et al., arXiv 2402.09353) keeps apart: y = m * (W + s B A) x / |W + s B A|, row by row."""
+"""The row norms of DoRA (Liu et al., arXiv 2402.09353): y = m * (W + s B A) x / |W + s B A|, row by row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardwise.techniques.slices import local
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What an adapter must know where tensor-parallel ranks have a part of its layer each. ``rows``: those that are
-    used of the layer, of B and of the magnitudes, None: all that are held. ``place`` and ``group``: this rank's number
-    and its group where ranks have columns of the layer: different inputs, norms of rows to be joined, and a bias that
-    is added later. ``piece``: what it has of a matrix in 4 bits."""
+    """This rank's part of an adapted layer under tensor parallelism. ``rows``: the rows of the layer, of B and of the
+    magnitudes that are used; None: all that this rank holds. ``place`` and ``group``: this rank's number and its group,
+    where ranks hold columns of the layer: their inputs differ, the norms of rows are summed over the group, and the
+    bias is added later. ``piece``: its piece of a matrix in 4 bits."""
 
     rows: slice = field(default_factory=lambda: slice(None))
     place: int | None = None
@@ -31,8 +31,8 @@ WHOLE = LayerShare()
 
 @torch.no_grad()
 def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Tensor:
-    """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; a constant for the gradient, as in the paper
-    (section 4.3). Made some rows at a time."""
+    """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; treated as a constant in the gradient, as in
+    the paper (section 4.3). Computed some rows at a time."""
     if "codes" in dict(module.named_parameters(recurse=False)):
         codes, sizes, groups = (local(module.get_parameter(name)) for name in NF4_PARTS)
         weight = dequantise(codes[share.rows], sizes[share.rows], groups, torch.float32, share.piece)

@@ -1,9 +1,9 @@
-"""Dropout on tensors that tensor-parallel ranks hold whole, and on those of which each holds a part.
+"""Dropout under tensor parallelism: on tensors that every rank holds whole, and on tensors of which each holds a part.
 
-All ranks of a tensor-parallel group have the same state of torch's generators. So what they draw of a tensor that is
-the same on all is alike, as it must be. Of different columns or tokens they must drop different ones: there a number is
-drawn, alike, and the mask follows from it and from the rank's place. Recomputation, which restores torch's generators,
-makes the same masks again in both cases.
+All ranks of a tensor-parallel group have the same state of torch's generators. For a tensor that is the same on all
+ranks they therefore draw the same mask, as they must. For different columns or tokens the masks must differ: there all
+ranks draw the same number, and the mask follows from it and the rank's place. Recomputation, which restores torch's
+generators, makes the same masks again in both cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _PLACES = 2**20
-"""More than a group has ranks."""
+"""Larger than the number of ranks in any group."""
 
 
 def dropped(x: Tensor, share: float, place: int | None = None) -> Tensor:
@@ -30,7 +30,8 @@ def dropped(x: Tensor, share: float, place: int | None = None) -> Tensor:
 
 @torch.library.custom_op("shardwise::dropout", mutates_args=())
 def drop(x: Tensor, drawn: Tensor, share: float, place: int) -> tuple[Tensor, Tensor]:
-    """As aten's native_dropout, with what of ``x`` is kept; ``drawn`` is an int64 number on the host."""
+    """Like aten's native_dropout: the result, and the mask of elements that are not zeroed. ``drawn`` is an int64
+    number on the host."""
     generator = torch.Generator(x.device).manual_seed(int(drawn) * _PLACES + place)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share, generator=generator)
     return (x * kept).mul_(1 / (1 - share)), kept

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def chosen_dtype(recipe: Recipe, cluster: Cluster) -> tuple[Dtype, str]:
-    """The dtype that the model computes in, and why: the recipe's, else the fastest that the device has."""
+    """The compute dtype, and why: the recipe's, else the fastest that the device has."""
     asked, products = recipe.precision.compute, cluster.device.products
     if products is not None and asked in ("auto", "bf16"):
         return (
@@ -48,8 +48,8 @@ def compute_dtype(precision: Precision, module: str) -> Dtype:
 
 
 def stored_dtype(plan: Plan, name: str) -> Dtype:
-    """The dtype that the parameter with this canonical name is stored in: under adapters the
-    model's own has one apart."""
+    """The dtype in which the parameter with this canonical name is stored; with adapters, the model's own weights have
+    one of their own (``lora.frozen``)."""
     return plan.precision.weights if plan.lora is None or is_adapter(name) else plan.lora.frozen
 
 

@@ -1,8 +1,9 @@
 """A matrix in 4 bits: NF4 with double quantisation, in plain torch, and the linear layer that computes with it.
 
-Every 64 elements of a row share their largest size, and each is the nearest of 16 values, the quantiles of a normal
-distribution (Dettmers et al., QLoRA, arXiv 2305.14314). Those sizes, less their mean, are 8-bit numbers of a dynamic
-type (Dettmers, arXiv 1511.04561), in groups of 256 that share a size again. Bits and values are bitsandbytes'.
+Every 64 elements of a row share a scale, their largest absolute value; each element is then the nearest of 16 values,
+the quantiles of a normal distribution (Dettmers et al., QLoRA, arXiv 2305.14314). The scales, less their mean, are
+quantised again, to an 8-bit dynamic type (Dettmers, arXiv 1511.04561), in groups of 256 that share an fp32 scale. Bits
+and values equal those of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ NF4 = (
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [out, in] -> codes [out, in / 2], two a byte, the first in the high bits; the sizes of blocks, [out,
-    in / 64]; and the bytes [groups + 1, 4] of the fp32 sizes of groups, with the mean behind them. All uint8."""
+    """weight [out, in] -> codes [out, in / 2], two per byte, the first in the high bits; the scales of blocks [out, in
+    / 64]; and the bytes [groups + 1, 4] of the groups' fp32 scales, followed by the mean. All are uint8."""
     rows, columns = weight.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     sizes = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
@@ -48,15 +49,15 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
-    """The index of the value [n] that each element of ``blocks`` [.., k] is nearest to when divided by its size."""
+    """For each element of ``blocks`` [.., k], divided by its scale, the index of the nearest value [n]."""
     unit = (blocks * (1.0 / sizes.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
     return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """Which part of a larger matrix codes and sizes are of: its first row, its first block of a row, and how many
-    blocks a row of the whole has."""
+    """Which piece of a larger matrix these codes and scales are: its first row, its first block in a row, and how many
+    blocks a whole row has."""
 
     row: int
     block: int
@@ -66,8 +67,8 @@ class MatrixPiece:
 def dequantise(
     codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: MatrixPiece | None = None
 ) -> Tensor:
-    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; a ``piece`` of
-    it, from the whole's groups."""
+    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
+    of the matrix, with the groups of the whole one."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
     wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
@@ -86,7 +87,7 @@ def dequantise(
 
 
 def _of(sizes: Tensor, of_group: Tensor, piece: MatrixPiece) -> Tensor:
-    """The size of the group of each block of a piece."""
+    """For each block of a piece, the scale of its group."""
     rows, blocks = (torch.arange(count, device=sizes.device) for count in sizes.shape)
     place = (rows + piece.row).unsqueeze(1) * piece.blocks + (blocks + piece.block)
     return of_group[(place // NF4_GROUP).view(-1)]
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _dynamic() -> tuple[float, ...]:
-    """256 values from -1 to 1: decade d of seven holds 2^d evenly on each side, and there are 0 and 1."""
+    """256 values from -1 to 1: 0 and 1, and in decade d of seven 2^d evenly spaced values on each side."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32)
@@ -125,7 +126,7 @@ def _dynamic() -> tuple[float, ...]:
 
 
 DYNAMIC = _dynamic()
-"""Made here, not when it is first used: that may be among fake tensors, whose numbers mean nothing."""
+"""Computed at import: at first use, a fake tensor mode may be active, and the values would be lost."""
 
 PAIRS = [(a, b) for a in NF4 for b in NF4]
 """Both values of each byte of codes."""

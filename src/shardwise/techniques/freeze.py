@@ -1,11 +1,11 @@
 """Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names; under lora.py all but
 the adapters).
 
-Shards and sends nothing: a frozen weight has no gradient, no moments and no part in any reduction; its products with
-the incoming gradient are left out, and so is what only they would read. Backward stops where nothing trained lies
-before it: with the embedding and the first blocks frozen whole, those save nothing. Frozen weights are gathered and
-kept in checkpoints as the others are. It pays when part of a model is to be adapted: 12 of 16 bytes of state a
-parameter go. It comes after ``precision``, whose casts it prunes too.
+Shards and sends nothing: a frozen weight has no gradient, no moments and no part in any reduction; the product that
+would give its gradient is skipped, and inputs that only this product reads are not saved. Backward stops where nothing
+trained lies before it: with the embedding and the first blocks frozen whole, those save nothing. Frozen weights are
+gathered, and saved in checkpoints, like the others. It pays when part of a model is to be adapted: of 16 bytes of state
+per parameter, 12 are saved. It comes after ``precision``, whose casts it prunes too.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _nearest(pattern: str, spec: ModelSpec, names: list[str]) -> str:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Prunes each unit; blocks become kinds of their own by what they freeze and whether anything trained is before
-    them."""
+    """Prunes each unit. Blocks that freeze different weights, or differ in whether anything before them is trained,
+    become different kinds."""
     if not plan.frozen and plan.lora is None:
         return sheet
     flows = any(not frozen(weight.name, plan) for weight in sheet.stem.weights)

@@ -1,10 +1,10 @@
-"""LoRA (Hu et al., arXiv 2106.09685): the model's weights stay as they are, and each chosen linear layer gets a trained
-product of two thin matrices added: y = W x + alpha / rank * B A x, with A [rank, in] and B [out, rank].
+"""LoRA (Hu et al., arXiv 2106.09685): the model's weights are frozen, and the product of two thin, trained matrices is
+added to each chosen linear layer: y = W x + alpha / rank * B A x, with A [rank, in] and B [out, rank].
 
 Shards and sends nothing of its own: A and B are parameters of the block they are in, gathered and reduced with it, and
-everything else is frozen (freeze.py), so gradients, moments and what is reduced shrink to some per cent. It pays when
-a model is to be adapted and its state does not fit, or when many adapted copies are to be kept. rsLoRA (Kalajdzievski,
-arXiv 2312.03732) divides by the square root of the rank. B begins at zero: step 0 is the initial model.
+everything else is frozen (freeze.py), so gradients, moments and reductions shrink to a few per cent. It pays when the
+state of full training does not fit, or when many adapted copies are to be stored. rsLoRA (Kalajdzievski, arXiv
+2312.03732) divides by the square root of the rank. B begins at zero: step 0 is the initial model.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
-    """What the family's files have as one layer: its name there (``qkv``), and the roles of the layers in it."""
+    """The layers that the family's files store as one: its name there (``qkv``), and the roles of the layers in it."""
     found: dict[str, list[str]] = {}
     for ours, theirs in () if spec.hf_model is not None else FAMILIES[spec.family].names.items():
         found.setdefault(theirs.rpartition(".")[2].removesuffix("_proj"), []).append(ours.rpartition(".")[2])
@@ -357,7 +357,7 @@ def _attach(module: nn.Linear, lora: Lora) -> None:
 
 @contextmanager
 def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the block the model is what it was without its adapters."""
+    """Within it the model computes without its adapters."""
     layers = [module for part in parts for module in part.modules() if module in _HOOKS]
     for layer in layers:
         layer.lora_off = True  # type: ignore[assignment]
@@ -369,7 +369,7 @@ def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def detach(module: nn.Module) -> None:
-    """Take the adapter of a layer away again (its product may have been added to the layer's weight)."""
+    """Remove a layer's adapter (after its product was added to the layer's weight, for example)."""
     _HOOKS.pop(module).remove()
     del module.lora_a, module.lora_b
     if "lora_m" in dict(module.named_parameters(recurse=False)):

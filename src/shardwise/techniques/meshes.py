@@ -14,8 +14,8 @@ from shardwise.spec.layout import GROUPS, Layout
 
 @dataclass(frozen=True)
 class Meshes:
-    """The groups of this ``rank``. Of a group of one rank there is none; what asks for it is wrong. Without arguments
-    it is that of a process alone."""
+    """The process groups of this ``rank``, by name. A group of one rank is left out, and asking for it is an error.
+    Without arguments: those of a process on its own."""
 
     layout: Layout = Layout()
     rank: int = 0
@@ -24,11 +24,11 @@ class Meshes:
 
     @property
     def counts(self) -> bool:
-        """Whether a sum over the world takes tokens and losses from this rank."""
+        """Whether this rank contributes its tokens and losses to a sum over the world."""
         return self.layout.counts(self.rank)
 
     def size(self, group: str) -> int:
-        """How many ranks this rank's group of the name has."""
+        """The number of ranks in this rank's group ``name``."""
         return self.layout.size(group)
 
     def index(self, group: str) -> int:
@@ -41,18 +41,19 @@ class Meshes:
             dist.all_reduce(numbers, group=self.groups[group])
 
     def broadcast(self, tensor: Tensor, group: str) -> None:
-        """Give every rank of ``group`` the first one's ``tensor``, in place."""
+        """Broadcast the ``tensor`` of the group's first rank, in place."""
         if self.size(group) > 1:
             dist.broadcast(tensor, group=self.groups[group], group_src=0)
 
     def total(self, numbers: Tensor) -> None:
-        """Sum what follows from tokens over the world, in place: of ranks that compute the same loss, one counts."""
+        """Sum numbers that come from tokens over the world, in place. Of ranks that compute the same loss, one
+        counts."""
         if not self.counts:
             numbers.zero_()
         self.sum(numbers, "world")
 
     def axis_names(self) -> dict[str, str]:
-        """From the names of process groups to the axes that they run along."""
+        """From the names of process groups to their axes."""
         return {str(self.groups[axis].group_name): axis for axis, _ in self.layout.axes()}
 
     def mesh(self, *axes: str) -> DeviceMesh:

@@ -1,13 +1,13 @@
 """AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv 2110.02861).
 
-A matrix of at least ``LEAST`` elements keeps each moment as one byte an element and one fp32 scale, the largest size,
-for every ``BLOCK`` columns of a row. The byte names a value of a table that is dense where moments are many: seven
-decades, more values in the higher ones. Of the second moment it is the root that is kept, which is what is divided by,
-and one that is not zero never becomes zero: in a block of gradients of very different sizes the small ones would else
-be divided by nothing. Rounding is stochastic, as in rounding.py: rounded to the nearest, a moment that falls by less
-than half a step of the table would never fall. Blocks lie within rows, so a shard of rows has the same bytes and scales
-whatever the layout, and a checkpoint reshards exactly; columns may be cut between two blocks. Smaller parameters keep
-moments of their own type. No compilation.
+Each moment of a matrix with at least ``LEAST`` elements is stored as one byte per element, and one fp32 scale, the
+largest absolute value, for every ``BLOCK`` columns of a row. The byte is an index into a table of seven decades, with
+more values in the higher ones, where most moments lie. For the second moment the square root is stored, since it is the
+divisor; one that is not zero is never rounded to zero, or small gradients in a block with large ones would be divided
+by nothing. Rounding is stochastic, as in rounding.py: rounded to the nearest, a moment that falls by less than half a
+step of the table would never fall. Blocks lie within rows, so a shard of rows has the same bytes and scales under every
+layout, and a checkpoint reshards exactly; columns may be cut between two blocks. Moments of smaller parameters have the
+parameter's dtype. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DECADES = 7
 
 
 def _sizes(signed: bool) -> list[float]:
-    """The values from 0 to 1, ascending: decade d of seven holds 2^d (unsigned 2^(d+1)) evenly; 129 (256) in all."""
+    """The values from 0 to 1, ascending: decade d of seven holds 2^d evenly spaced ones (unsigned: 2^(d+1)); 129 in all
+    (unsigned: 256)."""
     values = [0.0]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
@@ -36,9 +37,9 @@ def _sizes(signed: bool) -> list[float]:
 
 
 SIZES = {signed: _sizes(signed) for signed in (False, True)}
-"""Made here, not when they are first used: that may be among fake tensors, whose numbers mean nothing."""
+"""Computed at import: at first use, a fake tensor mode may be active, and the values would be lost."""
 TABLE = {False: SIZES[False], True: [-size for size in SIZES[True][:1:-1]] + SIZES[True]}
-"""What each byte means, by whether it is signed, ascending. Of the negative ones the smallest has no byte."""
+"""The value of each byte, ascending, for signed and unsigned moments. The smallest negative value has no byte."""
 
 
 def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -63,12 +64,12 @@ def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Te
 
 
 def _each(values: Tensor, index: Tensor) -> Tensor:
-    """``values[index]``, which takes three times as long on a CPU."""
+    """``values[index]``, three times as fast on a CPU."""
     return values.index_select(0, index.reshape(-1)).view(index.shape)
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The fp32 values that :func:`encode` kept."""
+    """The inverse of :func:`encode`, in fp32."""
     rows, columns = codes.shape
     values = _each(constant(codes, ("moments", signed), TABLE[signed]), codes.int())
     blocks = nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
@@ -92,7 +93,7 @@ class AdamW8bit(RoundedAdamW):
     """AdamW over plain and sharded parameters; each rank updates its own rows, a block of rows at a time."""
 
     def fresh(self, parameter: nn.Parameter) -> Kept:
-        """Bytes that mean zero, and scales; of a small parameter both moments as they are."""
+        """Both moments at zero: codes and scales, or for a small parameter plain tensors."""
         if not quantised(tuple(parameter.shape)):
             return {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
         kept = {"exp_avg_scale": _scales(parameter), "exp_avg_sq_scale": _scales(parameter)}

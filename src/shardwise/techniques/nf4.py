@@ -1,9 +1,10 @@
-"""QLoRA (Dettmers et al., arXiv 2305.14314): under adapters, the blocks' linear layers are kept in 4 bits
-(``lora.frozen: nf4``), 0.52 bytes a weight for the 2 of bf16, and made whole when they are multiplied by.
+"""QLoRA (Dettmers et al., arXiv 2305.14314): with adapters, the frozen weights of the blocks' linear layers are stored
+in 4 bits (``lora.frozen: nf4``): 0.52 bytes per weight instead of bf16's 2. Each is dequantised when it is used.
 
-Sharded as the weights would be: rows of codes are gathered with their block, a quarter of the bytes of bf16. It pays
-when the frozen model itself does not fit, or the network is slow; it costs the making, twice a micro-batch (three times
-with full recomputation), and the error of 4 bits, which the adapters learn around. fourbit.py is the arithmetic.
+Sharded like the weights: rows of codes are gathered with their block, a quarter of the bytes of bf16. It pays when the
+frozen model itself does not fit, or the network is slow. It costs the dequantisation, twice per micro-batch (three
+times with full recomputation), and the rounding error of 4 bits, which the adapters learn to offset. fourbit.py is the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SHARDS_BYTES = (2, 13)
-"""The first torch seen whose ``fully_shard`` takes parameters that are no floating-point numbers."""
+"""The first torch release whose ``fully_shard`` accepts integer parameters."""
 
 
 def quantised(name: str) -> bool:
@@ -65,7 +66,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Comes after ``freeze``, which knows each weight by its name. A weight is made before it is multiplied by."""
+    """Comes after ``freeze``, which finds each weight by its name. Each weight is dequantised just before its
+    product."""
     if plan.lora is None or not plan.lora.nf4:
         return sheet
     number = plan.precision.compute
@@ -105,7 +107,7 @@ def _small(unit: Unit, number: str) -> Unit:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Puts bytes in the place of each weight, to be filled by :func:`shardwise.runtime.build.fill`."""
+    """Replaces each weight by parameters of bytes, which :func:`shardwise.runtime.build.fill` fills."""
     if plan.lora is None or not plan.lora.nf4:
         return parts
     from torch import nn

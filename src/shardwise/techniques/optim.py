@@ -1,10 +1,10 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101): fused, in groups by name pattern; schedules are pure functions.
 
-What it does: each rank updates the shard of weights and moments that it owns; no collective is sent. Norms and biases
-are not decayed; every matrix is, embeddings included (as GPT-2, Llama and their descendants do). A recipe's
-``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
-sharding of the weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and
-``moments: bf16`` in 2 x 2, rounded stochastically (rounding.py).
+Each rank updates the shard of weights and moments that it owns; nothing is sent. Weight decay applies to every matrix,
+embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's ``optim.groups``
+override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the sharding of the
+weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and ``moments: bf16`` in 2 x
+2, rounded stochastically (rounding.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if not plan.optim.fused:
-        what = "steps are clipped and skipped by the fused AdamW's own kernel; another takes no part in that"
+        what = "gradients are clipped and steps skipped inside the fused AdamW kernel, so it cannot be turned off"
         return [Problem("PLAN012", what, "optim.fused", "optim.fused: true")]
     packed = plan.optim.name == "adamw8bit"
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
@@ -84,8 +84,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
-    """Weights and moments on ``rank``. FSDP2 keeps weights padded; moments are as large as what is really there. Each
-    trained weight has a step count of 4 bytes."""
+    """Bytes of weights and moments on ``rank``. FSDP2 pads weights; moments are not padded. Each trained weight has a
+    step count of 4 bytes."""
     number, weights, moments = BYTES[plan.optim.moments or plan.precision.weights], 0, 0
     kinds = [(sheet.stem, 1), (sheet.tail, 1)] + [(block, sheet.order.count(i)) for i, block in enumerate(sheet.blocks)]
     for unit, times in kinds:
@@ -116,8 +116,8 @@ def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0) -> Optimizer:
     """AdamW over the trained parameters of ``parts``, with its moments in place (zeros), so that a checkpoint can be
-    read into them. Plain and sharded parameters are in separate groups: the fused kernel takes no mixture. ``seed`` is
-    that of stochastic rounding."""
+    read into them. Plain and sharded parameters are in separate groups: the fused kernel does not take both at once.
+    ``seed`` is for stochastic rounding."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -158,16 +158,16 @@ def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> None:
-    """One update with every gradient multiplied by ``factor``, or none where ``skip`` is true. Both are numbers on the
-    device, and stay there: as ``grad_scale`` and ``found_inf`` the kernels read them."""
+    """One update with every gradient multiplied by ``factor``, or no update where ``skip`` is true. Both stay on the
+    device: the kernels read them as ``grad_scale`` and ``found_inf``."""
     optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float, optim: OptimSection) -> None:
-    """Give every group its share: ``rate`` is the recipe's learning rate at this step, and a group with a rate of its
-    own follows the same curve."""
+    """Set every group's learning rate for this step. ``rate`` is the recipe's; a group with another base rate follows
+    the same schedule."""
     for group in optimizer.param_groups:
         group["lr"] = rate * (group["base_lr"] / optim.learning_rate)
 
@@ -182,9 +182,8 @@ def learning_rate(optim: OptimSection, step: int, max_steps: int) -> float:
     """The learning rate of update number ``step`` (from 0) of ``max_steps``.
 
     Warm-up is linear and reaches the full rate at its last step; below 1, ``warmup_steps`` is a share of ``max_steps``.
-    ``linear`` and ``cosine`` fall to
-    ``min_learning_rate`` over ``decay_steps`` (default: all that is left), ``wsd`` linearly over the *last*
-    ``decay_steps`` (default: a tenth).
+    ``linear`` and ``cosine`` fall to ``min_learning_rate`` over ``decay_steps`` (default: all remaining steps), ``wsd``
+    linearly over the *last* ``decay_steps`` (default: a tenth of the run).
     """
     warmup = math.ceil(optim.warmup_steps * max_steps) if optim.warmup_steps < 1 else int(optim.warmup_steps)
     if step < warmup:

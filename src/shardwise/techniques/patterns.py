@@ -1,7 +1,7 @@
-"""precision.modules on paper: what changes in a unit when some of its modules compute in a type of their own.
+"""precision.modules on paper: what changes in a unit when some of its modules have their own compute dtype.
 
 Such a module converts its input, computes, and converts its result back. A linear layer then saves the converted input
-instead of the one it was given; a norm in the type of statistics saves the wide copy that it would have made anyway.
+instead of the one it was given; a norm in fp32 saves the fp32 copy that it would have made anyway.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class _TypedDraft(Draft):
         return self.add(*self.tensors[tensor].shape, dtype=dtype)
 
     def release(self, tensor: int, reads: int) -> None:
-        """``tensor`` is no longer saved if no backward operation reads it (``reads`` counts those that still do), and
-        so it is free in forward already."""
+        """Stop saving ``tensor`` if no backward operation reads it any more (``reads`` counts the ones that do): it is
+        then freed in forward."""
         if reads or tensor not in self.saved:
             return
         for index, op in enumerate(self.backward):

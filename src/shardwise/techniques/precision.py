@@ -1,11 +1,11 @@
 """Data types of compute, weights and reduction.
 
-Shards nothing and sends nothing: it decides how wide everything else is. Weights (and both moments) are kept in
-``weights``, fp32 unless the recipe says otherwise (under adapters the model's own, which no step changes, in
-``lora.frozen``); forward and backward run in ``compute``; gradients travel and are
-summed in ``reduce``. bf16 halves activations and gathers and pays on every device with bf16 matrix units; fp16 needs
-loss scaling (runtime/step.py). Where weights are sharded FSDP2 casts when it gathers (shard.py passes it the types);
-otherwise each layer casts its weight at use, and the copies live until its backward has run.
+Shards nothing and sends nothing: it sets the dtype of everything else. Weights and both moments are stored in
+``weights``, fp32 unless the recipe says otherwise (with adapters, the model's own frozen weights in ``lora.frozen``);
+forward and backward run in ``compute``; gradients are sent and summed in ``reduce``. bf16 halves activations and
+gathered weights, and pays on every device with bf16 matrix units; fp16 needs loss scaling (runtime/step.py). FSDP2
+casts sharded weights as it gathers them (shard.py passes it the dtypes); otherwise each layer casts its weight when it
+uses it, and the copy lives until the layer's backward has run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Every tensor of the types ``weights`` and ``compute`` gets its real one."""
+    """Replaces the placeholder dtypes ``weights`` and ``compute`` of every tensor by the plan's."""
     real = {"weights": plan.precision.weights, "compute": plan.precision.compute}
     frozen = real["weights"] if plan.lora is None else plan.lora.frozen
     real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
@@ -123,7 +123,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
-    """Blocks in which other modules match a pattern become kinds of their own."""
+    """Blocks in which different modules match a pattern become different kinds."""
     kinds: dict[tuple[int, tuple[tuple[str, Dtype], ...]], int] = {}
     order = []
     for index, kind in enumerate(sheet.order):
@@ -136,14 +136,15 @@ def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Dtype]:
-    """The modules of a unit that do not compute in the plan's type."""
+    """The modules of a unit whose compute dtype is not the plan's."""
     modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in unit.weights)
     types = {module: compute_dtype(plan.precision, prefix + module) for module in modules}
     return {module: dtype for module, dtype in types.items() if dtype != plan.precision.compute}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Sets the type of the weights; without FSDP2, makes linear and embedding layers cast theirs at use."""
+    """Sets the dtype of the weights. Without FSDP2, linear and embedding layers cast their weights when they use
+    them."""
     from torch import nn
 
     from shardwise.models.hf_model import HFDecoder
@@ -183,7 +184,7 @@ def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -
 
 
 def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
-    """For a module of anyone's, which finds its own parameters in the type of what it is given."""
+    """For any other module: during its forward, its parameters appear in the dtype of its input."""
     from torch.func import functional_call
 
     if any(parameter.dtype != inside for parameter in module.parameters(recurse=False)):
@@ -197,6 +198,6 @@ def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
 
 
 def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    """For a module that casts its own weight, or whose weight has the type already."""
+    """For a module that casts its own weight, or whose weight already has the compute dtype."""
     plain = module.forward
     module.forward = lambda x: plain(x.to(inside) if x.is_floating_point() else x).to(outside)

@@ -1,11 +1,11 @@
-"""Recomputation (activation checkpointing): keep less for backward, compute it again.
+"""Recomputation (activation checkpointing): save less for backward, and compute it again.
 
-Shards and sends nothing. ``full`` keeps a block's input and runs the block's forward again during backward: a third
-more compute for the smallest activations. ``selective`` keeps the results of the matrix products and of attention too
-and recomputes only what is cheap (norms, rotations, gates): a few per cent of compute. ``every`` k treats each k-th
-block only. It pays where activations are what does not fit; a larger micro-batch can then win back more than it costs.
-Blocks are treated in place with PyTorch's non-reentrant checkpoint, which stops recomputing at the last tensor that
-backward needs.
+Shards and sends nothing. ``full`` saves a block's input and runs the block's forward again during backward: a third
+more compute for the smallest activations. ``selective`` also saves the results of matrix products and of attention, and
+recomputes only what is cheap (norms, rotations, gates): a few per cent of compute. With ``every`` k, only each k-th
+block recomputes. It pays where activations do not fit; a larger micro-batch can then gain more than recomputation
+costs. Applied to blocks in place, with PyTorch's non-reentrant checkpoint, which stops recomputing at the last tensor
+that backward needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
-    """The technique's one fact: the indices of the operations of a block whose results ``selective`` keeps: attention
+    """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention
     and every matrix product but the last, whose result no gradient needs."""
     products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
     return frozenset([*products[:-1], *(i for i, op in enumerate(ops) if op.kind == "attention")])
@@ -79,7 +79,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.remat.mode == "none":
         return sheet
     selective = plan.remat.mode == "selective"
-    # A block without a backward keeps nothing, with or without recomputation.
+    # A block without a backward saves nothing, with or without recomputation.
     treated_kinds = tuple(
         dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
         if block.backward

@@ -32,7 +32,7 @@ def buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[st
 
 
 class Replicas:
-    """The gradients of the trained ones of ``named`` parameters and the group that sums them."""
+    """Sums the gradients of those of the ``named`` parameters that are trained, over ``group``."""
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup, bucket_bytes: int, wire: torch.dtype
@@ -82,7 +82,8 @@ class Replicas:
         self._sent.append((wired, work))
 
     def finish(self) -> None:
-        """Waits for every bucket; one whose gradients did not all come (an unused layer) is sent with zeros first."""
+        """Waits for every bucket. One with missing gradients (of an unused layer) is sent first, with zeros in their
+        place."""
         if not self.active:
             return
         while len(self._sent) < len(self.buckets):

@@ -1,11 +1,11 @@
-"""AdamW whose moments, or whose weights, are kept in few bits and rounded stochastically: in bf16, or as moments.py
-keeps them in 8.
+"""AdamW whose moments, or weights too, are stored in few bits and rounded stochastically: in bf16, or in 8 bits
+(moments.py).
 
-The update is computed in fp32. Written back to bf16, a number becomes one of its two neighbours, the nearer one more
-often, so that it stays what it was on average. Rounding to the nearest loses every change below half a step of bf16
-(1/256 of the number, at most): a second moment that decays by 0.001 a step would never fall (Zamirai et al., arXiv
-2010.06192). The random bits are a pure function of seed, parameter, update and the element's place in the whole
-tensor: no layout changes the result, and a run that goes on from a checkpoint is the run that was never cut.
+The update is computed in fp32. Written back to bf16, a number becomes one of its two neighbours, the nearer one with
+the higher probability, so that the mean does not change. Rounding to nearest loses every change below half a step of
+bf16 (1/256 of the number, at most): a second moment that decays by 0.001 a step would never fall (Zamirai et al., arXiv
+2010.06192). The random bits are a pure function of seed, parameter, update and the element's place in the whole tensor:
+no layout changes the result, and a resumed run equals one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from shardwise.techniques.slices import local, local_slice
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers."""
 _CHUNK = {"cpu": 2**16}
-"""Elements that are wide at one time: few stay in a CPU's cache, many keep a GPU busy (2^22)."""
+"""Elements that are converted to fp32 at a time: few on a CPU, so that they stay in its cache; many on a GPU (2^22), to
+keep it busy."""
 
 
 Kept = dict[str, Tensor]
-"""What is kept of a parameter's moments, by key of the optimizer's state."""
+"""A parameter's moments as they are stored, by key of the optimizer's state."""
 
 
 def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
@@ -52,16 +53,17 @@ def draw(random: Tensor, field: int) -> Tensor:
 
 
 def stochastic(wide: Tensor, random: Tensor, field: int) -> Tensor:
-    """``wide`` (fp32) in bf16: up with the probability that keeps the mean. What bf16 can hold, infinity and NaN stay
-    as they are."""
+    """``wide`` (fp32) rounded to bf16, up or down with the probabilities that keep the mean. Values that bf16 can
+    represent do not change, nor do infinity and NaN."""
     halves = draw(random, field).add_(wide.contiguous().view(torch.int32)).view(torch.int16).unflatten(-1, (-1, 2))
     rounded = halves[..., 1].view(torch.bfloat16)
     return torch.where(wide.isnan(), torch.nan, rounded)  # a carry could turn NaN into a number
 
 
 class RoundedAdamW(Optimizer):
-    """AdamW over plain and sharded parameters in fp32 or bf16, with moments of type ``moments``; what is in bf16 is
-    rounded stochastically. Parameters given with names are drawn for by name, others by their place in the list."""
+    """AdamW over plain and sharded parameters in fp32 or bf16, with moments of dtype ``moments``; what is in bf16 is
+    rounded stochastically. Random bits depend on a parameter's name if it was given with one, else on its place in the
+    list."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class RoundedAdamW(Optimizer):
         return {key: torch.zeros_like(parameter, dtype=self.moments).detach() for key in ("exp_avg", "exp_avg_sq")}
 
     def wide(self, kept: Kept) -> tuple[Tensor, Tensor]:
-        """First and second moments in fp32, each in memory of its own."""
+        """First and second moments as new fp32 tensors."""
         first, second = (kept[key].to(torch.float32, copy=True) for key in ("exp_avg", "exp_avg_sq"))
         return first, second
 
@@ -99,13 +101,14 @@ class RoundedAdamW(Optimizer):
             self.write(kept[key], stochastic(value, random, field) if kept[key].dtype == torch.bfloat16 else value)
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        """Copy ``value`` into ``target``, unless this step is to be skipped, which only the device knows."""
+        """Copy ``value`` into ``target``, unless this step is skipped. That is decided on the device, without the
+        host."""
         target.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, target, value))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. As torch's fused AdamW it divides gradients by
-        ``grad_scale``, and changes nothing where ``found_inf`` is 1."""
+        """One update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
+        ``grad_scale``, and changes nothing if ``found_inf`` is 1."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -9,8 +9,8 @@
 (fsdp is another name of zero3.) With dp_replicate > 1 a sharded strategy is hybrid (hsdp): slices over dp_shard ranks,
 and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, a unit of which is the
 embedding, a block, or the last norm with the output layer; ddp on replicas.py. Gradients are sums, never means: the
-loss is already divided by the number of supervised tokens of the whole step. FSDP2 takes the types of precision.py and
-so this file reads them.
+loss is already divided by the number of supervised tokens of the whole step. FSDP2 takes the dtypes as arguments, so
+this file reads those of precision.py.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ _REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 
 
 def units(part: nn.Module) -> list[list[nn.Module]]:
-    """The technique's one fact: what is gathered and reduced as one: what stands before the blocks, each block, what
-    stands after them, then the root with all the rest: both ends, where they are not to be told apart."""
+    """The technique's one fact: the units, each gathered and reduced as one: the modules before the blocks, each block,
+    the modules after them, and last the root with everything else. Where the two ends cannot be separated, both belong
+    to the root."""
     stem, tail = ends(part)
     return [unit for unit in (stem, *([block] for block in blocks(part)), tail, [part]) if unit]
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """The settings of the dial that the recipe allows, for groups of ``layout.tp`` devices; unless ``pinned`` all of
-    them, for a table. Raises ConfigError (PLAN001) where the degrees do not multiply to the devices."""
+    """Every strategy and split of the devices that the recipe allows, for groups of ``layout.tp`` devices; with
+    ``pinned`` false all of them, whatever the recipe says. Raises ConfigError (PLAN001) if the degrees do not multiply
+    to the number of devices."""
     asked, each = recipe.parallel, cluster.devices_per_node
     for strategy, degrees in layouts(recipe, grouped(cluster, plan.layout.tp), pinned=pinned):
         why, again = dict(plan.why), asked.reshard_after_forward
@@ -99,9 +101,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What is gathered and reduced as one, in bytes: ``wire`` gathered on every rank, padding included; ``cast`` this
-    rank's slice of what is cast for it; ``reduce`` the wire's of what is trained, in the type gradients are summed in;
-    ``gradient`` this rank's slice of the result; ``accumulated`` all its gradients while they wait, unpadded."""
+    """The bytes of one unit. ``wire``: what every rank gathers, padding included. ``cast``: this rank's slice of the
+    weights that are cast before they are gathered. ``reduce``: the padded gradients of trained weights, in the dtype of
+    reduction. ``gradient``: this rank's slice of the sum. ``accumulated``: whole, unpadded gradients that wait for the
+    last micro-batch."""
 
     wire_bytes: int
     reduce_bytes: int
@@ -111,14 +114,14 @@ class UnitBytes:
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
-    """The groups of a sharded plan: blocks by number, and the ends."""
+    """The units of a sharded plan: blocks by number, and the two ends."""
     kinds = [_group(block.weights, plan) for block in sheet.blocks]
     found: dict[Hashable, UnitBytes] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
     return found | {name: _group(weights, plan) for name, weights in _ends(sheet).items()}
 
 
 def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
-    """The weights of ``stem`` and of ``tail``; all as ``tail``, where models/blocks.py leaves them to the root."""
+    """The weights of ``stem`` and of ``tail``; all under ``tail``, where models/blocks.py leaves both to the root."""
     tables = all(op.name == "aten.embedding" for op in sheet.stem.forward if op.weight)
     if tables and not sheet.tied:
         return {"stem": sheet.stem.weights, "tail": sheet.tail.weights}
@@ -164,7 +167,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Bytes of the gradient of each trained weight by canonical name, in the order of the model."""
+    """Bytes of each trained weight's gradient, by canonical name, in the model's order."""
     own = BYTES[plan.precision.weights]
     stem, *kinds, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
     sizes = dict(stem)
@@ -181,8 +184,9 @@ def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
 
 
 def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
-    """Modules that compute in a type of their own are gathered apart from the rest of their unit. ``again``: backward
-    gathers what was let go after forward; not the ends, one of which is kept, and not what has no backward."""
+    """What a unit sends in a step. Modules with their own compute dtype are gathered separately from the rest of the
+    unit. ``again``: the weights are freed after forward and gathered again for backward; not so at the ends, and not in
+    blocks that have no backward."""
     alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
     gathered: dict[str, list[Tensor]] = {}
     for weight in weights:
@@ -192,7 +196,7 @@ def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tupl
 
 
 def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
-    """What one group sends in a step."""
+    """What ``weights``, gathered together, send in a step."""
     group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
     k = plan.shard.reshard_after_forward
     gathers = 1 if strategy != "zero3" else 2 * m if again and k is True else m
@@ -210,7 +214,8 @@ def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Col
 
 
 def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
-    """Bytes gathered from the k ranks that keep a copy after forward: the padded buffer of all ranks, cut in k."""
+    """Bytes of the gather over k neighbouring ranks, which together keep the weights after forward: the padded buffer
+    of all ranks, cut into k parts."""
     full = {w.name: w.local_numel(plan.layout, 0, padded=True) * plan.layout.dp_shard for w in weights}
     return sum(ceil(full[w.name] / k) * k * BYTES[w.used_as] for w in weights)
 
@@ -222,8 +227,8 @@ def apply(
     whole: Set[int] = frozenset(),
     apart: Sequence[nn.Module] = (),
 ) -> list[nn.Module]:
-    """``whole``: the ids of blocks that are no units of their own, and so belong to the root; ``apart``: what is a
-    unit beside the blocks. A parameter of no dims cannot be cut: it is replicated under every strategy."""
+    """``whole``: the ids of blocks that are not sharded as units of their own but belong to the root; ``apart``:
+    further modules that are units. A parameter without dims cannot be cut: it is replicated under every strategy."""
     if plan.layout.dp == 1:
         return parts
     wire = torch_dtype(plan.precision.reduce)
@@ -247,7 +252,7 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
     reduce = torch_dtype(plan.precision.reduce)
     outside = torch_dtype(plan.precision.compute)
-    # What a block is given has the type that it should have: rotation tables may be wide, under every strategy.
+    # FSDP2 must not cast a block's inputs: rotation tables may be in fp32, under every strategy.
     policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
     stem, tail = ends(part)
     once = [*stem, *(block for block in _without_backward(part) if id(block) not in whole)]  # backward reads none of it
@@ -271,20 +276,20 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
         if members:
             fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
     for module in once:
-        # Or the backward of what comes after it would fetch it ahead, for nothing.
+        # Otherwise the backward of the next unit would prefetch it, for nothing.
         module.set_unshard_in_backward(False)  # type: ignore[operator]
     for module in stem:
-        # Itself, or it would fetch what ran before it, the tail of the micro-batch before.
+        # Only itself; by default it would prefetch what ran before it: the tail of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            # gloo knows no other way to a sum, and elsewhere a mean would be divided twice.
+            # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:
-    """The blocks that are frozen whole with all before them."""
+    """The leading blocks of which every weight, and every weight before them, is frozen."""
     stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
     if not stem or any(parameter.requires_grad for _, parameter in stem):
         return []
@@ -292,7 +297,7 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
 
 
 def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Before each micro-batch: says whether it is the ``last`` of its step, which decides what it sends and frees."""
+    """Call before each micro-batch. Whether it is the ``last`` of its step decides what it sends and frees."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
@@ -308,15 +313,15 @@ def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
 
 
 def finish(parts: Sequence[nn.Module]) -> None:
-    """After the last backward of a step: gradients are summed when this returns."""
+    """Call after the last backward of a step. When it returns, gradients are summed."""
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].finish()
 
 
 def reshard(parts: Sequence[nn.Module]) -> None:
-    """Free gathered weights after a forward pass that no backward follows: until then FSDP2 shows whole parameters in
-    place of the shards."""
+    """Free gathered weights after a forward pass that no backward follows. Until then FSDP2 shows whole parameters
+    instead of shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
@@ -326,9 +331,9 @@ def reshard(parts: Sequence[nn.Module]) -> None:
 
 
 def reduce_unused(part: nn.Module) -> bool:
-    """Have every trained parameter reduced in every step, as zeros where a rank has no gradient of it; whether this
-    torch can. Otherwise FSDP2 sends those that have one, and gradients of different parameters would be added where
-    ranks use different ones."""
+    """Have every trained parameter reduced in every step, as zeros where a rank has no gradient; returns whether this
+    torch can. Otherwise FSDP2 sends only the gradients that exist, and if ranks use different parameters, gradients of
+    different parameters would be added."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(part, FSDPModule):

@@ -1,4 +1,4 @@
-"""Which part of a global tensor this rank holds: read from a DTensor's placements, with no collective and no DTensor
+"""Which part of a global tensor this rank holds. Read from a DTensor's placements, without a collective or a DTensor
 operation."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """For each dim the range of the global tensor that is held here. Shards are cut as ``torch.chunk`` cuts: equal
-    pieces, rounded up, and what is left (perhaps nothing) for the last ranks. So every slice is one range, also of a
+    """For each dim, the range of the global tensor that this rank holds. Dims are cut as by ``torch.chunk``: equal
+    pieces, rounded up, and the remainder (perhaps nothing) for the last ranks. So every slice is one range, even of a
     dim that is cut twice."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -32,8 +32,8 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def cuts(tensor: DTensor) -> list[tuple[int, int]]:
-    """(mesh axis, dim) of every cut, in the order in which they were made: in that of the mesh, and last what FSDP2 has
-    cut of a dim that was cut before."""
+    """(mesh axis, dim) of every cut, in the order in which the cuts were made: that of the mesh, except that FSDP2's
+    cut of a dim that another axis had already cut comes last."""
     placed = list(enumerate(tensor.placements))
     first = [(axis, kind.dim) for axis, kind in placed if isinstance(kind, Shard) and not is_strided(kind)]
     return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank of a group computes some heads and some of the MLP's columns, for the same tokens.
+"""Tensor parallelism: each rank of a group computes some heads, and some columns of the MLP, for the same tokens.
 
     weights of                  cut along        what crosses the edge (techniques/crossing.py)
     q, k, v, gate, up           rows (outputs)   enter: the residual stream, before them
@@ -45,7 +45,8 @@ def _state(name: str, spec: ModelSpec, ranks: int) -> State:
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """The pinned degree, else none, then those inside a node; unless ``pinned`` all of them, for a table."""
+    """The pinned degree; else 1, then every degree inside a node. With ``pinned`` false all of them, whatever the
+    recipe says."""
     asked = recipe.parallel.tp
     degrees = sorted({1, *inside(cluster), asked or 1})
     for ranks in [asked] if asked and pinned else degrees:
@@ -81,7 +82,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 
 
 def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
-    """What of the model the ranks cannot share."""
+    """Which sizes of the model cannot be divided among the ranks."""
     heads, key_heads, ids = spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size
     found = []
     if heads % ranks:
@@ -91,7 +92,7 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
     if spec.intermediate_size % ranks:
         found.append(f"{ranks} does not divide `intermediate_size` {spec.intermediate_size}")
     if spec.qk_norm == "projection" and key_heads % ranks:
-        found.append(f"{ranks} does not divide its {key_heads} key heads, which are normed together")
+        found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"the last rank would have none of {ids} ids")
     for layer, columns in {"o": heads * spec.head_dim, "down": spec.intermediate_size}.items():
@@ -103,8 +104,8 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
 
 
 def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
-    """What keeps one number for every few columns of a row of ``layer``, whose columns are cut, and of how many. Cut
-    elsewhere than between two blocks, the numbers, and with them the run, would depend on the layout."""
+    """What stores one scale per block of columns of ``layer``, whose columns are cut; and the block's length. A cut
+    within a block would change the scales, and make results depend on the layout."""
     lora, found = plan.lora, {}
     if lora is not None and lora.nf4:
         found["nf4 stores rows"] = NF4_BLOCK
@@ -119,15 +120,15 @@ def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, 
 
 
 def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The model that a rank computes: its heads and its columns, and the whole vocabulary."""
+    """The model that one rank computes: its heads and columns, and the whole vocabulary."""
     key_heads = max(1, spec.num_key_value_heads // ranks)
     heads, width = spec.num_attention_heads // ranks, spec.intermediate_size // ranks
     return replace(spec, num_attention_heads=heads, num_key_value_heads=key_heads, intermediate_size=width)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Of a sheet of :func:`own_part`: what crosses the edges, the rows of the vocabulary, what ranks hold alike, and
-    the sums that gradients need after the last backward."""
+    """Takes the sheet of :func:`own_part` and adds what is sent between stream and products, the split of the
+    vocabulary, the weights that every rank holds whole, and the sums of gradients after the last backward."""
     ranks, key_heads = plan.layout.tp, sheet.key_heads
     if ranks == 1:
         return sheet
@@ -154,7 +155,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def _rows_used(name: str) -> bool:
-    """Whether, of a weight that all ranks hold, each multiplies with the rows of its own key head."""
+    """Whether all ranks hold this weight whole, but each multiplies only with the rows of its own key head."""
     layer = (
         name.removesuffix(".weight").removesuffix(".lora_b") if name.endswith(".weight") else name.rpartition(".")[0]
     )
@@ -162,7 +163,7 @@ def _rows_used(name: str) -> bool:
 
 
 def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
-    """Of the rank's slices of the gradients that are parts of a sum over the ranks."""
+    """Bytes of this rank's slices of the gradients that are parts of a sum over the ranks."""
     count = 0
     for unit, times in sheet.repeated():
         for weight in unit.weights:
@@ -174,7 +175,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Cuts the weights, and has every layer compute with what this rank holds."""
+    """Cuts the weights, and makes every layer compute with this rank's part."""
     if plan.layout.tp > 1:
         for part in parts:
             _cut(part, meshes)
@@ -183,8 +184,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
-    """After the last backward of a step, and what it sums over replicas and slices: the sums over this axis that
-    gradients still need, in one all-reduce for each dtype."""
+    """Call after the last backward of a step, when gradients are summed over the data-parallel ranks. Adds those that
+    are parts of a sum over this axis, in one all-reduce per dtype."""
     if plan.layout.tp == 1:
         return
     import torch
@@ -212,7 +213,7 @@ def _spec(part: nn.Module) -> ModelSpec:
 
 
 def _cut(part: nn.Module, meshes: Meshes) -> None:
-    """Replace every parameter by a DTensor of which this rank holds its piece."""
+    """Replace every parameter by a DTensor, of which this rank holds its part."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -233,7 +234,7 @@ def _cut(part: nn.Module, meshes: Meshes) -> None:
 
 
 def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
-    """Give layers a forward that computes with local weights, and let the stream enter and leave between them."""
+    """Give layers a forward that computes with local weights, with ``enter`` and ``leave`` around each pair."""
     from torch import nn
 
     from shardwise.models.layers import RMSNorm, rms_norm
@@ -284,7 +285,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
 
 
 def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
-    """The rows of a whole k or v, or of its adapter's B, that this rank multiplies with; None: all that it holds."""
+    """The rows of k or v, held whole, or of its adapter's B, with which this rank multiplies; None: all that it
+    holds."""
     ranks, heads = meshes.size("tp"), spec.num_key_value_heads
     if layer.removesuffix(".lora_b").rpartition(".")[2] not in ("k", "v") or heads >= ranks:
         return None
@@ -293,7 +295,7 @@ def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
 
 
 def _piece(module: Any, layer: str, spec: ModelSpec, meshes: Meshes) -> Any:
-    """Which part of a matrix in 4 bits this rank multiplies with; None for one that is not."""
+    """The part of a matrix in 4 bits with which this rank multiplies; None if it is not in 4 bits."""
     from shardwise.techniques.fourbit import MatrixPiece
 
     if "codes" not in dict(module.named_parameters(recurse=False)):

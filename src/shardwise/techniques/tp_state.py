@@ -23,14 +23,14 @@ class State:
     inside: bool
 
     def partial(self, *, sequence_parallel: bool) -> bool:
-        """Whether its gradient arrives as parts of a sum over the ranks: of a parameter that all ranks hold, where each
-        sees its own heads or columns; or its own tokens."""
+        """Whether each rank's gradient is only a part of a sum over the ranks: so it is for a parameter that all ranks
+        hold, but use with their own heads, columns or tokens."""
         return self.dim is None and (self.inside or sequence_parallel)
 
 
 def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) -> State:
-    """The technique's one fact, by canonical name. ``heads_apart``: queries and keys are normed head by head, not over
-    the whole projection."""
+    """The technique's one fact, by canonical name. ``heads_apart``: queries and keys are normalised head by head, not
+    over the whole projection."""
     layer, _, word = name.rpartition(".")
     *_, place = layer.split(".")
     if word == "lora_m":  # a number for each output of its layer

@@ -1,7 +1,7 @@
-"""The embedding and the output layer where tensor-parallel ranks hold rows of the vocabulary each.
+"""The embedding and the output layer when each tensor-parallel rank holds some rows of the vocabulary.
 
-Their weight is a DTensor, cut along dim 0 over a mesh of one axis. Where the ranks do not divide the vocabulary the
-last rank has fewer rows, or as many with padding at their end, which takes part in nothing.
+Their weight is a DTensor, cut along dim 0 over a mesh of one axis. If their number does not divide the vocabulary, the
+last rank has fewer rows, or as many with padding at the end, which is never used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.techniques.crossing import Group, stacked
 
 @dataclass(frozen=True)
 class Rows:
-    """The ids from ``first`` to before ``stop`` are this rank's; ``most``: rows of a rank, padding included; ``ids``:
-    the size of the whole vocabulary."""
+    """This rank holds the ids from ``first`` up to, but not including, ``stop``. ``most``: rows per rank, padding
+    included; ``ids``: the size of the whole vocabulary."""
 
     first: int
     stop: int
@@ -37,22 +37,22 @@ class Rows:
 
     @property
     def held(self) -> int:
-        """Rows of this rank that stand for an id."""
+        """How many of this rank's rows are not padding."""
         return self.stop - self.first
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each id its row here, 0 if it is another rank's; and whether it is this rank's."""
+        """For each id its row on this rank, or 0; and whether this rank holds it."""
         mine = (ids >= self.first) & (ids < self.stop)
         return (ids - self.first).masked_fill_(~mine, 0), mine
 
     def stacked(self, numbers: Tensor) -> Tensor:
-        """The ranks' ``numbers``, of one shape on all, as [ranks,..]."""
+        """All ranks' ``numbers``, which have the same shape, as [ranks,..]."""
         return stacked(numbers, self.group)
 
 
 def rows(weight: Tensor, ids: int | None = None) -> tuple[Tensor, Rows | None]:
-    """This rank's part of a weight [V,d], with its padding, and which rows it is; None for a weight that is whole here.
-    ``ids``: the size of the vocabulary, where the weight has rows of padding."""
+    """This rank's part of a weight [V,d], padding included, and which rows these are; None if every rank holds the
+    whole weight. ``ids``: the size of the vocabulary, if the weight itself has rows of padding."""
     if not isinstance(weight, DTensor):
         return weight, None
     [placement] = weight.placements
@@ -67,7 +67,7 @@ def rows(weight: Tensor, ids: int | None = None) -> tuple[Tensor, Rows | None]:
 
 
 def look_up(ids: Tensor, weight: Tensor, vocabulary: int | None = None) -> Tensor:
-    """This rank's rows of ``weight`` for int64 ``ids``, [*ids.shape,d], zero where an id is another rank's: their sum
+    """This rank's rows of ``weight`` for int64 ``ids``, as [*ids.shape,d], and zeros for ids of other ranks: the sum
     over the ranks is the embedding."""
     local, held = rows(weight, vocabulary)
     if held is None:
@@ -77,8 +77,8 @@ def look_up(ids: Tensor, weight: Tensor, vocabulary: int | None = None) -> Tenso
 
 
 def logits(hidden: Tensor, weight: Tensor, vocabulary: int | None = None) -> Tensor:
-    """hidden [..,d] times ``weight`` in its dtype, [..,V]: of the whole vocabulary, on every rank. Each rank propagates
-    the whole gradient, of which its own rows' part goes on: so a loss of them counts once, and the gradient of hidden
+    """hidden [..,d] times ``weight`` in its dtype, [..,V]: of the whole vocabulary, on every rank. In backward each
+    rank gets the whole gradient and uses the part of its own rows, so the loss counts once; the gradient of ``hidden``
     is this rank's part of a sum."""
     local, held = rows(weight, vocabulary)
     product = functional.linear(hidden, local.to(hidden.dtype))
@@ -89,7 +89,7 @@ def logits(hidden: Tensor, weight: Tensor, vocabulary: int | None = None) -> Ten
 
 
 class _Whole(torch.autograd.Function):
-    """Columns of logits side by side; the gradient is each rank's own columns."""
+    """All ranks' columns of logits, side by side; in backward each rank gets the gradient of its own."""
 
     @staticmethod
     def forward(columns: Tensor, held: Rows) -> Tensor:
