@@ -147,6 +147,20 @@ def test_what_cannot_be_is_told_before_anything_starts(
     assert not Path("runs/never").exists()
 
 
+def test_a_group_over_several_nodes_is_legal_and_warned_of(
+    train: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "warning: the {} ranks of a tensor-parallel group are on several nodes, and wait for the network"
+    words = ["model=meta-llama/Llama-3.1-70B", "seq_len=4096", "global_batch=64", "parallel.tp=16"]
+    assert main(["plan", *words, "--cluster", "2x8xH100+400Gb/node"]) == 0
+    told = capfd.readouterr()
+    assert said.format(16) in told.err and "`parallel.tp=8` keeps them on one" in told.err
+    assert train("--nproc", "1", "--dry-run", "run.nodes=2", "parallel.tp=2") == 0
+    assert said.format(2) in capfd.readouterr().err
+    assert train("--nproc", "2", "--dry-run", "run.nodes=2", "parallel.tp=2") == 0
+    assert "on several nodes" not in capfd.readouterr().err
+
+
 def test_other_systems_names_are_understood(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert train("--nproc", "2", "--dry-run", "tensor_parallel_size=2") == 0
     assert "tp 2 with sp" in capfd.readouterr().out
