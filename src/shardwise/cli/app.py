@@ -31,7 +31,7 @@ from shardwise.errors import (
 from shardwise.launch.worker import is_worker, speak_in_turn
 
 Refused = typer.BadParameter.__mro__[2]
-"""ClickException, from click or from the copy of it inside newer typers."""
+"""ClickException: click's, or that of the copy of click in newer versions of typer."""
 
 COMMANDS = {
     "train": "Train a model.",
@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """Each is imported when it is named: ``--help`` and a mistyped name wait for none of them."""
+    """Each is imported only when it is called, so that ``--help`` and a mistyped name are quick."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _full(error: Exception) -> ShardwiseError | None:
-    """A full disk, from wherever it was met: that of the output itself, or of a cache."""
+    """The problem of a full disk, wherever it was raised: the output's disk, or a cache's."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
@@ -149,7 +149,7 @@ def _full(error: Exception) -> ShardwiseError | None:
 
 
 def _impossible(error: Exception) -> ShardwiseError | None:
-    """What is wrong with a path that no file can have, from wherever it was met."""
+    """The problem of a path that no file system accepts, wherever it was raised."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
         return None
     name = str(error.filename)
@@ -159,7 +159,7 @@ def _impossible(error: Exception) -> ShardwiseError | None:
 
 
 def _defect(error: Exception) -> ShardwiseError:
-    """Keep the traceback in a file: on the screen it would hide the line that matters."""
+    """Write the traceback to a file: on the screen it would hide the message."""
     descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
     with os.fdopen(descriptor, "w") as stream:
         stream.write("".join(traceback.format_exception(error)))

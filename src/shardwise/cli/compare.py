@@ -1,4 +1,4 @@
-"""``shardwise compare``: what two runs have in common and in what they differ, from the files that they leave."""
+"""``shardwise compare``: how two runs differ, from the files in their directories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardwise.errors import OutputError, Problem, UsageError
 from shardwise.spec.units import columns, show_bytes
 
 OWN = {"run.name", "run.out", "format"}
-"""Keys that say which run it is, not what it does."""
+"""Keys that name a run, and do not change what it computes."""
 ROWS = 6
-"""Common steps whose losses are shown."""
+"""At how many common steps losses are shown."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Options(Common):
 
 
 def run(options: Options) -> None:
-    """Read both, and show them side by side."""
+    """Read both runs, and show them side by side."""
     if options.plot is not None and options.plot.suffix not in KINDS:
         what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
         raise UsageError(Problem("CLI001", what, "--plot", f"`--plot {options.plot.with_suffix('.svg')}`"))
@@ -54,14 +54,14 @@ def run(options: Options) -> None:
 
 
 def differences(a: History, b: History) -> dict[str, tuple[Any, Any]]:
-    """Recipe keys whose values differ; a key that only one has is null in the other."""
+    """The recipe keys whose values differ; a key that one run does not have is null there."""
     keys = sorted({*a.recipe, *b.recipe} - OWN)
     pairs = {key: (a.recipe.get(key), b.recipe.get(key)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def incomparable(a: History, b: History) -> list[str]:
-    """Why the two losses are not of the same thing."""
+    """Why the two losses do not measure the same thing."""
     found = []
     methods = [str(each.recipe.get("method.name")) for each in (a, b)]
     if methods[0] != methods[1]:
@@ -70,12 +70,12 @@ def incomparable(a: History, b: History) -> list[str]:
     if one.get("tokenizer") != two.get("tokenizer"):
         found.append("the tokenizers differ, so a token is not the same amount of text: compare bits per byte")
     elif one.get("data") != two.get("data"):
-        found.append("the data differ, perhaps also the held-out data: losses depend on how hard the data are, too")
+        found.append("the data differ, and perhaps the held-out data too: a loss also depends on how hard its data are")
     return found
 
 
 def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
-    """(step, loss, loss) at a few steps that both have done, evenly apart, the last one among them."""
+    """(step, loss, loss) at a few evenly spaced steps that both runs have, the last common one included."""
     steps = sorted({*a.losses} & {*b.losses})
     chosen = sorted({steps[-1 - round(n * (len(steps) - 1) / (ROWS - 1))] for n in range(ROWS)}) if steps else []
     return [(step, a.losses[step], b.losses[step]) for step in chosen]

@@ -15,7 +15,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line of (step, loss), and marks at the validations."""
+    """A named curve of (step, loss), and dots at the validations."""
 
     name: str
     line: Sequence[Point]
@@ -23,7 +23,7 @@ class Curve:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Of each value the mean of the fiftieth of all that is around it; of fewer at the ends."""
+    """A moving mean over a fiftieth of all values; over fewer at the ends."""
     reach, sums = len(values) // 100, list(accumulate(values, initial=0.0))
     ends = [(max(at - reach, 0), min(at + reach + 1, len(values))) for at in range(len(values))]
     return [(sums[last] - sums[first]) / (last - first) for first, last in ends]

@@ -63,7 +63,7 @@ def stages(hidden: bool) -> Iterator[_Stages]:
 
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = hidden or not sys.stderr.isatty()
-    # Bars of others, such as datasets' own, are not to become lines above ours.
+    # or bars of libraries, such as datasets' own, would be printed as lines above ours
     mine = {"console": Console(stderr=True), "transient": True, "redirect_stderr": False}
     with Progress(*columns, **mine, disable=hidden) as bar:
         yield _Stages(bar)

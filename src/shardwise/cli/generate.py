@@ -85,7 +85,8 @@ def run(options: Options) -> None:
 
 
 def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenizer]:
-    """The exported model of a run or a directory; where a checkpoint is newer than that the newest one, or the best."""
+    """The exported model of a run, or any model directory. If the run has a checkpoint newer than its export, the
+    newest checkpoint; with ``best`` the best one."""
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
@@ -99,7 +100,7 @@ def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenize
 
 
 def _read(directory: Path) -> Model:
-    """A model directory, whole, in this process."""
+    """The model in a directory, whole, in this process."""
     import torch
 
     from shardwise.models.hf_model import model_of

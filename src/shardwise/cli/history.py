@@ -1,4 +1,4 @@
-"""What a run has left in its directory, finished or not: its recipe, a line a step, and what happened."""
+"""What a run's directory holds, finished or not: its recipe, a line per step, and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.spec.keys import dotted
 from shardwise.spec.recipe import Recipe
 
 WARM_UP_STEPS = 3
-"""The first steps after a start are slowed by what is measured in them."""
+"""How many steps after each start do not count for speed: measurements slow them down."""
 Point = tuple[int, float]
 
 
@@ -33,21 +33,21 @@ class History:
     report: Mapping[str, str]
     identity: Mapping[str, Any]
     unread: tuple[str, ...] = ()
-    """Lines that a run did not write so, as ``path:number``."""
+    """Lines that cannot be read, as ``path:number``."""
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """The loss by step, finite ones only."""
+        """The loss by step; finite losses only."""
         return {step: row["loss"] for step, row in self.rows.items() if math.isfinite(_number(row, "loss"))}
 
     @cached_property
     def validation(self) -> list[Point]:
-        """(step, ``measure``) of every validation, the last one of a step that was repeated after a restart."""
+        """(step, ``measure``) of every validation; where a step was repeated after a restart, its last one."""
         return sorted({e["step"]: _number(e, self.measure) for e in self._of("validation")}.items())
 
     @property
     def measure(self) -> str:
-        """What validation measures: nats per token; of pairs of answers the loss."""
+        """What validation measures: nats per token, or the loss for pairs of answers."""
         return "loss" if self.recipe.get("method.name") == "dpo" else "nats_per_token"
 
     @property
@@ -56,7 +56,7 @@ class History:
 
     @property
     def ranks(self) -> int | None:
-        """Of the last start; None before the first."""
+        """What the run's last start recorded; None if it has not started."""
         return next((int(event["ranks"]) for event in reversed(list(self._of("start")))), None)
 
     def typical(self, key: str) -> float | None:
@@ -110,13 +110,13 @@ def _identity(path: Path) -> dict[str, Any]:
 
 
 def _number(record: Mapping[str, Any], key: str) -> float:
-    """What was measured; NaN where it was not finite, which is null in the file."""
+    """A measured value; NaN where the file has null, for a value that was not finite."""
     value = record.get(key)
     return math.nan if value is None else float(value)
 
 
 def _measured(path: Path) -> dict[str, str]:
-    """What the report measured: the third column of its table."""
+    """The measured values of report.md: the third column of its table."""
     if not path.is_file():
         return {}
     rows = [

@@ -10,15 +10,15 @@ import time
 
 EXIT_CODE = 130
 _GRACE_S = 0.6
-"""For KeyboardInterrupt to end the process in order."""
+"""How long KeyboardInterrupt may take to end the process cleanly."""
 _said = threading.Lock()
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def watch() -> None:
-    """To be called once, in a process that is a command's own. While another handler than Python's own is set (the
-    launcher's and a rank's, which save first), stopping is its business. Nothing half-written stands under a final
-    name, so that the process may end anywhere."""
+    """Call once, in a process that runs only this command. While a handler other than Python's own is set (the
+    launcher's or a rank's, which save first), that handler decides how to stop. Files are written whole under their
+    final names or not at all, so the process may end anywhere."""
     heard, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)

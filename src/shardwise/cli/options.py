@@ -63,7 +63,7 @@ class Words:
 
 
 def sort_words(words: list[str]) -> Words:
-    """Tell the recipe from ``key=value`` and from ``--key value``. Raises UsageError (CLI001) or MissingInputError
+    """Separate the recipe from ``key=value`` and ``--key value``. Raises UsageError (CLI001) or MissingInputError
     (CFG011)."""
     keys = keys_of(recipe_schema())
     found = Words()
@@ -86,7 +86,7 @@ def sort_words(words: list[str]) -> Words:
 
 
 def _machines(text: str) -> str:
-    """What to write for machines that were asked of a command other than `plan`."""
+    """What to write instead of ``--cluster`` for a command other than `plan`."""
     found = parse_cluster(text)
     several = f" run.nodes={found.nodes}" if found.nodes > 1 else ""
     here = f"run.device={found.kind} run.nproc={found.devices_per_node}{several}"

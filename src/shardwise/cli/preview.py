@@ -1,4 +1,4 @@
-"""``shardwise data preview``: what the model will see and what it is to learn, before a run is paid for."""
+"""``shardwise data preview``: what the model will see and what it is trained on, before a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Options(Common):
 
 
 def run(options: Options) -> None:
-    """Prepare what is not prepared, and show it."""
+    """Prepare the data if needed, and show samples."""
     from shardwise.data.prepare import prepare
 
     words = sort_words(options.words)
@@ -135,7 +135,7 @@ def table(facts: dict[str, Any]) -> list[str]:
 
 
 def report(counts: dict[str, int]) -> list[str]:
-    """What became of records on the way, a line each, and the warning of what is in both splits."""
+    """What happened to records in preparation, a line each, and a warning about samples that are in both splits."""
     lines = [f"{name:<11} {counts[name]:,} {words}" for name, words in LEFT_OUT.items() if counts.get(name)]
     lines += [f"{'':<11} {counts[code]:,} {words} ({code})" for code, words in BAD.items() if counts.get(code)]
     if counts.get("in_both"):

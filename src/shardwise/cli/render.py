@@ -1,4 +1,4 @@
-"""A plan as lines of text: what it is, where the memory goes, what travels, and why."""
+"""A plan as lines of text: what it is, where the memory goes, what is sent, and why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def execution(plan: Plan) -> str:
 
 
 def title(spec: ModelSpec, cluster: Cluster) -> str:
-    """What is planned, on what."""
+    """The model and the machines, in one line."""
     device = cluster.device
     nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
     each = f"{show_bytes(device.memory_bytes)} each"
@@ -92,7 +92,7 @@ def _fit(estimate: Estimate) -> tuple[str, float]:
 
 
 def setting_lines(plans: list[Plan], chosen: Plan, busy_s: list[float]) -> list[str]:
-    """The dial: a line for each setting, the chosen one marked; ``busy_s`` are their seconds on the wire, if known."""
+    """A line for each strategy, the chosen one marked; ``busy_s`` are their seconds on the wire, if known."""
     links = [link for link in SENT if any(link in sent_by_link(plan) for plan in plans)]
     named = [SENT[link] for link in links] if len(links) > 1 else ["sent per step"] * len(links)
     head = ("", "setting", "per rank", "of", "exact bytes", *named, *(["on the wire"] if busy_s else []), "")
@@ -116,7 +116,8 @@ def sent_by_link(plan: Plan) -> Counter[str]:
 
 
 def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
-    """What would make a plan with this estimate fit, with its memory and what it costs; or what comes closest."""
+    """What would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
+    closest."""
     enough = all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
     rows = [
         (
@@ -173,7 +174,7 @@ def summary(plan: Plan) -> list[str]:
 
 
 def _typed(value: object) -> str:
-    """A value as it is written in a recipe."""
+    """A value, written as in a recipe."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""``shardwise runs``: what has been trained here, and how each run stands."""
+"""``shardwise runs``: the runs of a directory and their states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.spec.load import load_recipe
 from shardwise.spec.units import show_bytes
 
 _TAIL_BYTES = 65536
-"""Of metrics.jsonl, in which its last line lies."""
+"""How many bytes at the end of metrics.jsonl are read for its last line."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def run(options: Options) -> None:
 
 
 def look(directory: Path) -> Row:
-    """How the run in ``directory`` stands. What is damaged is its state, never an error."""
+    """The row of the run in ``directory``. Damage is reported as its state and never raises an error."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     metrics = directory / "metrics.jsonl"
     changed_s = (metrics if metrics.is_file() else directory / "recipe.yaml").stat().st_mtime

@@ -28,7 +28,7 @@ def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> No
 
 
 def defect(error: Exception, kept: Path, fix: str) -> ShardwiseError:
-    """BUG001 for what is no error of the user's; the traceback lies in ``kept``."""
+    """BUG001, for an error that is not the user's; the traceback is in ``kept``."""
     name, said = type(error).__name__, first_line(error)
     what = f"a bug in shardwise: {name}" + (f": {said}" if said != name else "")
     return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", fix))
@@ -40,7 +40,7 @@ def visible(text: str) -> str:
 
 
 def note(text: str, *, as_json: bool = False) -> None:
-    """A remark that is no result: to stderr, and not at all under ``--json``."""
+    """A notice, which is not part of the result: to stderr, and left out under ``--json``."""
     if not as_json:
         print(visible(text), file=sys.stderr)
 
@@ -57,7 +57,7 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def output_to_stderr() -> Iterator[None]:
-    """What ranks print, which inherit our output, goes beside the one JSON object and not into it."""
+    """Send what ranks print (they inherit stdout) to stderr, so that stdout holds one JSON object only."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -76,11 +76,11 @@ def coloured(text: str, colour: str) -> str:
 
 
 _LOST = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-"""A terminal that has closed, a reader that has gone (``| head``), a disk that is full."""
+"""A closed terminal, a reader that has ended (``| head``), or a full disk."""
 
 
 class _LossyStream(io.FileIO):
-    """An output that may be lost: what is written then goes nowhere, where it would be an error."""
+    """An output that may be lost: further text is then dropped without an error."""
 
     def write(self, data: Any) -> int:
         try:
@@ -92,7 +92,7 @@ class _LossyStream(io.FileIO):
 
 
 def outlive_output() -> None:
-    """Let this process print after its output is lost: a run goes on without one (`disown`), or saves."""
+    """Let this process go on when its output is lost: a run goes on without a terminal (`disown`), or saves."""
     for name in ("stdout", "stderr"):
         stream = vars(sys)[name]
         if stream is not None and stream is vars(sys)[f"__{name}__"]:

@@ -96,8 +96,8 @@ def _load(options: Options, words: Words) -> Loaded:
 
 
 def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:
-    """The recipe with its run's name settled: as given, else the recipe file's with the first free number. Ranks that
-    torchrun started must all find the same one, so they take it without a number."""
+    """The recipe with its run's name: as given, else the recipe file's name with the first free number. Ranks that
+    torchrun started must agree on it, so they leave out the number."""
     recipe = loaded.recipe
     name = recipe.run.name
     if "run.name" not in loaded.given:
@@ -163,7 +163,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
 
 
 def _read_some(recipe: Recipe) -> Counter[str]:
-    """The first records of each file, read as the run will; nothing where the Hub cannot be asked for the tokenizer."""
+    """Read the first records of each file as the run will, and count them; nothing if the tokenizer's Hub is
+    unreachable."""
     from shardwise.data.prepare import check_records
 
     with suppress(UnavailableError):
@@ -172,7 +173,7 @@ def _read_some(recipe: Recipe) -> Counter[str]:
 
 
 def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> list[str]:
-    """Write what the ranks will read; the words that start them."""
+    """Write the recipe and the plan for the ranks; returns the arguments that start them."""
     directory.mkdir(exist_ok=True)
     run = recipe.run.model_copy(update={"device": cluster.kind, "nproc": cluster.devices_per_node})
     (directory / "recipe.yaml").write_text(dump_recipe(recipe.model_copy(update={"run": run})), encoding="utf-8")
@@ -190,8 +191,8 @@ def _print_nodes(words: list[str], cluster: Cluster, port: int) -> int:
 
 
 def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -> None:
-    """That the tokenizer, the weights and the adapter serve. Unless ``fetch``, weights on the Hub are left alone, and
-    a Hub that cannot be reached is no error."""
+    """Check that tokenizer, weights and adapter fit the model. Unless ``fetch``, weights on the Hub are not downloaded,
+    and an unreachable Hub is not an error."""
     from shardwise.data.prepare import open_tokenizer
 
     model = recipe.model
@@ -209,7 +210,7 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
 
 
 def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
-    """Tokenise before any process group exists: ranks that wait for one another would time out."""
+    """Tokenise before the ranks are started: if rank 0 did it, the others would time out."""
     from shardwise.cli.data import stages
     from shardwise.data.epochs import check_size, epoch, few_steps, max_steps
     from shardwise.data.pack import open_windows

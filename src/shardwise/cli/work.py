@@ -1,4 +1,4 @@
-"""Inside one rank: train, and leave the cause of a failure where the launcher looks for it."""
+"""Inside one rank: train, and write the cause of a failure where the launcher looks for it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shardwise.spec.recipe import Recipe
 
 
 def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, debug: bool) -> int:
-    """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, the first cause first, and
-    printed once: by our launcher, or without it by the rank whose cause stands there."""
+    """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, where the first cause stays,
+    and printed once: by our launcher, or without it by the rank that wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
     if resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
         say(done) if rank() == 0 else None
@@ -47,8 +47,8 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
 
 @contextmanager
 def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | None]:
-    """The claim under which this rank may write. Our launcher holds it for its ranks, and has checked everything; of
-    those that torchrun started, rank 0 claims and the others follow."""
+    """The claim under which this rank may write into the run's directory. Our launcher holds it for its ranks, and has
+    made all checks. Of the ranks that torchrun started, rank 0 makes the claim and the others follow it."""
     if by_our_launcher():
         yield owner.standing(directory)
         return
@@ -98,8 +98,9 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
 
 
 def _leave(directory: Path, error: ShardwiseError, kind: str, claim: Claim | None) -> int:
-    """Write the cause unless one stands (the guard writes what happens while it watches) or the directory is another
-    start's by now, and print what nobody else will. A full disk may not hold it: then where our launcher looks too."""
+    """Write the cause, unless one is there already (the guard writes failures while it watches) or the directory now
+    belongs to another start; and print it if nobody else will. In case the run's disk is full, it is written to the
+    launcher's directory too."""
     problems, unwritten = [asdict(problem) for problem in error.problems], False
     lost = claim is not None and not claim.held()
     if not lost and directory.is_dir() and read_exit(directory) is None:

@@ -46,8 +46,8 @@ def agree(recipe: Recipe, plan: Plan) -> None:
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` returns, which may be another thing on each rank. The first rank's ShardwiseError becomes every
-    rank's: none goes on without one that cannot."""
+    """What ``work`` returns on this rank. If it raises ShardwiseError on any rank, every rank raises that of the lowest
+    one, so that none goes on without another."""
     made, error = None, None
     try:
         made = work()

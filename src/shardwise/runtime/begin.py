@@ -33,9 +33,9 @@ from shardwise.spec.load import dump_plan, dump_recipe
 
 @dataclass(frozen=True)
 class Start:
-    """How a run may begin: from another run's checkpoint (``resume_from``), or afresh although its own checkpoints are
-    all bad. A run with good checkpoints always goes on from the newest. ``claim``: under which it owns its directory;
-    None: nobody asked. ``spec``: the recipe's model, where the caller has read it already."""
+    """How a run may start: from another run's checkpoint (``resume_from``), or from scratch although all its own
+    checkpoints are damaged. A run with intact checkpoints always resumes from the newest. ``claim``: its ownership of
+    the directory; None: not claimed. ``spec``: the recipe's model, where the caller has read it already."""
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False
@@ -94,8 +94,8 @@ def open_log(job: Job, state: TrainState) -> Log:
 
 
 def speed(job: Job) -> Speed:
-    """Operations a token, and the peak of all devices from the table of known GPUs. Of a CPU no peak is known, and
-    none can be measured fairly: what products reach depends on their shapes and type, and on what else runs."""
+    """Operations per token, and the peak of all devices, from the table of known GPUs. A CPU's peak is unknown and
+    cannot be measured fairly: it depends on the shapes and dtypes of products, and on what else runs."""
     with only_reports("looking up the peak speed of the devices"):
         peak = 0.0 if job.device.type == "cpu" else gpu_peak_flops(torch.cuda.get_device_name(job.device), job)
         return Speed(flops_per_token(job.spec, job.plan), peak * job.plan.layout.world)
@@ -103,7 +103,7 @@ def speed(job: Job) -> Speed:
 
 
 def gpu_peak_flops(name: str, job: Job) -> float:
-    """The dense bf16 (or fp16) peak of a known GPU; 0, for unknown, for others and for wider numbers."""
+    """The dense bf16 (or fp16) peak of a known GPU; 0 (unknown) for other devices and dtypes."""
     if job.plan.precision.compute not in ("bf16", "fp16"):
         return 0.0
     try:

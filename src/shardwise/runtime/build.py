@@ -1,5 +1,5 @@
-"""From a plan to a model that can be trained: on the meta device, taken apart by the techniques, then filled, each rank
-with no more than the slices it owns."""
+"""From a plan to a model that can be trained: built on the meta device, changed by the techniques, then filled; each
+rank fills only the slices that it owns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.devic
 
 
 def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
-    """Give meta parameters memory, tie again what ``to_empty`` took apart and fill what follows from the config."""
+    """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
+    config."""
     for part in parts:
         part.to_empty(device=device)
         if spec.tie_word_embeddings:
@@ -60,9 +61,9 @@ def assert_tied(part: nn.Module) -> None:
 
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
-    """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors: only
-    the slices that this rank owns, one tensor at a time; of a weight that is kept in 4 bits, all of it, and of one
-    whose rows have a magnitude, whole rows."""
+    """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors, one
+    tensor at a time. Only the slices that this rank owns are made, with two exceptions: weights that are stored in 4
+    bits are made whole, and weights with DoRA magnitudes in whole rows."""
     parameters = optim.named(parts)
     directory = weights_directory(recipe)
     wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
@@ -87,8 +88,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
 
 
 def _put(parameters: Mapping[str, Tensor], name: str, values: Tensor) -> None:
-    """Copy ``values`` into the parameter ``name``, or the whole weight ``name`` into the bytes that stand for it. A
-    magnitude begins as the norms of its weight's rows, of which a rank has the same ones."""
+    """Copy ``values`` into the parameter ``name``; a weight in 4 bits is quantised into the parameters that replace it.
+    A DoRA magnitude starts as the norms of its weight's rows, which are the rows that this rank holds."""
     layer = name.removesuffix("weight")
     magnitude = parameters.get(f"{layer}lora_m")
     if name in parameters:
@@ -114,7 +115,7 @@ def put(parameter: Tensor, values: Tensor) -> None:
 
 
 def begins_trained(recipe: Recipe) -> bool:
-    """Whether training goes on from trained weights, not from random ones."""
+    """Whether training starts from trained weights, not from random ones."""
     return recipe.model.path is not None and recipe.model.init != "random"
 
 

@@ -30,13 +30,14 @@ from shardwise.techniques.dtypes import torch_dtype
 
 
 def close(checkpoints: RunCheckpoints, log: Log) -> None:
-    """Wait for the save in flight and note what became of it."""
+    """Wait for the save in flight and log its outcome."""
     log.follow(checkpoints.wait())
 
 
 @contextmanager
 def saving(checkpoints: RunCheckpoints, log: Log) -> Iterator[None]:
-    """What fails in the block waits for the save in flight, whose state was good; a minute, as a rank may be gone."""
+    """If the block fails, wait for the save in flight, whose state was good; a minute at most, since a rank may be
+    gone."""
     try:
         yield
     except Exception:
@@ -45,7 +46,7 @@ def saving(checkpoints: RunCheckpoints, log: Log) -> Iterator[None]:
 
 
 def validate(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
-    """What is measured on the held-out text, or pairs; None where nothing is held out, or if the run was asked to stop
+    """The validation of the held-out text, or pairs; None if nothing is held out, or if the run was asked to stop
     meanwhile."""
     windows = job.held_out
     if windows is None or not len(windows):
@@ -73,7 +74,7 @@ def until_asked(
 
 
 def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
-    """Validate between two steps, say what came out, and let ``state`` count for early stopping."""
+    """Validate between two steps, print and log the result, and count it in ``state`` for early stopping."""
     found = validate(job, state, log, stop)
     if found is not None:
         state.judge(found.loss)
@@ -84,7 +85,7 @@ def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Va
 
 
 def leave(job: Job, checkpoints: RunCheckpoints, log: Log, watch: Guard, stop: StopRequest) -> NoReturn:
-    """Raise PreemptedError, which says where the run goes on. Only some ranks know a signal's name."""
+    """Raise PreemptedError, which says how to resume the run. Only the ranks that received a signal know its name."""
     close(checkpoints, log)
     watch.enter("save")  # looks once more whether the newest checkpoint is still this run's own
     last = newest(job.directory / "checkpoints")
@@ -102,7 +103,7 @@ def finish(
     meter: Meter,
     validation: Validation | Preference | None,
 ) -> Report:
-    """Everything that follows the last step, its model and its validation; on every rank alike, and rank 0 writes and
+    """What follows the last step, once the model is exported and validated. Every rank calls this; rank 0 writes and
     prints."""
     after = sample(job, state, checkpoints.crew)
     trained = state.step > log.first_step
@@ -143,7 +144,7 @@ def finish(
 
 
 def model_directory(job: Job) -> Path:
-    """Where what was trained is exported to, the model or its adapter."""
+    """The directory to which the model, or its adapter, is exported."""
     return job.directory / ("hf" if job.plan.lora is None else "adapter")
 
 

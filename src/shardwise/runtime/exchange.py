@@ -1,8 +1,8 @@
-"""Objects from rank to rank, as bytes that can do no harm.
+"""Objects sent from rank to rank, in an encoding that cannot run code.
 
-torch.distributed's own collectives of objects unpickle whatever arrives, and unpickling can run any command. What
-arrives is what somebody connected to a rank's port has sent: a rank, as a rule. Here it is read as torch reads weights
-of strangers (``weights_only``): numbers, text, containers, tensors, and the classes given to ``may_travel``.
+torch.distributed's own collectives of objects unpickle whatever arrives, and unpickling can run any command. The sender
+is whoever connected to a rank's port, not necessarily a rank. Here objects are read as torch reads untrusted weights
+(``weights_only``): numbers, text, containers, tensors, and the classes given to ``may_travel``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAIN = (errors.ShardwiseError, Enum)
 
 
 def may_travel(*classes: Any) -> None:
-    """Let ranks send one another instances of ``classes``: plain data, whose making does nothing else."""
+    """Allow ranks to send instances of ``classes``: plain data, whose construction has no side effects."""
     add_safe_globals(list(classes))
 
 
@@ -39,7 +39,7 @@ may_travel((OSError, "exceptions.OSError"), (RuntimeError, "exceptions.RuntimeEr
 
 
 def broadcast(value: Any, group: Group = None) -> Any:
-    """The first rank's ``value``, on every rank; what the others give is not looked at."""
+    """The first rank's ``value``, on every rank; the others' is ignored."""
     first = dist.get_rank(group) == 0
     data = encode(value) if first else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(data)])
@@ -69,7 +69,7 @@ def all_gather(value: Any, group: Group = None) -> list[Any]:
 
 
 def scatter(values: Sequence[Any], group: Group = None) -> Any:
-    """Of the first rank's ``values``, the one with this rank's number."""
+    """Element number ``rank`` of the first rank's ``values``."""
     parts = broadcast([encode(value) for value in values], group)
     return decode(parts[dist.get_rank(group)])
 
@@ -82,5 +82,5 @@ def encode(value: Any) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """What was encoded. Raises pickle.UnpicklingError for anything that could do more than hold data."""
+    """The inverse of :func:`encode`. Raises pickle.UnpicklingError for anything but plain data."""
     return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)

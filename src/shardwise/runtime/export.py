@@ -52,7 +52,8 @@ def export(
 def export_adapter(
     parameters: Mapping[str, Tensor], settings: Lora, spec: ModelSpec, model: str | None, target: Path
 ) -> Path:
-    """Write the adapters alone, in PEFT's format, as :func:`export` writes a model. ``model``: what they belong to."""
+    """Write only the adapters, in PEFT's format, as :func:`export` writes a model. ``model``: the name of their base
+    model."""
     shapes = {name: tuple(value.shape) for name, value in parameters.items() if is_adapter(name)}
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in shapes:
@@ -73,7 +74,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A directory to write into, which takes the place of ``target`` when the block ends well, and else is removed."""
+    """A directory to write into. It replaces ``target`` when the block succeeds, and is removed when it fails."""
     draft, old = (target.with_name(f".{target.name}.{word}") for word in ("draft", "old"))
     shutil.rmtree(draft, ignore_errors=True)
     try:

@@ -1,5 +1,5 @@
 """The fit check: before the first step one forward, backward and update at the longest packed batch, so that a run that
-does not fit ends at once and not after hours. And what is said when memory runs out, then or later."""
+does not fit ends at once and not after hours. And the error when memory runs out, then or later."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwise.techniques import optim, shard
 from shardwise.techniques.slices import local
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA ")
-"""What stands in a RuntimeError that means so: torch's on a CPU; CUDA's own, as of its driver; those of cuBLAS, cuDNN
-and cuSOLVER, which make workspaces of their own; NCCL's, which allocates beside torch ("Failed to CUDA calloc")."""
+"""Texts of a RuntimeError that mean that memory ran out: torch's on a CPU; CUDA's, from its driver; those of cuBLAS,
+cuDNN and cuSOLVER, which allocate workspaces; and NCCL's, which allocates outside torch ("Failed to CUDA calloc")."""
 
 
 def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torch.device) -> None:
@@ -39,8 +39,8 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
 
 
 def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBatch:
-    """A micro-batch whose rows are one document each: attention at its dearest, every token supervised. Of pairs, the
-    halves of a row are its answers."""
+    """A micro-batch whose rows are one document each: attention costs most, and every token is supervised. For pairs,
+    the two halves of a row are the two answers."""
     rows, length = plan.batch.micro_batch_size, plan.batch.seq_len
     ids = (torch.arange(rows * length) % vocab_size).view(rows, length)
     positions = torch.arange(length).expand(rows, length).contiguous()
@@ -54,8 +54,8 @@ def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBat
 
 @contextmanager
 def explain_memory(plan: Plan, device: torch.device, doing: Callable[[], str]) -> Iterator[None]:
-    """Turn an allocation that failed into a TrainingError MEM001 that says what the memory was meant for. ``doing`` is
-    asked when it has failed."""
+    """Turn a failed allocation into TrainingError MEM001, which says what the memory was for. ``doing`` is called only
+    then."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -65,7 +65,7 @@ def explain_memory(plan: Plan, device: torch.device, doing: Callable[[], str]) -
 
 
 def no_memory(error: BaseException) -> str | None:
-    """What an allocation that failed says of itself; None of another error."""
+    """The message of a failed allocation; None for any other error."""
     for line in str(error).splitlines():
         if any(mark in line for mark in NO_MEMORY):
             return ("NCCL: " if "NCCL error" in str(error) else "") + line.strip()[:160]
@@ -73,7 +73,7 @@ def no_memory(error: BaseException) -> str | None:
 
 
 def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) -> Problem:
-    """What the plan meant the memory for, and what would need less of it."""
+    """The problem: what the plan predicted, by category, and which settings need less."""
     estimate = plan.estimate
     told = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
     held = ""

@@ -1,5 +1,5 @@
-"""Continue a text: greedy or with a temperature, one token at a time, recomputing the whole text for each (short texts
-and small models; a server of models is another program)."""
+"""Continue a text: greedy or with a temperature, one token at a time, recomputing the whole text for each (for short
+texts and small models; this is not an inference server)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardwise.techniques import shard
 from shardwise.techniques.compile import suspended
 
 LENGTHS = 32
-"""Texts are filled up to multiples of this."""
+"""Texts are padded to multiples of this."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0 takes the likeliest token. ``eot_id`` ends the text."""
+    """``temperature`` 0 takes the most likely token. ``eot_id`` ends the text."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -43,9 +43,9 @@ def generate(
     over: Callable[[list[int]], bool] = lambda ids: False,
     first: Callable[[Callable[[], int]], int] = lambda choose: choose(),
 ) -> list[int]:
-    """The ids that follow ``prompt`` (at least one id), until ``over`` says of them that it is enough, or the model has
-    no position for another. In a distributed model every rank calls this alike and gets the same answer; with
-    ``first`` (Crew.first) the first rank draws for all, so that an error in drawing is everybody's."""
+    """The ids that follow ``prompt`` (at least one id), until ``over`` returns true for them, or the model has no
+    further position. With a distributed model every rank calls this and gets the same result; with ``first``
+    (Crew.first) the first rank chooses ids for all, so that an error reaches every rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
     spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
@@ -66,8 +66,8 @@ def generate(
 
 
 def last_logits(parts: Sequence[nn.Module], ids: list[int], device: torch.device) -> Tensor:
-    """Logits [V] of the token after ``ids``, in fp32 on the host. The text is filled up, after what is asked for, which
-    therefore does not see it: kernels are compiled, and kept, for every length that they meet."""
+    """Logits [V] of the token after ``ids``, in fp32 on the host. The text is padded at its end, which no earlier token
+    sees, because kernels are compiled and cached for every length that they meet."""
     length = len(ids)
 
     def last(hidden: Tensor, head: Output, batch: MicroBatch) -> Tensor:
@@ -79,8 +79,8 @@ def last_logits(parts: Sequence[nn.Module], ids: list[int], device: torch.device
 
 
 def choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
-    """The likeliest id, or one drawn after dividing ``logits`` [V] by ``temperature``. Raises TrainingError (NUM002)
-    for logits that are NaN or infinite."""
+    """The most likely id, or one sampled after dividing ``logits`` [V] by ``temperature``. Raises TrainingError
+    (NUM002) for logits that are NaN or infinite."""
     if not logits.max() < torch.inf:
         what = "the model's logits are not finite, so no token can be chosen"
         fix = "precision.compute=bf16 or fp32 if it computes in fp16; else an earlier checkpoint"
@@ -98,14 +98,14 @@ def continue_text(
 
 
 def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
-    """A text that the model is to go on with; of none at all, the end of another."""
+    """The ids of a text to continue; for an empty text, the end of a previous one."""
     return [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]
 
 
 def answer(
     parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Prompt, sampling: Sampling, device: torch.device
 ) -> str:
-    """What the model writes in its turn, without what ends the turn."""
+    """The model's answer, without the token that ends its turn."""
 
     def over(ids: list[int]) -> bool:
         return ids[-1] == asked.end or (bool(asked.closing) and asked.closing in tokenizer.decode(ids))

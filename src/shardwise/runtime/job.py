@@ -1,4 +1,4 @@
-"""What is fixed for one run on one rank: everything that the loop reads and nothing that it changes."""
+"""What is constant during a run, on one rank: everything that the loop reads, and nothing that it changes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def held_out(self) -> Windows | Packs | None:
-        """The validation text, cut likewise."""
+        """The validation text, cut into samples; None if there is none."""
         store = self.prepared.validation
         return None if store is None else self._open(store, "validation")
 
@@ -169,8 +169,8 @@ def settle(job: Job, meshes: Meshes) -> Job:
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """``run.json`` of an earlier start in ``directory``, which is made if need be; where it is damaged or lost, what a
-    checkpoint says of the same. None: nothing was begun here."""
+    """``run.json`` of an earlier start in ``directory``, which is created if needed. If the file is damaged or lost, it
+    is restored from a checkpoint. None: no run was started here."""
     directory.mkdir(parents=True, exist_ok=True)
     path, state = directory / "run.json", "is missing"
     if there := path.exists():
@@ -188,7 +188,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
 
 
 def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
-    """What the newest good checkpoint says of the run that it belongs to."""
+    """The newest intact checkpoint, and the identity of the run that it belongs to."""
     for _, path in candidates(checkpoints):
         try:
             record = manifest.read(path)
@@ -201,12 +201,12 @@ def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def identity(job: Job) -> dict[str, Any]:
-    """What must stay as it was when a run goes on; in ``run.json``, and in every checkpoint."""
+    """What must not change when a run is resumed; it is in ``run.json`` and in every checkpoint."""
     return {"data": job.prepared.manifest.fingerprint}
 
 
 def write_run(job: Job) -> None:
-    """Write ``run.json`` whole or not at all."""
+    """Write ``run.json`` atomically."""
     record = {
         "format": 1,
         "run_id": job.run_id,

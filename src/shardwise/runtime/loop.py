@@ -84,7 +84,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     leave(job, checkpoints, log, watch, stop)
             watch.enter("end")
             close(checkpoints, log)
-            write_model(job, state)  # before what only tells of it
+            write_model(job, state)  # first: validation and report can wait
             validation = validation or evaluate_now(job, state, log, stop)
             if stop.everywhere:
                 leave(job, checkpoints, log, watch, stop)
@@ -92,8 +92,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
 
 
 def evaluates(job: Job, number: int) -> bool:
-    """Whether validation follows step ``number``. The one after the last step is part of the end, unless its checkpoint
-    may be the best and must say so."""
+    """Whether validation follows step ``number``. After the last step it is part of the end of the run, except with
+    ``keep_best``, where the checkpoint must record its result."""
     every = job.eval_steps
     if number == job.max_steps:
         return job.recipe.checkpoint.keep_best
@@ -101,7 +101,7 @@ def evaluates(job: Job, number: int) -> bool:
 
 
 def saves(job: Job, number: int) -> bool:
-    """Whether step ``number`` is saved whatever comes out of it."""
+    """Whether a checkpoint follows step ``number``, whatever validation finds."""
     return number == job.max_steps or number % job.save_steps == 0
 
 
@@ -112,14 +112,14 @@ def stops_early(job: Job, state: TrainState) -> bool:
 
 
 def tell_early_stop(log: Log, state: TrainState) -> None:
-    """Say why the run ends before its last step."""
+    """Log why the run ends before its last step."""
     log.say(f"stopped early: the last {state.stale} validations found no lower loss")
     log.event("stopped early", step=state.step)
 
 
 def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors: what the run must keep, the settings it was trained with (secrets in
-    URLs hidden), and of a step that was validated the loss, by which the best is found."""
+    """What a checkpoint holds besides tensors: the run's identity and state, the settings it was trained with (secrets
+    in URLs hidden), and the validation loss, if the step was validated, by which the best is found."""
     settings = {"settings": all_shown(dotted(job.recipe.model_dump(mode="json")))}
     known = validation is not None and math.isfinite(validation.loss)
     return state.facts() | identity(job) | settings | ({"validation": validation.loss} if known and validation else {})

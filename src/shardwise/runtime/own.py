@@ -62,7 +62,8 @@ from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _STATES = "$states"
-"""The key of a checkpoint's facts that holds the states of other objects; no argument of ``save`` has such a name."""
+"""The key under which a checkpoint's facts hold the states of other objects. No keyword argument of ``save`` can have
+this name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
@@ -70,7 +71,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Degrees(TypedDict, total=False):
-    """What :func:`plan` takes beside its words; either may be left out."""
+    """Arguments of :func:`plan` besides those with a list of words; any may be left out."""
 
     replicas: int | None
     tp: int
@@ -89,10 +90,10 @@ def plan(
     **degrees: Unpack[Degrees],
 ) -> Plan:
     """A plan for the processes that were started. Gradients are reduced in fp32 (in fp64 where ``compute`` is fp64)
-    unless ``reduce`` says otherwise. ``replicas=``: over how many a sharded model is replicated (hsdp: one a node
+    unless ``reduce`` says otherwise. ``replicas=``: the number of replicas of a sharded model (hsdp: one per node
     unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's decoder, and read the same
-    rows. Raises ConfigError for a word that is none, and for degrees that do not multiply. Without a recipe nothing is
-    estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    rows. Raises ConfigError for an unknown word, and for degrees that do not multiply to the number of processes.
+    Without a recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)
@@ -197,7 +198,8 @@ def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
 
 
 def _unit(module: nn.Module, name: str) -> nn.Module:
-    """The submodule of this name; ConfigError where its call cannot gather it, or is not all that needs it."""
+    """The submodule of this name. ConfigError if it cannot be a unit: it is never called itself, or shares a weight
+    with another module."""
     unit = _submodule(module, name, "units")
     if isinstance(unit, nn.ModuleList | nn.ModuleDict):
         what = f"`{name}` is a list of modules, which is never called itself"
@@ -238,13 +240,15 @@ def optimizer(
     given = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
     made = AdamW(given, lr=learning_rate, betas=betas, eps=eps, fused=True)
     for parameter in trained:
-        made.state[parameter] = fresh_moments(parameter)  # there to be loaded into, before a first step
+        made.state[parameter] = fresh_moments(
+            parameter
+        )  # so that a checkpoint can be loaded into it before a first step
     return made
 
 
 def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
-    """Propagate ``loss``, a mean over this rank's rows. Of several ``micro_batches`` a step, say which is the ``last``:
-    after it gradients are the mean over all of them and over all ranks."""
+    """Run backward from ``loss``, a mean over this rank's rows. With several ``micro_batches`` per step, say which is
+    the ``last``: after it, gradients are the mean over all of them and over all ranks."""
     plan, usage = _PLANS[module], _USAGES[module]
     usage.begin()
     if last and micro_batches > 1 and plan.sharded and plan.shard.strategy == "zero1":
@@ -271,11 +275,11 @@ def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:
 
 class Checkpoints:
     """The checkpoints of a module and its optimizer in ``directory``: saved while training goes on, committed whole or
-    not at all, and loaded under any other strategy and number of ranks. Made by every rank at once.
+    not at all, and loaded under any other strategy and number of ranks. Every rank constructs it, at the same point.
 
     ``keep``: what else has a state, as ``scheduler=scheduler, sampler=sampler``: anything with ``state_dict()`` and
-    ``load_state_dict()`` of JSON values and tensors. The first rank's is saved; of those whose names are in
-    ``per_rank`` every rank's own, which load onto as many ranks only."""
+    ``load_state_dict()`` of JSON values and tensors. The first rank's state is saved; for names in ``per_rank`` every
+    rank's own, which can be loaded by the same number of ranks only."""
 
     def __init__(
         self,
@@ -322,9 +326,9 @@ class Checkpoints:
         return found
 
     def save(self, step: int, **facts: Any) -> None:
-        """Begin to save as ``step``, with ``facts`` beside: what JSON can hold, tensors of one number, and null for
-        what is not finite. The next ``optimizer.step()`` waits until the tensors are copied; the rest is written in the
-        background, and warned of here when it failed before. Raises DataError CKPT020 for other facts."""
+        """Start to save as ``step``, with ``facts``: JSON values and tensors of one element; values that are not finite
+        become null. The next ``optimizer.step()`` waits until the tensors are copied; they are written in the
+        background. If an earlier save failed, this call warns of it. Raises DataError CKPT020 for other facts."""
         plain: dict[str, Any] = {}
         for key, value in facts.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -344,8 +348,9 @@ class Checkpoints:
         self._kept.save(self.tensors() | changing, {"step": step, **plain, **states}, step)
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint that verifies, in place; its facts, ``step`` among them. None: there is none.
-        Raises DataError OWN002 if it was saved with other objects beside, or with those of another number of ranks."""
+        """Load the newest intact checkpoint, in place; returns its facts, ``step`` among them, or None if there is no
+        checkpoint. Raises DataError OWN002 if it was saved with other objects, or with per-rank states of another
+        number of ranks."""
         made = not self.optimizer.state
         if made:
             _make_state(self.optimizer)
@@ -357,7 +362,8 @@ class Checkpoints:
         return facts
 
     def _as_saved(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What to load: a parameter that had no gradient until it was saved has no state, there and here."""
+        """The tensors to load. A parameter that had no gradient before the save has no optimizer state in the
+        checkpoint, so none is loaded."""
         had = {name.split(".", 2)[2] for name in names if name.startswith("optim.")}
         for name, parameter in self.module.named_parameters():
             if had and name not in had:
@@ -365,8 +371,8 @@ class Checkpoints:
         return self.tensors()
 
     def close(self) -> list[checkpoint.SaveResult]:
-        """Wait for the save in flight; what became of the saves since the last call. Signals mean again what they did
-        before ``stopping`` was read."""
+        """Wait for the save in flight; returns the outcomes of the saves since the last call. Signal handlers are as
+        before ``stopping`` was first read."""
         events, self._events = self._events + self._kept.wait(), []
         if self.module in _USAGES:
             self._stopped |= _USAGES[self.module].stop
@@ -375,7 +381,8 @@ class Checkpoints:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer that makes its state at its first step make it now, changing nothing: a step of size zero."""
+    """Have an optimizer that creates its state at its first step create it now, by a step of size zero, which changes
+    nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

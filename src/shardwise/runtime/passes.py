@@ -40,7 +40,7 @@ def finish_of(method: Method, plan: Plan) -> Finish:
 
 
 def score_of(plan: Plan) -> Score:
-    """The loss of each token, without gradients; over as many at a time."""
+    """The loss of each token, without gradients, over as many tokens at a time as ``plan`` says."""
     return partial(pretrain.score, chunk_tokens=plan.batch.loss_chunk_tokens)
 
 
@@ -75,7 +75,8 @@ def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor
 
 
 def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
-    """What ``score`` makes of the model's hidden states, called within the output layer."""
+    """What ``score`` returns for the model's hidden states; it is called within the output layer, whose weight is then
+    gathered."""
     [model] = parts  # one stage
     spec: ModelSpec = model.spec  # type: ignore[assignment]
 
@@ -87,7 +88,7 @@ def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tens
 
 
 def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
-    """Tell ``enter`` when backward leaves the head for the blocks: from there on gradients are being reduced."""
+    """Call ``enter`` when backward goes from the head to the blocks: from there on gradients are reduced."""
 
     def watch(block: nn.Module, args: object, out: Tensor) -> None:
         if out.requires_grad:

@@ -34,13 +34,14 @@ from shardwise.spec.files import open_regular
 from shardwise.techniques import lora, shard
 
 Scores = dict[str, NDArray[np.float64]]
-"""By split, for each pair: log p(chosen) - log p(rejected), NaN where it is not read."""
+"""By split, for each pair: log p(chosen) - log p(rejected); NaN for pairs that the run does not read."""
 _SAMPLE_BYTES = 2**20
 
 
 def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) -> Job:
-    """``job`` with the scores of every pair that its run and its validations read. ``parts`` must hold the model as it
-    came. Collective. Raises DataError (DPO001) where an earlier start of the run has left no scores that fit."""
+    """``job`` with the scores of every pair that its run and its validations read. ``parts`` must hold the initial
+    model. Collective. Raises DataError (DPO001) if an earlier start of the run has left no scores for these data and
+    weights."""
     if not job.recipe.pairs:
         return job
     found = from_first(lambda: _read(job))
@@ -65,7 +66,7 @@ def score(
     job: Job, parts: Sequence[nn.Module], windows: Packs, numbers: Sequence[int], enter: Callable[[str], None]
 ) -> NDArray[np.float64]:
     """log p(chosen) - log p(rejected) of the pairs in the windows ``numbers``, adapters left out; 0 for all others. The
-    ranks share the windows, and all get everything."""
+    ranks divide the windows among them, and all get every score."""
     sums = torch.zeros(windows.store.split.documents // 2, dtype=torch.float64, device=job.device)
     numbered = replace(windows, reference=np.arange(float(len(sums))))  # so a batch says which pairs are in it
     with lora.disabled(parts):
@@ -82,7 +83,7 @@ def score(
 
 
 def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
-    """Of each split its windows, and which of them the run reads."""
+    """For each split its windows, and the numbers of those that the run reads."""
     count = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
     whole = count >= len(job.windows)
     train = range(len(job.windows)) if whole else np.sort(job.order.samples(0, count)).tolist()
@@ -91,7 +92,7 @@ def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
 
 
 def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
-    """What stands on the disk, else all NaN; a Problem for a run that has begun and lost it."""
+    """The scores on disk; all NaN if the run has not begun; a Problem if it has begun and its file is gone."""
     path = _path(job)
     if path.is_file():
         try:

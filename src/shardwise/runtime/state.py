@@ -43,7 +43,8 @@ class LossScale:
         return self.live
 
     def update(self, finite: Tensor) -> Tensor:
-        """Learn from a step whose gradients were ``finite`` or not; what the host is to be told."""
+        """Update the scale after a step whose gradients were ``finite`` or not; returns the values for the host to
+        read."""
         assert self.live is not None
         if not self.enabled:
             return self.live[:0]
@@ -102,14 +103,14 @@ class TrainState:
         return found
 
     def advance(self, tokens: int) -> None:
-        """One optimizer step over ``tokens`` input tokens is on its way."""
+        """Count an optimizer step over ``tokens`` input tokens that was launched."""
         self.step += 1
         self.tokens += tokens
 
     def book(self, skipped: bool, scaling: Sequence[float] = ()) -> None:
-        """Its figures are there: whether it was ``skipped`` and, in fp16, the loss scale and its good steps after it.
-        An overflow that a smaller loss scale may cure is part of the search for that scale, and no sign of a poisoned
-        run."""
+        """Count its figures, once read: whether it was ``skipped`` and, in fp16, the loss scale and its good steps
+        after it. An overflow that a smaller loss scale may cure is part of the search for that scale, and no sign of a
+        poisoned run."""
         self.updates += not skipped
         searching = self.scale.enabled and self.scale.value > 1.0
         self.skipped_in_row = self.skipped_in_row + 1 if skipped and not searching else 0
@@ -117,7 +118,7 @@ class TrainState:
             self.scale.value, self.scale.good_steps = scaling[0], int(scaling[1])
 
     def judge(self, validation_loss: float) -> None:
-        """Book one validation, for early stopping. What is not finite is no gain."""
+        """Count one validation, for early stopping. A loss that is not finite is no improvement."""
         if math.isfinite(validation_loss) and (self.lowest is None or validation_loss < self.lowest):
             self.lowest, self.stale = validation_loss, 0
         else:
@@ -129,7 +130,7 @@ class TrainState:
         return facts | ({"early_stopping": [self.lowest, self.stale]} if self.lowest is not None or self.stale else {})
 
     def load_facts(self, facts: dict[str, Any]) -> None:
-        """Take over the facts of a checkpoint whose tensors have just been loaded in place."""
+        """Restore the facts of a checkpoint whose tensors have just been loaded."""
         for name in COUNTERS:
             setattr(self, name, int(facts[name]))
         self.lowest, self.stale = facts.get("early_stopping", (None, 0))

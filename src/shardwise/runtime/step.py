@@ -42,13 +42,13 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device computes, or has computed: what the host knows of it already, and the figures to come."""
+    """A step that was launched on the device: what the host knows already, and the figures that it will read."""
 
     known: StepStats
     figures: Figures
 
     def settle(self, state: TrainState) -> StepStats:
-        """Wait for the figures and book them in ``state``; of several steps the first one first."""
+        """Wait for the figures and count them in ``state``. Call it for steps in their order."""
         squares, loss, *scaling = self.figures.read()
         skipped = not (math.isfinite(squares) and math.isfinite(loss))
         scale = state.scale.value

@@ -55,15 +55,15 @@ class Usage:
                 unit.register_forward_hook(partial(self._leave, name))
 
     def begin(self) -> None:
-        """A backward begins. What has a gradient before the first one of a step keeps it."""
+        """Call before each backward. A gradient that exists before the first one of a step is kept."""
         self._reached.clear()
         if not self._open:
             self._open = True
             self._used = {name for name, p in self._parameters.items() if p.grad is not None}
 
     def finish(self) -> None:
-        """After the last backward of a step. Raises TrainingError (OWN001) on all ranks if they ran different units:
-        then nothing of this step may be used."""
+        """Call after the last backward of a step. Raises TrainingError (OWN001) on all ranks if they ran different
+        units: then the step must not be used."""
         asked = bool(self.request)
         if self.ranks == 1:
             self.stop |= asked

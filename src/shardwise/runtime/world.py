@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """What watches over the ranks (runtime/watch/guard.py)."""
+    """The watch over the ranks (runtime/watch/guard.py)."""
 
     @property
     def nccl_timeout_s(self) -> float: ...
@@ -37,9 +37,9 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of the run, as its launcher described it. ``fault`` is a test's order to fail;
-    ``store`` is the file through which ranks of ``shardwise train`` find one another; ``told_for``: the launcher is
-    ours, which tells what ended a rank."""
+    """This process among those of the run, as its launcher described it. ``fault``: a test asks this rank to fail;
+    ``store``: the file through which ranks of ``shardwise train`` find one another; ``told_for``: the launcher is ours,
+    and reports why a rank ended."""
 
     rank: int
     local_rank: int
@@ -85,7 +85,7 @@ def device_of(kind: DeviceKind) -> torch.device:
 
 
 def take_device() -> None:
-    """To be called in a new thread, which begins on the first GPU: what it asked of CUDA would make a context there,
+    """Call in every new thread. A thread starts on the first GPU, where its first CUDA call would create a context:
     some hundred MiB for every rank of the node."""
     if torch.cuda.is_initialized():
         torch.cuda.set_device(process().local_rank)
@@ -147,7 +147,7 @@ def told_by_first(make: Callable[[], str]) -> str:
 
 @cache
 def _store() -> Any:
-    """Kept, for where rank 0 serves it, it would end with the last that knows it."""
+    """The store, cached: where rank 0 serves it, it would end with its last reference."""
     me = process()
     return dist.FileStore(me.store, me.world_size) if me.store else next(dist.rendezvous("env://"))[0]
 
