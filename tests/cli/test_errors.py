@@ -80,6 +80,11 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             "error[CLI001]: unknown option `--bogus`\nwhere: the command line\nfix:   `shardwise --help` lists them\n",
         ),
         (
+            ("train", "--resum"),
+            2,
+            "error[CLI001]: unknown option `--resum`\nwhere: the command line\nfix:   did you mean `--resume`?\n",
+        ),
+        (
             ("train", "--seq-len"),
             2,
             "error[CLI001]: `--seq-len` needs a value\nwhere: the command line\nfix:   `--seq-len VALUE`\n",
@@ -100,7 +105,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         (
             ("train", "--cluster", "2x8xH100"),
             2,
-            "error[CLI001]: `2x8xH100`: runs start on this machine, and only plans are made for others\n"
+            "error[CLI001]: `2x8xH100`: only `shardwise plan` takes other machines; this command runs on this one\n"
             "where: the command line\n"
             "fix:   `run.device=cuda run.nproc=8 run.nodes=2` to run on such machines, "
             "`shardwise plan --cluster 2x8xH100` to plan for them\n",
@@ -108,7 +113,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         (
             ("data", "prepare", "cluster=2xCPU"),
             2,
-            "error[CLI001]: `2xCPU`: runs start on this machine, and only plans are made for others\n"
+            "error[CLI001]: `2xCPU`: only `shardwise plan` takes other machines; this command runs on this one\n"
             "where: the command line\n"
             "fix:   `run.device=cpu run.nproc=2` to run on such machines, "
             "`shardwise plan --cluster 2xCPU` to plan for them\n",

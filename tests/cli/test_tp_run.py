@@ -84,7 +84,7 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 @pytest.mark.parametrize(
     ("model", "words", "code", "said", "fix"),
     [
-        (MODEL, ["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "1, 2"),
+        (MODEL, ["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "one of 1, 2"),
         (MODEL, ["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
         (
             MODEL | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},

@@ -26,7 +26,7 @@ from shardwise.spec.units import show_bytes
 
 
 def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
-    """The machines that ``text`` describes; without it, ``run.nodes`` machines like this one."""
+    """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``)."""
     if text is not None:
         return parse_cluster(text)
     found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
@@ -34,14 +34,14 @@ def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
 
 
 def with_products(cluster: Cluster, ask: Callable[[], Products] = measured) -> Cluster:
-    """The machines, with the measured speed of matrix products if they are CPUs."""
+    """The machines with how fast they multiply, of which only CPUs are asked."""
     device = cluster.device
     return cluster if cluster.kind == "cuda" else replace(cluster, device=replace(device, products=ask()))
 
 
 def as_first(cluster: Cluster) -> Cluster:
-    """The machines as rank 0 finds them: the speed of a CPU's matrix products, or what is missing to compile for GPUs.
-    Ranks that torchrun started must all make the same plan."""
+    """The machines with what rank 0 finds, how fast CPUs multiply or what it lacks to compile for GPUs: ranks that
+    torchrun started must all make the same plan."""
     from shardwise.runtime.world import told_by_first
 
     if cluster.kind == "cuda":
@@ -51,8 +51,8 @@ def as_first(cluster: Cluster) -> Cluster:
 
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:
-    """This machine, described alike on every rank: each rank that torchrun started makes the plan itself. Free memory
-    changes from moment to moment, so for CPUs the total is used."""
+    """This machine as every rank sees it alike. Ranks that torchrun started each make the plan; memory that is free
+    changes from one moment to the next, so on CPUs they count what the machine has."""
     cluster = cluster_of(recipe)
     if cluster.kind == "cuda":
         return cluster
@@ -62,9 +62,8 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
 
 
 def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None, resumed: Path | None = None) -> Plan:
-    """The plan in ``file``, unchanged; without one the planner's choice, with the dtypes of the ``resumed`` run. Raises
-    ConfigError: RUN001 for a plan for another number of processes, PLAN019 for one of another recipe, PLAN010 if it
-    cannot fit."""
+    """The plan of ``file`` as it stands (RUN001 if it is for other machines, PLAN019 if for another recipe), else the
+    planner's choice, with the dtypes of the run that is ``resumed``. PLAN010 if it cannot fit."""
     kept = _kept(recipe, cluster, resumed) if resumed else {}
     asked = recipe.model_copy(update={"precision": recipe.precision.model_copy(update=kept)})
     plan = load_plan(file) if file else choose(asked, spec, cluster)
@@ -89,8 +88,8 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
 
 
 def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
-    """The dtypes that were chosen by measurement when ``run`` was started: they must not change, whatever is measured
-    now. A choice for a CPU says nothing about a GPU."""
+    """What was measured when ``run`` was started: it must not change, whatever is measured now. How a CPU computed
+    products says nothing about a GPU."""
     try:
         begun = vars(load_plan(run / "plan.yaml").precision)
     except ShardwiseError:
@@ -100,7 +99,7 @@ def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
 
 
 def far(plan: Plan) -> str | None:
-    """A warning if tensor parallelism crosses nodes."""
+    """A warning of tensor parallelism that crosses nodes."""
     tp, each = plan.layout.tp, plan.layout.ranks_per_node
     if each % tp == 0:
         return None
@@ -109,7 +108,7 @@ def far(plan: Plan) -> str | None:
 
 
 def slower(plan: Plan, cluster: Cluster) -> str | None:
-    """A warning if the plan uses bf16 where another dtype is faster."""
+    """A warning of bf16 where another type is faster."""
     products = cluster.device.products
     if plan.precision.compute == "bf16" and not cluster.device.computes_bf16:
         return f"warning: the {cluster.device.name} emulates bf16, slowly; `precision.compute=fp16`"
@@ -120,8 +119,8 @@ def slower(plan: Plan, cluster: Cluster) -> str | None:
 
 
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
-    """How ``plan`` differs from ``recipe`` in what is trained (export and generate read that in the recipe), and in
-    what the recipe pins: such a plan was made for another recipe."""
+    """What is trained is the recipe's to say, and export and generate read it there; and a pin always wins: a plan that
+    says otherwise is another recipe's."""
     dp = plan.layout.dp
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),
@@ -141,5 +140,5 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> li
 
 
 def _show(value: object) -> str:
-    """A setting in words."""
+    """A setting in words: nothing, or as it is written."""
     return "none" if not value else str(value)

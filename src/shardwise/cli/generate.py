@@ -44,9 +44,9 @@ class Options(Common):
         int | None, Option("--tokens", min=1, help="The most tokens to generate (default: 64; 256 with --chat).")
     ] = None
     temperature: Annotated[
-        float, Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")
+        float, Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.0
-    seed: Annotated[int, Option("--seed", min=0)] = 0
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")] = 0
 
 
 def run(options: Options) -> None:

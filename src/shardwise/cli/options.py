@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -62,16 +63,17 @@ class Words:
     overrides: list[str] = field(default_factory=list)
 
 
-def sort_words(words: list[str]) -> Words:
-    """Separate the recipe from ``key=value`` and ``--key value``. Raises UsageError (CLI001) or MissingInputError
-    (CFG011)."""
+def sort_words(words: list[str], options: type | None = None) -> Words:
+    """Separate the recipe from ``key=value`` and ``--key value``. A mistyped one of the command's own ``options`` is
+    recognised. Raises UsageError (CLI001) or MissingInputError (CFG011)."""
+    own = [field.name for field in fields(options)] if options else []
     keys = keys_of(recipe_schema())
     found = Words()
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word.startswith("--") and len(word) > 2:
-            found.overrides.append(_flag(word[2:], rest, keys))
+            found.overrides.append(_flag(word[2:], rest, keys, own))
         elif word.startswith("-") and len(word) > 1 and not os.path.exists(word):
             raise _misused(f"unknown option `{word}`", "`shardwise --help` lists them")
         elif "=" in word and not os.path.exists(word):
@@ -81,7 +83,9 @@ def sort_words(words: list[str]) -> Words:
         else:
             raise _misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
     for asked in (word.partition("=")[2] for word in found.overrides if word.startswith("cluster=")):
-        raise _misused(f"`{asked}`: runs start on this machine, and only plans are made for others", _machines(asked))
+        raise _misused(
+            f"`{asked}`: only `shardwise plan` takes other machines; this command runs on this one", _machines(asked)
+        )
     return found
 
 
@@ -97,7 +101,7 @@ def _misused(what: str, fix: str) -> UsageError:
     return UsageError(Problem("CLI001", what, "the command line", fix))
 
 
-def _flag(text: str, rest: list[str], keys: Keys) -> str:
+def _flag(text: str, rest: list[str], keys: Keys, own: list[str]) -> str:
     """``--seq-len 8k``, ``--seq-len=8k``, ``--compile`` as ``key=value``; the value of a yes-or-no key may be left
     out."""
     name, equals, value = text.partition("=")
@@ -111,7 +115,7 @@ def _flag(text: str, rest: list[str], keys: Keys) -> str:
         return f"{name}=true"
     if not rest or rest[0].startswith("--"):
         if key is None:
-            near = keys.nearest(name)
+            near = next(iter(get_close_matches(name, own, 1, 0.8)), None) or keys.nearest(name)
             fix = f"did you mean `--{near.replace('_', '-')}`?" if near else "`shardwise --help` lists them"
             raise _misused(f"unknown option `--{text}`", fix)
         raise _misused(f"`--{text}` needs a value", f"`--{text} VALUE`")

@@ -61,7 +61,7 @@ def run(options: Options) -> None:
             raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, [], options.explain)
-    words = sort_words(options.arguments)
+    words = sort_words(options.arguments, Options)
     path = recipe_or_quickstart(words.path, words.overrides)
     loaded = read_recipe(path, words.overrides)
     for notice in loaded.notices:

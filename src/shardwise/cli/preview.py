@@ -47,7 +47,7 @@ class Options(Common):
 
     words: DataWords = field(default_factory=list)
     samples: Annotated[int, Option("-n", "--samples", help="How many samples to show.", min=0)] = 3
-    split: Annotated[Literal["train", "validation"], Option("--split")] = "train"
+    split: Annotated[Literal["train", "validation"], Option("--split", help="Which samples to show.")] = "train"
 
 
 def run(options: Options) -> None:

@@ -66,7 +66,7 @@ def run(options: Options) -> int:
     """Do what the options say; the exit code."""
     die_with_launcher()
     outlive_output()
-    words = sort_words(options.arguments)
+    words = sort_words(options.arguments, Options)
     if options.resume and words.path is None and options.run:
         words.path = Path(options.out or "runs") / options.run
     loaded = _load(options, words)

@@ -1,4 +1,4 @@
-"""The only place that uses torch's private names. Each says what for, and what breaks when the name goes."""
+"""The only place that uses torch's private names. Each use says what it is for, and what breaks without the name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile needs of a machine beside torch. Without it a first step would end in an error of the compiler's.
+"""What torch.compile needs on a machine besides torch. Without it, the first step would end in a compiler error.
 Imports no torch."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ COMPILERS: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
     "cuda": ("CC", "a C compiler", ("gcc", "clang")),
     "cpu": ("CXX", "a C++ compiler", ("g++", "clang++")),
 }
-"""Where a user may have named a compiler, what it is, and what is looked for otherwise: triton builds its launchers in
-C, torch its kernels for a CPU in C++."""
+"""By device kind: the environment variable that may name a compiler, what it is, and the commands that are tried
+otherwise. triton compiles its launchers in C, torch its CPU kernels in C++."""
 
 
 def compiler_lacks(kind: Kind) -> str:

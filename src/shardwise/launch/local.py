@@ -34,7 +34,7 @@ AFTER_FAILURE_S = 30.0
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 POLL_S = 0.05
 TWICE_S = 1.0
-"""A second Ctrl-C that comes sooner is the first, passed on twice."""
+"""A second Ctrl-C that comes sooner is taken to be the first one, delivered twice."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with another code than 0: minus the signal if it was killed."""
+    """A rank that failed: its exit code, or minus the signal that killed it."""
 
     exit_code: int
     pid: int
@@ -57,8 +57,8 @@ class Failure:
 def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise") -> Ended:
     """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them.
 
-    The code and the cause come from the ranks' ``exit.json``; a rank that was killed could not write one, and is named
-    by the signal.
+    Exit code and cause come from the ranks' ``exit.json``. A killed rank could not write one; for it the signal is
+    reported.
     """
     clear_exit(run_directory)
     kills = oom_kills()
@@ -123,9 +123,9 @@ def _requests() -> Iterator[_Requests]:
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[int, Failure]:
-    """Wait until every rank has ended; those that failed. A request to stop is passed on once, and waited for; when one
-    rank fails the others are asked to end. Who does not end in time is killed, and so are all of them when the request
-    comes again."""
+    """Wait until every rank has ended; returns those that failed. A request to stop is passed on once, and the ranks
+    get time to save; when one rank fails, the others are asked to end. A rank that does not end in time is killed; a
+    second request kills all."""
     running, failures = dict(enumerate(ranks)), dict[int, Failure]()
     told, deadline_s = False, float("inf")
     while running:

@@ -1,4 +1,4 @@
-"""Several nodes: the exact line to run on each; and what a start by torchrun lays open (docs/security.md)."""
+"""Several nodes: the exact line to run on each; and which ports torchrun leaves open (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 def lines(nodes: int, nproc: int, train_arguments: Sequence[str], port: int = DEFAULT_PORT) -> list[str]:
     """One ``torchrun`` line a node. The first node's address stands for ``FIRST_NODE``, the network between the nodes
-    for ``INTERFACE``. The rendezvous is torch's static one: the other, c10d, unpickles what stands in its store."""
+    for ``INTERFACE``. The rendezvous is torch's static one, because the other, c10d, unpickles what is in its store."""
     head = 'GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" torchrun '
     head += f'--nnodes {nodes} --nproc-per-node {nproc} --master-addr "$FIRST_NODE" --master-port {port}'
     command = shlex.join(train_arguments)
@@ -23,7 +23,7 @@ def lines(nodes: int, nproc: int, train_arguments: Sequence[str], port: int = DE
 
 
 def exposure() -> str | None:
-    """What the first of torchrun's ranks warns of: a port that machines elsewhere can reach; None if there is none."""
+    """The warning of torchrun's first rank that other machines can reach its port; None if they cannot."""
     if by_our_launcher() or not is_worker() or rank() or "MASTER_PORT" not in os.environ:
         return None
     world, local_world = started()

@@ -48,8 +48,8 @@ PACE = Pace()
 
 @dataclass(frozen=True)
 class Owner:
-    """What an owner's file says. ``kernel`` is the machine's boot and the namespace of pids; ``token`` is known to all
-    ranks of the start that owns."""
+    """The contents of an owner's file. ``kernel`` names the machine's boot and the pid namespace; ``token`` is known to
+    all ranks of the owning start."""
 
     token: str
     host: str
@@ -107,8 +107,8 @@ class Claim:
                 _path(self.directory, self.number).unlink()
 
     def beat(self, owner: Owner, pace: Pace) -> None:
-        """Change the file every few seconds, in place: one that was removed must not come back. What the disk refuses
-        now it may take the next time."""
+        """Change the file every few seconds, in place, since one that was removed must not come back. A failed write is
+        tried again at the next beat."""
         count = 0
         while not self._done.wait(pace.beat_s):
             count += 1
@@ -278,7 +278,7 @@ def _path(directory: Path, number: int) -> Path:
 
 
 def _text(owner: Owner, count: int) -> bytes:
-    """As long as ever, so that it can be written in place."""
+    """Always of the same length, so that it can be overwritten in place."""
     return json.dumps(asdict(owner) | {"beat": f"{count:010}"}).encode()
 
 

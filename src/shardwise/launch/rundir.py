@@ -34,11 +34,11 @@ from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk may become while a run goes on."""
+"""Errors that a disk may begin to return while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
 """Keys that decide what the samples are and in which order they come."""
 _ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
-"""Sections that may change when a run goes on by itself: where and how it runs."""
+"""Sections that may change without ``--resume``: they say where and how a run computes, not what."""
 BYTES_A_PARAMETER = 12
 """fp32 weights and two fp32 moments; tokenizer, manifest and cursor are small."""
 
@@ -54,7 +54,8 @@ def check_name(name: str) -> str:
 
 
 def check_new(target: Path) -> None:
-    """What the user names is made, never replaced: it may hold anything. Raises OUT001, OUT002."""
+    """A directory that the user names is created and never replaced, since it may hold anything. Raises OUT001,
+    OUT002."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = f"{target} exists; nothing is overwritten"
         raise OutputError(Problem("OUT001", what, "--out", "another --out"))
@@ -119,7 +120,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
 
 
 def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
-    """What is said of a run that was finished, if ``recipe`` makes it no longer; else None."""
+    """The message for a run that is finished, unless ``recipe`` makes it longer; else None."""
     outcome, step = read_exit(directory), newest_step(directory)
     if outcome is None or outcome.kind != "done" or step is None or outcome.step > step:
         return None
@@ -134,8 +135,8 @@ def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
 
 
 def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
-    """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings that its newest
-    checkpoint states, for recipe.yaml may have been edited since. Where it runs is not compared."""
+    """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings in its newest
+    checkpoint, since recipe.yaml may have been edited. Where it runs is not compared."""
     old, new = _facts(directory).get("settings"), _settings(recipe)
     try:
         old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
@@ -146,13 +147,14 @@ def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """As they stand in checkpoints."""
+    """A recipe's settings as checkpoints hold them."""
     shown: dict[str, Any] = all_shown(dotted(recipe.model_dump(mode="json")))
     return shown
 
 
 def _facts(directory: Path) -> dict[str, Any]:
-    """What the newest readable checkpoint of a run states, among it the settings by dotted key; empty if none does."""
+    """The facts of a run's newest readable checkpoint, which include the settings by dotted key; empty if there is
+    none."""
     for _, path in candidates(directory / "checkpoints"):
         with suppress(Rejected, OSError, ValueError):
             check_files(path, read(path), [STATE])
@@ -161,13 +163,14 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 
 def resuming(directory: Path, step: int, recipe: Recipe) -> str:
-    """What is said when a run goes on: from where, and with which other settings."""
+    """The message for a resumed run: from which step, and with which changed settings."""
     differs = "".join(f"; {key} {change}" for key, change in changes(directory, recipe).items())
     return f"resuming {directory} from step {step}{differs}"
 
 
 def check_writable(directory: Path) -> None:
-    """Make ``directory`` and prove that files there can be written, synced and renamed. Raises OutputError (OUT002)."""
+    """Create ``directory`` and check that files there can be written, synced and renamed. Raises OutputError
+    (OUT002)."""
     probe, renamed = directory / f".probe-{os.getpid()}", directory / f".probe-{os.getpid()}-renamed"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -185,8 +188,8 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Iterator[Claim]:
-    """Own ``directory`` while the block lasts, and do not leave it behind empty. Raises OutputError: OUT005 while
-    another process owns it, OUT002 if it cannot be written."""
+    """Own ``directory`` for the length of the block; remove it afterwards if it is empty and was created here. Raises
+    OutputError: OUT005 while another process owns it, OUT002 if it cannot be written."""
     new = [path for path in (directory, directory.parent) if not path.exists()]
     check_writable(directory)
     try:
@@ -203,7 +206,7 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
 
 
 def filled(directory: Path, error: OSError) -> OutputError:
-    """What a run says whose disk has filled up (OUT002)."""
+    """The error of a run whose disk is full (OUT002)."""
     where = Path(error.filename or directory)
     return OutputError(replace(_unwritable(where, error), fix=f"make room there, then `{train_again(directory)}`"))
 
@@ -226,7 +229,7 @@ def _unwritable(directory: Path, error: OSError) -> Problem:
 
 
 def nearest(directory: Path) -> Path:
-    """``directory``, or what is there of the way to it."""
+    """``directory``, or its nearest parent that exists."""
     while not directory.exists():
         directory = directory.parent
     return directory

@@ -37,7 +37,7 @@ def started() -> tuple[int, int]:
 
 
 def start_name() -> str:
-    """What all ranks that torchrun started together know, and those of another start do not."""
+    """A name that is the same on all ranks that torchrun started together, and differs for another start."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     known = [os.environ.get(name, "") for name in names]
     alone = known[2].startswith(("localhost", "127.", "::1")) or not known[2]  # an address that every machine has
@@ -66,8 +66,8 @@ def set_up_torch(*, deterministic: bool) -> None:
 
 
 def speak_in_turn() -> None:
-    """To be called before a rank of torchrun tells an error that all ranks may have met: rank 0 tells it at once; the
-    others wait, and torchrun, which ends every rank when one has ended, spares them telling it again."""
+    """Call before a rank of torchrun prints an error that all ranks may have met. Rank 0 prints it at once; the others
+    wait, and torchrun, which ends every rank once one has ended, stops them before they print it again."""
     if is_worker() and not by_our_launcher() and rank():
         time.sleep(TURN_S)
 

@@ -1,6 +1,6 @@
-"""What a CUDA device holds beside the tensors of a step: the workspaces of kernels, what the allocator rounds up, the
-buffers of communicators. Constants are those of torch 2.13, FlashAttention 2 and NCCL 2.28, and each says where it
-stands there; a CPU has none of this."""
+"""The memory of a CUDA device besides the tensors of a step: workspaces of kernels, the allocator's rounding, buffers
+of communicators. Constants are those of torch 2.13, FlashAttention 2 and NCCL 2.28, and each says where it stands
+there; a CPU has none of this."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def attention_bytes(unit: Unit, op: Op, plan: Plan) -> int:
 
 
 def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int]:
-    """What is there for the whole step, by category of memory."""
+    """Bytes that are held for the whole step, by category of memory."""
     if cluster.kind != "cuda":
         return {}
     recent = cluster.device.capability is None or cluster.device.capability >= (9, 0)

@@ -1,8 +1,8 @@
 """How fast this CPU multiplies matrices in fp32 and in bf16, measured once for each processor and each torch.
 
-What a processor says that it can do is no guide: some with instructions for bf16 multiply in it more slowly than in
-fp32, some (AMD) multiply fp32 twice as fast through oneDNN at fp32 accuracy, and others (AMX) would really compute
-that in bf16. So errors and times decide. Imports torch only when it measures.
+The instructions that a processor reports are no guide: some with bf16 instructions multiply more slowly in bf16 than in
+fp32; some (AMD) multiply fp32 twice as fast through oneDNN, at fp32 accuracy; others (AMX) would compute that in bf16.
+So measured errors and times decide. Imports torch only when it measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 8
 
 
 def measured(cache_directory: Path = CACHE) -> Products:
-    """What was measured on this processor with this torch: read from the cache, else measured now and kept there."""
+    """The measurement for this processor and this torch: read from the cache, else made now and stored there."""
     torch = metadata.version("torch")
     identity = [FORMAT, processor(), torch]
     path = cache_directory / f"{xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())}.json"

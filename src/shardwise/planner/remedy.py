@@ -14,7 +14,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 CLOSEST = 3
-"""So many changes are shown where none is enough."""
+"""How many changes are shown if none is enough."""
 NODE = 8
 """Devices of a full node."""
 Change = tuple[dict[str, object], Cluster, str]
@@ -31,8 +31,8 @@ class Remedy:
 
 
 def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
-    """The changes after which ``chosen``, which stays not below the margin, would fit; where there is none, those that
-    come closest."""
+    """The single changes that would make ``chosen``, which is above the margin, fit; if there are none, those that come
+    closest."""
     share = MARGIN if _share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
@@ -84,7 +84,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
 
 
 def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
-    """More devices of the kind, then larger ones that are as fast; of each list the first that fits is meant."""
+    """More devices of the same kind, then larger ones that are as fast. Of each list, the first that fits is shown."""
     if cluster.kind != "cuda":
         return
     nodes, each = cluster.nodes, cluster.devices_per_node
@@ -108,7 +108,7 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
 
 
 def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None) -> Remedy | None:
-    """None where the change is not allowed, or where a glance shows that it needs more than ``share`` of the memory."""
+    """None if the change is not allowed, or if a lower bound already exceeds ``share`` of the memory."""
     keys, machines, price = change
     changed = recipe.model_dump(exclude_unset=True)
     for key, value in keys.items():

@@ -1,8 +1,8 @@
-"""Sheets at hand. Units of the decoder ship with the package, one for each set of features, in symbols; sheets of
-transformers' own modules are kept in a cache, else traced.
+"""Where sheets come from. Units of the decoder ship with the package, one for each set of features, in symbols; sheets
+of transformers' own modules are kept in a cache, else traced.
 
-What is kept says what it was made from: a unit its features, a sheet the dimensions of its model, both the variant and
-the code that was traced.
+The key of each names what it was made from: a unit's features or a model's dimensions, the variant, and the code that
+was traced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MARKS = ("input", "output", "gradient_in", "gradient_out")
 
 
 def variant(precision: Precision) -> str:
-    """``wide`` where statistics have the compute type, so that converting to them costs nothing."""
+    """``wide`` if statistics have the compute dtype, so that converting to it makes no tensor; else ``narrow``."""
     return "wide" if precision.compute in ("fp32", "fp64") else "narrow"
 
 
@@ -79,7 +79,8 @@ def _unit_of(what: What, template: ModelSpec, which: str, cache_directory: Path)
 
 
 def key(spec: ModelSpec, which: str) -> str:
-    """What the sheet of a model of transformers' modules depends on: not on its name, nor on the number of blocks."""
+    """A key of everything that the sheet of a model of transformers' modules depends on; its name and number of blocks
+    are not part of it."""
     kinds, _ = layer_kinds(spec)
     neutral = replace(spec, name="", num_hidden_layers=1, sliding_window=None, layer_types=(), final_soft_cap=None)
     theirs = [code_digest("models/hf_model.py"), metadata.version("transformers")]

@@ -1,5 +1,5 @@
-"""How long a step's collectives keep the links busy, at the rates that the cluster names: nothing for latency, nothing
-for what computing hides. Enough to tell one split of the ranks from another until plans are priced in seconds."""
+"""How long a step's collectives keep the links busy, at the cluster's rates, without latency and without overlap with
+computation. Enough to compare splits of the ranks, until plans predict seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASSES: dict[Kind, dict[str, int]] = {
 on the loopback device, its reduce-scatter sends as much as its all-reduce."""
 
 UNKNOWN_LINK_BYTES_PER_S = 31e9
-"""Of a device that the table does not know: PCIe 4 with 16 lanes."""
+"""For devices that are not in the table: PCIe 4 with 16 lanes."""
 
 
 def wire_s(traffic: Iterable[Traffic], layout: Layout, cluster: Cluster) -> float:

@@ -33,7 +33,7 @@ class Drift:
     measured: Measured
 
     def differences(self) -> list[str]:
-        """What is not equal, to the byte. Compiled blocks may save less than was predicted, never more."""
+        """Everything that is not equal, to the byte. Compiled blocks may save less than predicted, never more."""
         found = []
         for key in sorted({*self.predicted.sent, *self.measured.sent}):
             want, got = self.predicted.sent[key], self.measured.sent[key]

@@ -1,4 +1,4 @@
-"""Does a plan compute the right thing? The same training on N ranks and, written plainly, on one process, compared.
+"""Does a plan compute the right thing? The same training on N ranks and, as a plain loop, on one process, compared.
 
 The plain loop shares with the run only the model's modules and its initial weights: no technique, no runtime, full
 logits, torch's own AdamW and clipping, the whole batch at once. In float64 correct code agrees to 1e-9 after five
@@ -66,8 +66,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training leaves: per step the mean loss and the gradient's norm before clipping; every full gradient of
-    step 1, before clipping; every full weight after the last step."""
+    """What a training run returns: per step the mean loss and the gradient's norm before clipping; every full gradient
+    of step 1, before clipping; every full weight after the last step."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -148,7 +148,7 @@ def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
 
 
 def worst(errors: Mapping[str, float]) -> Worst:
-    """The largest; what is not a number is larger than any."""
+    """The largest value; NaN counts as larger than any."""
     where = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name])
     return Worst(errors[where], where)
 
@@ -210,7 +210,7 @@ def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.devi
 
 
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` with those that are kept in 4 bits made whole."""
+    """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
     for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
         found[f"{layer}weight"] = dequantise(*(weights[layer + kept] for kept in NF4_PARTS), torch.float64)

@@ -98,7 +98,7 @@ class RankPool:
             for seat in self._seats[:world]:
                 seat.pipe.send_bytes(job)
         except (BrokenPipeError, ConnectionResetError):
-            self.close()  # a rank died between two runs, whoever killed it: this run has not begun, so begin it afresh
+            self.close()  # a rank died between two runs: nothing of this run was done, so it can start with new ranks
             return self.run(fn, *args, world=world, timeout_s=timeout_s)
         try:
             return self._collect(world, timeout_s)

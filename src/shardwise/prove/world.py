@@ -1,8 +1,8 @@
 """A world of any size in one process: the real techniques and the real step, on a fake process group.
 
 What they send and hold is recorded and can be compared, to the byte, with what the planner said of the same plan.
-Tensors are fake, so a model of any size fits; those of a small model are real, which takes a quarter of the time. What
-nobody has written, as what other ranks would have sent, holds small numbers; no value is looked at.
+Tensors are fake, so a model of any size fits; those of a small model are real, which takes a quarter of the time.
+Memory that nobody writes, such as what other ranks would have sent, holds small numbers; no value is ever compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardwise.techniques.meshes import Meshes, meshes
 from shardwise.techniques.slices import local
 
 SMALL = 2**20
-"""Parameters of a model whose values cost less than the pretence of having them."""
+"""Up to this many parameters, real tensors are faster than fake ones."""
 
 UNWRITTEN = 0x2C
 """Each byte of memory that is not written: 2e-12 in fp32 and bf16, 0.07 in fp16, so that nothing becomes infinite."""
@@ -105,7 +105,7 @@ class WorldCounter(TorchDispatchMode):
         self.alive_bytes -= self.sizes.pop(index)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Not those by which DTensor works out shapes, nor those of the meta device."""
+        """Whether a tensor counts: not those with which DTensor computes shapes, nor those on the meta device."""
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode is self.fake
         return self.fake is None and tensor.device.type == "cpu"

@@ -24,7 +24,7 @@ def grouped(cluster: Cluster, tp: int) -> Cluster:
     if cluster.world % tp:
         legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
         what = f"tp {tp} does not divide the {cluster.world} devices that are used"
-        raise ConfigError(Problem("PLAN001", what, "parallel.tp", legal))
+        raise ConfigError(Problem("PLAN001", what, "parallel.tp", f"one of {legal}"))
     if cluster.devices_per_node % tp:  # across nodes
         return replace(cluster, nodes=cluster.world // tp, devices_per_node=1)
     return replace(cluster, devices_per_node=cluster.devices_per_node // tp)

@@ -220,4 +220,8 @@ def test_flash_attention_3_is_asked_for_before_any_process_starts() -> None:
     with pytest.raises(UnavailableError) as raised:
         check_installed(Recipe(attention="fa3"))
     [problem] = raised.value.problems
-    assert (problem.code, problem.where, problem.fix) == ("DEV003", "attention", "attention=auto takes what torch has")
+    assert (problem.code, problem.where, problem.fix) == (
+        "DEV003",
+        "attention",
+        "`attention=auto` uses what is installed",
+    )

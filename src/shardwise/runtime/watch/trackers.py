@@ -197,8 +197,8 @@ class Tracks:
 def check_installed(recipe: Recipe) -> None:
     """Raises UnavailableError if ``run.trackers`` (TRK001) or ``attention`` (DEV003) asks for what is not there."""
     if recipe.attention == "fa3" and find_spec(FA3_PACKAGE) is None:
-        what = f"`attention: fa3` needs the package {FA3_PACKAGE} (FlashAttention 3), not installed here"
-        raise UnavailableError(Problem("DEV003", what, "attention", "attention=auto takes what torch has"))
+        what = f"`attention: fa3` needs the package {FA3_PACKAGE} (FlashAttention 3), which is not installed here"
+        raise UnavailableError(Problem("DEV003", what, "attention", "`attention=auto` uses what is installed"))
     missing = [name for name in recipe.run.tracker_names if find_spec(name) is None]
     if missing:
         what = f"`run.trackers` names {' and '.join(missing)}, not installed here"
