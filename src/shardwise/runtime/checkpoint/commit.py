@@ -56,7 +56,8 @@ DISK = Disk()
 
 
 class MaybeCommitted(Exception):
-    """The rename was made but not confirmed by the disk: after a power loss the checkpoint may or may not be there."""
+    """The rename was done, but the disk did not confirm it: after a power loss the checkpoint may or may not be
+    there."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ def begin(directory: Path, step: int, generation: int, need_bytes: int, disk: Di
 
 
 def write_file(path: Path, blocks: Sequence[memoryview], disk: Disk = DISK) -> FileRecord:
-    """Write ``blocks`` one after another into a new file, and wait until the disk has them.
-
-    Raises FileExistsError rather than touch a file that is there; OSError as the disk says.
+    """Write ``blocks`` one after another into a new file, and sync it to disk. Raises FileExistsError if the file
+    exists, OSError if the disk fails.
     """
     with opened(disk.open(path, _NEW_FILE, 0o644)) as descriptor:
         record = chunk_hashes(_written(descriptor, blocks, disk))
@@ -161,9 +161,8 @@ def publish(attempt: Attempt, manifest: Manifest, disk: Disk = DISK) -> Path:
 
 
 def abandon(attempt: Attempt, disk: Disk = DISK) -> None:
-    """Remove a failed attempt, as far as the disk lets us; what stays is swept by the next save.
-
-    After MaybeCommitted the attempt has its final name, and that stays.
+    """Remove a failed attempt, as far as the disk allows; the next save removes the rest. After MaybeCommitted the
+    attempt has its final name, and stays.
     """
     try:
         with suppress(OSError):
@@ -174,7 +173,7 @@ def abandon(attempt: Attempt, disk: Disk = DISK) -> None:
 
 
 def sweep(directory: Path, generation: int, disk: Disk = DISK) -> None:
-    """Remove what dead attempts and unfinished deletions left. An attempt that a live process has locked stays."""
+    """Remove the remains of dead attempts and unfinished deletions. An attempt that a live process has locked stays."""
     for name in sorted(os.listdir(directory)):
         path = directory / name
         match = _ATTEMPT.fullmatch(name)
@@ -184,7 +183,7 @@ def sweep(directory: Path, generation: int, disk: Disk = DISK) -> None:
             elif name.startswith(".trash-"):
                 remove_tree(path, disk)
         except OSError:
-            continue  # a leftover costs space, not correctness: the save must not fail for it
+            continue  # a leftover only costs space, so the save must not fail because of it
 
 
 def discard(path: Path, disk: Disk = DISK) -> None:
@@ -208,7 +207,7 @@ def remove_tree(path: Path, disk: Disk = DISK) -> None:
 
 
 def fsync_directory(path: Path, disk: Disk = DISK) -> None:
-    """Make the names inside ``path`` durable."""
+    """Sync the directory ``path``, so that its entries survive a power loss."""
     with opened(os.open(path, _FOLDER)) as descriptor:
         disk.fsync(descriptor)
 

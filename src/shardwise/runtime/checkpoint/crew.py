@@ -1,7 +1,6 @@
-"""The ranks as the checkpoint sees them: a gloo group of its own, so that it never meets a collective of training.
-
-An exception on any rank becomes the same exception on every rank, at once: nobody is left waiting in a collective for
-one who gave up.
+"""The ranks that save and load together: a gloo group of their own, so that their collectives never mix with those of
+training. An exception on any rank is raised on every rank at once, so that none waits in a collective for a rank that
+failed.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class Crew:
 
     def spared(self, work: Callable[[], T], patience_s: float) -> T | Exception:
         """What ``work``, in which ranks may wait for one another, returns; or on every rank an error of it, if it
-        failed on any. Raised instead where the other ranks do not come within ``patience_s``: they wait inside ``work``
-        for this one, and only its end sets them free."""
+        failed on any. If the other ranks do not arrive within ``patience_s``, they wait inside ``work`` for this one,
+        and only its end releases them: then this rank's error is raised alone."""
         failed, result = None, None
         try:
             result = work()
@@ -105,7 +104,7 @@ class Crew:
         return result if failed is None else failed  # type: ignore[return-value]
 
     def deal(self, work: Callable[[], list[T]]) -> T:
-        """The first rank makes one thing for each rank; every rank gets its own. Raises as ``first`` does."""
+        """The first rank makes a list of one value per rank; every rank gets its own. Raises as ``first`` does."""
         things: list[Any] = []
         if self.rank == 0:
             made, error = _attempt(work)

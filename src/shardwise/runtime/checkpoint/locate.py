@@ -1,4 +1,5 @@
-"""Which checkpoints are there and whole, and which of them a user means; if none, words that help. No torch here."""
+"""Which checkpoints exist and are intact, and which of them a user means; if none, an error that helps. No torch
+here."""
 
 from __future__ import annotations
 
@@ -52,12 +53,13 @@ def locate(path: Path) -> list[tuple[int, Path]]:
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint of which the manifest verifies and every file has its size. Reads no more."""
+    """The newest checkpoint whose manifest verifies and whose files have the right sizes. Their contents are not
+    read."""
     return next((path for _, path in candidates(directory) if whole(path)), None)
 
 
 def check_length(step: int, max_steps: int | None) -> None:
-    """Raise DataError CKPT024 if a run that is at ``step`` is to end before it."""
+    """Raise DataError CKPT024 if a run at ``step`` is to end before that step."""
     if max_steps is not None and max_steps < step:
         what = f"the run is at step {step}, and would end at step {max_steps}"
         fix = f"`train.max_steps={step + 1}` or more, or a new run with another `--run`"
@@ -65,8 +67,8 @@ def check_length(step: int, max_steps: int | None) -> None:
 
 
 def best(directory: Path) -> tuple[float, int, Path] | None:
-    """Validation loss, step and directory of the checkpoint with the lowest, the earliest of equals. A checkpoint says
-    in its own facts what was measured at its step, so that the two are committed together. None: none says so."""
+    """Validation loss, step and directory of the checkpoint with the lowest loss, the earliest of equals. The loss is
+    among a checkpoint's own facts, so that both are committed together. None: no checkpoint has one."""
     found = []
     for step, path in candidates(directory):
         try:

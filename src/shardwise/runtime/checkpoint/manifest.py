@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about itself, and whether its bytes still say the same. No torch here.
+"""The manifest of a checkpoint directory, and whether the files still match it. No torch here.
 
     step-00000400/
       manifest.json                        written last: run, step, files with hashes, tensors with slices
@@ -100,7 +100,7 @@ def candidates(directory: str | Path) -> list[tuple[int, Path]]:
 
 
 def train_again(run: Path) -> str:
-    """The command by which a run goes on from what it has saved; if that is nothing, it begins anew."""
+    """The command that resumes a run from its newest checkpoint, or starts it again if there is none."""
     return f"shardwise train {'--resume ' if candidates(run / 'checkpoints') else ''}{typed(run)}"
 
 
@@ -195,7 +195,7 @@ def check_files(
 
 
 def read_facts(directory: str | Path) -> dict[str, Any]:
-    """What lies in state.json, which must have been checked."""
+    """The contents of state.json, which must have been checked."""
     facts: dict[str, Any] = json.loads(read_regular(Path(directory) / STATE))
     return facts
 
@@ -208,7 +208,7 @@ def check(directory: str | Path, hashes: bool = True) -> Manifest:
 
 
 def whole(directory: str | Path) -> bool:
-    """Whether the manifest verifies and every file has its size. Reads no more."""
+    """Whether the manifest verifies and every file has the right size. Contents are not read."""
     try:
         check(directory, hashes=False)
     except Rejected:
@@ -243,7 +243,7 @@ def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
 
 
 def read_at(descriptor: int, buffer: memoryview, begin: int) -> int:
-    """Fill ``buffer`` with what lies in a file from byte ``begin`` on; how many bytes there were."""
+    """Read a file from byte ``begin`` on into ``buffer``; returns how many bytes there were."""
     done = 0
     while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], begin + done)):
         done += count
@@ -260,7 +260,7 @@ def opened(descriptor: int) -> Iterator[int]:
 
 
 def check_coverage(tensors: Mapping[str, TensorRecord]) -> None:
-    """Every tensor must be covered by its slices exactly: inside its shape, no element twice, none left out.
+    """Check that the slices of every tensor cover it exactly: within its shape, no element twice, none missing.
 
     Raises :class:`Rejected` (CKPT015) with the tensor's name and the number of elements.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints stay. Used after a save, once the new checkpoint was read back. No torch here."""
+"""Which checkpoints are kept. Called after a save, once the new checkpoint was read back. No torch here."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
 
 
 def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -> list[int]:
-    """Delete what need not stay, now that ``verified_step`` was read back; the steps deleted.
-
-    A damaged checkpoint neither counts among the last ones nor is it deleted: somebody may want to look at it.
+    """Delete the checkpoints that are no longer kept, now that ``verified_step`` was read back; returns their steps. A
+    damaged checkpoint does not count among the last ones and is not deleted: somebody may want to look at it.
     """
     usable = {step: path for step, path in candidates(directory) if whole(path)}
     deleted = expendable(list(usable), keep, verified_step)

@@ -48,16 +48,16 @@ Facts = dict[str, Any]
 Log = Callable[[str], None]
 Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed", "unverified", "undeleted"]
 RETRIES_S = (1.0, 5.0)
-"""Pauses before a save that the disk refused is tried again: a full disk or a network file system may recover."""
+"""Pauses before a save that failed on the disk is tried again: a full disk or a network file system may recover."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
+    """The outcome of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
 
-    committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not there, the one before is.
-    skipped: voted down. removed: deleted by retention. unverified: committed, but it could not be read back as it was
-    written, so older ones stay. undeleted: committed, but older ones could not be deleted.
+    committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not saved; the previous one
+    is. skipped: a rank voted against it. removed: deleted by retention. unverified: committed, but it could not be read
+    back as it was written, so older ones stay. undeleted: committed, but older ones could not be deleted.
     """
 
     kind: Kind
@@ -99,8 +99,8 @@ class RunCheckpoints:
         """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``. They must not change until
         ``copied`` returns; ``guard`` makes an optimizer wait for that.
 
-        ``finite`` is False if the loss or the gradient norm was not finite: one such vote and nothing is saved. Returns
-        False then; True if the save went on. How it ends is told by poll and wait. Raises only if a rank is gone.
+        ``finite`` is False if the loss or the gradient norm was not finite: a single such vote, and nothing is saved
+        and False is returned; otherwise True. poll and wait return the outcome. Raises only if a rank is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -140,7 +140,7 @@ class RunCheckpoints:
         return lowest is None or loss < lowest[0]
 
     def copied(self) -> None:
-        """Wait until the tensors of the last save lie in host memory: from then on they may change."""
+        """Wait until the last save's tensors are copied to host memory; from then on they may change."""
         self._copied.wait()
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -148,7 +148,7 @@ class RunCheckpoints:
         optimizer.register_step_pre_hook(lambda *unused: self.copied())
 
     def poll(self) -> list[SaveResult]:
-        """What has happened since the last call; never blocks."""
+        """The outcomes since the last call; never blocks."""
         if self._thread is not None and self._thread.is_alive():
             return []
         self._thread = None
@@ -179,11 +179,10 @@ class RunCheckpoints:
     ) -> Facts | None:
         """Load the newest checkpoint that verifies into ``tensors``, in place; its facts. None if there is none.
 
-        ``tensors`` may be a function of the names that a checkpoint holds.
-        ``path``: a run, a directory of checkpoints, or one checkpoint, instead of this run's own. Afterwards
-        ``rejected`` holds the problem of each one that was passed over; ``log`` gets them as text on the first rank.
-        Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do
-        not fit the model. Waits for the save in flight.
+        ``tensors`` may be a function of the names that a checkpoint holds. ``path``: a run, a directory of checkpoints,
+        or one checkpoint, instead of this run's own. Afterwards ``rejected`` holds the problem of each checkpoint that
+        was skipped; ``log`` gets them as text on the first rank. Raises DataError if there are checkpoints and none can
+        be used (unless ``allow_fresh_start``), or if they do not fit the model. Waits for the save in flight.
         """
         if self._thread is not None:
             self._thread.join()
@@ -332,10 +331,10 @@ def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
 
 
 def read(path: str | Path, tensors: Tensors) -> Facts:
-    """Load what ``tensors`` names, in place, out of a run's newest good checkpoint (or the one named); its facts.
+    """Load ``tensors``, in place, from a run's newest intact checkpoint (or the one named); returns its facts.
 
     For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does;
-    says on stderr what was wrong with newer ones.
+    prints to stderr what was wrong with newer ones.
     """
     problems = []
     for _, directory in locate(Path(path)):
@@ -376,7 +375,7 @@ def _layout(tensors: Tensors) -> object:
 
 
 def _retried(work: Callable[[], Path], begin_again: Callable[[], None]) -> Path:
-    """``work``, once more after a pause where the disk refused. Ranks see the same errors, and so do the same."""
+    """Do ``work``; if the disk fails, again after a pause. All ranks see the same errors, so all try again."""
     for pause_s in RETRIES_S:
         try:
             return work()

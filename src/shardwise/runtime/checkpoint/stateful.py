@@ -1,4 +1,4 @@
-"""What a checkpoint of a user's own loop keeps besides model and optimizer: schedulers, samplers, data loaders.
+"""The other objects in a checkpoint of a user's own loop: schedulers, samplers, data loaders.
 
 Their ``state_dict()`` becomes JSON and comes back with the same types and bits. JSON has no tensors, tuples, counters,
 keys that are no texts, nor infinity: each of these is an object with one key that begins with ``$``.
@@ -22,12 +22,12 @@ from shardwise.models.tensorfile import DTYPES, NAMES
 from shardwise.runtime.checkpoint.crew import Crew, RankError
 
 LARGEST_BYTES = 16 << 20
-"""A larger tensor in such a state is no counter or generator, and would not be JSON's to hold."""
+"""Tensors in such a state may have at most this size: counters and generators fit, and JSON can hold them."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint can keep beside a model and its optimizer."""
+    """An object whose state a checkpoint can hold besides a model and its optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 
 def encode(value: Any, where: str) -> Any:
-    """``value`` as JSON. Raises DataError CKPT020 for what is neither JSON's nor a tensor, saying ``where`` it is."""
+    """``value`` as JSON. Raises DataError CKPT020, which says ``where``, for a type that cannot be encoded."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -60,7 +60,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given."""
+    """The inverse of :func:`encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -117,8 +117,8 @@ class Objects:
         return {"first": first, "ranks": {name: [each[name] for each in everyone] for name in self.per_rank}}
 
     def restore(self, kept: dict[str, Any] | None, crew: Crew) -> None:
-        """Give each its state back. Raises DataError OWN002 if the checkpoint holds the states of other objects, or of
-        another number of ranks."""
+        """Restore the state of each object. Raises DataError OWN002 if the checkpoint holds the states of other
+        objects, or of another number of ranks."""
         first, ranks = (dict(kept["first"]), kept["ranks"]) if kept else ({}, {})
         groups = decode(first.pop("$groups", []))
         for name in sorted({*self.objects, *first, *ranks}):
@@ -146,5 +146,5 @@ class Objects:
         return Problem("OWN002", what, name, fix)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What a scheduler of torch sets in its optimizer (rates, betas), which its own state does not bring back."""
+        """What a torch scheduler sets in its optimizer (rates, betas), which loading the scheduler does not restore."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""How tensors lie in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
+"""How tensors are stored in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
 
 DCP's planners decide who writes which slice (each once, also when it is replicated) and which slices a reader needs,
 whatever the layouts; here slices become bytes. A rank's slices of one group of tensors (``model``, ``optim``) are one
@@ -51,7 +51,7 @@ READ_BYTES = 64 << 20
 
 
 class ShardPlanner(DefaultSavePlanner):
-    """DCP's planner without empty slices: a rank that FSDP left without rows has nothing to write."""
+    """DCP's planner, but without empty slices: a rank that has no rows under FSDP writes nothing."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -68,7 +68,7 @@ class ShardPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file to be: its name, its safetensors header, and where in its body each item begins, in bytes."""
+    """A file to be written: its name, its safetensors header, and where in its body each item begins, in bytes."""
 
     name: str
     header: bytes
@@ -78,7 +78,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """What ``write_data`` says of one slice: the file, what was written into it, and where the slice begins."""
+    """What ``write_data`` returns for one slice: the file, what was written into it, and where the slice begins."""
 
     file: str
     record: FileRecord
@@ -128,7 +128,7 @@ class ShardWriter(_Store, StorageWriter):
         self._last_staged: list[ShardFile] | None = None
 
     def describe(self, step: int, facts: bytes) -> None:
-        """Say what is to be saved next."""
+        """Set the step and the facts of the next save."""
         self._step, self._facts = step, facts
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -172,7 +172,7 @@ class ShardWriter(_Store, StorageWriter):
         return sum(part.body_bytes for part in parts)
 
     def begin_again(self) -> None:
-        """Abandon what was written of a save, whose bytes still lie in the buffers: it may be written once more."""
+        """Give up the files of a save, whose bytes are still in the buffers, so that they can be written again."""
         self.abandon()
         self._staged = self._last_staged
 
@@ -218,7 +218,7 @@ class ShardWriter(_Store, StorageWriter):
         return target
 
     def abandon(self) -> None:
-        """Drop what is staged and remove the temporary directory, if this rank made one that is not committed."""
+        """Discard what is staged, and remove the temporary directory if this rank made one that is not committed."""
         self._staged = None
         attempt, self._attempt = self._attempt, None
         if attempt is not None:

@@ -24,7 +24,7 @@ COMPILED = (
 
 
 def header(job: Job) -> str:
-    """What runs, on what, on which data and how it is split; every choice that changes numbers is in it."""
+    """What runs, on which machines and data, and how it is split. It shows every setting that changes results."""
     plan, recipe = job.plan, job.recipe
     batch, precision, layout = plan.batch, plan.precision, plan.layout
     devices = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
@@ -66,7 +66,7 @@ def header(job: Job) -> str:
 
 
 def _kernels(job: Job) -> str:
-    """What computes attention, by kind of layer where they differ."""
+    """The attention kernels, by kind of layer where they differ."""
     plan, recipe = job.plan, job.recipe
     case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.head_dim)
     case = replace(case, documents=recipe.data.mask_documents or recipe.method.name != "pretrain")

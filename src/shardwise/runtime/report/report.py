@@ -14,7 +14,7 @@ from shardwise.spec.plan import Estimate
 from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
-"""Memory categories that can be told apart by looking at the tensors of the state."""
+"""Memory categories that can be measured from the tensors of the state."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """That the last checkpoint is missing, in words."""
+        """What is said of a run whose last checkpoint is missing."""
         return f"the checkpoint of step {self.steps:,} is not there" + (f": {self.unsaved}" if self.unsaved else "")
 
     def rows(self) -> list[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""What the model writes, before and after training: numbers do not show whether it learnt to write."""
+"""A sample of the model's text, before and after training, since numbers do not show whether it learnt to write."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.runtime.state import TrainState
 
 PROMPT_TOKENS, MOST_TOKENS = 16, 256
 SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
-"""The likeliest token each time goes round in circles where little has been learnt."""
+"""Above 0, because always taking the most likely token makes a little-trained model repeat itself."""
 
 
 def sample(job: Job, state: TrainState, crew: Crew) -> str:
-    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it. Empty, with a
-    warning, where that fails: it is not worth a run."""
+    """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it. If that fails:
+    empty, with a warning, because a sample must not end a run."""
 
     def write() -> str:
         prompt, tokenizer = job.recipe.evaluate.sample_prompt, job.tokenizer
@@ -38,7 +38,7 @@ def sample(job: Job, state: TrainState, crew: Crew) -> str:
 
 
 def first_prompt(store: TokenStore) -> list[int]:
-    """The beginning of a text; of samples that are asked something, all that is asked in the first."""
+    """The beginning of a text; for records with a question, the whole first question."""
     asked = 0
     if store.split.packs is not None:
         begin, end, _ = store.sample(0)
@@ -47,8 +47,8 @@ def first_prompt(store: TokenStore) -> list[int]:
 
 
 def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
-    """Store what the model writes before it is trained for the report; a run that goes on finds it there. Random
-    weights write noise, which is not worth what it takes: up to half of the time before the first step."""
+    """Store a sample of the model before training, for the report; a resumed run reads it. Random weights are skipped:
+    they write noise, and it would take up to half of the time before the first step."""
     if state.step == 0 and begins_trained(job.recipe):
         text = sample(job, state, crew)
         if job.rank == 0:

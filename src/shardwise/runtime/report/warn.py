@@ -1,4 +1,5 @@
-"""What only reports (a sample, report.md, a trace, a measurement) must not end a run: it fails with a warning."""
+"""A failure in something that only reports (a sample, report.md, a trace, a measurement) becomes a warning and does not
+end the run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ def warn(text: str) -> None:
 
 @contextmanager
 def only_reports(what: str, say: Callable[[str], None] = warn) -> Iterator[None]:
-    """An error in the block, in which no rank waits for another, is said to be one of ``what``; the run goes on."""
+    """Turn an error in the block into a warning about ``what``; the run goes on. No rank may wait for another in the
+    block."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What one step really takes: the bytes torch allocates, by category, and the bytes it sends, by group and kind."""
+"""Measures one step: the bytes that torch allocates, by category, and the bytes that are sent, by group and kind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ KINDS = {
     "recv_": "recv",
 }
 CONTROL_BYTES = 64
-"""A collective of at most this many bytes carries no tensor of the model: counts, norms, votes."""
+"""A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
+model."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def group_name(args: tuple[Any, ...]) -> str:
 
 
 def payload_bytes(args: tuple[Any, ...]) -> int:
-    """The larger of input and output: tensors lie bare in the arguments, in lists, or in lists of lists."""
+    """The larger of input and output. Tensors are arguments themselves, or in lists, or in lists of lists."""
     sizes = [_bytes(value) for value in args if isinstance(value, (Tensor, list))]
     return max(sizes, default=0)
 
@@ -97,8 +98,8 @@ def _bytes(value: Any) -> int:
 
 @contextmanager
 def record_traffic() -> Iterator[list[Call]]:
-    """Record this rank's collectives. Compiled code refuses to be watched, so that it runs uncompiled meanwhile; it
-    sends the same."""
+    """Record this rank's collectives. Compiled code cannot be watched, so it runs uncompiled meanwhile; it sends the
+    same."""
     with suspended(), _CollectiveRecorder() as recorder:
         yield recorder.calls
 
@@ -113,8 +114,8 @@ class Memory:
     resident_bytes: int
 
     def categories(self) -> dict[str, int]:
-        """What is alive at the peak. What is neither weights nor moments (activations, gradients, gathered weights,
-        logits) cannot be told apart by looking at allocations."""
+        """Memory at the peak. Apart from weights and moments, allocations cannot be divided into categories
+        (activations, gradients, gathered weights, logits)."""
         return self.state | {"the rest": self.peak_bytes - sum(self.state.values())}
 
 
@@ -136,8 +137,8 @@ def resident_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system what this process has freed: glibc's heap keeps it, and grows by what does not fit into its gaps
-    (over 420 steps of the quickstart from 0.8 to 1.6 GiB). Takes 10 to 20 ms; does nothing without glibc."""
+    """Return freed memory to the system. glibc's heap would keep it and grow by what does not fit into its gaps (over
+    420 steps of the quickstart from 0.8 to 1.6 GiB). Takes 10 to 20 ms; does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -50,7 +50,7 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
 
 
 TRIM_S = 30.0
-"""Between two times that freed memory is given back."""
+"""Seconds between two returns of freed memory to the system."""
 
 
 BECAME = {
@@ -60,7 +60,7 @@ BECAME = {
     "unverified": "was saved, but does not read back as it was written, so older ones stay",
     "undeleted": "was saved, but older ones could not be deleted",
 }
-"""What became of a save, where that is not as it should be."""
+"""What to say of each outcome of a save that is not a success."""
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -81,8 +81,8 @@ class Speed:
 
 
 class Lines:
-    """A jsonl file that only grows, a flushed line at a time. A torn last line is ended, so that it takes no other with
-    it. What is not finite becomes null: JSON has no word for it."""
+    """A jsonl file that only grows, a flushed line at a time. A last line that was cut off is ended, so that it does
+    not damage the next. Numbers that are not finite become null, since JSON has none."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8")
@@ -182,7 +182,7 @@ class Log:
         self.close("finished" if kind is None else "stopped" if stopped else "failed")
 
     def start_clock(self) -> None:
-        """The next step begins now: what came before (saving, evaluation) is not part of its time."""
+        """Start the clock of the next step, so that saving or evaluation before it does not count."""
         self._begin_s = time.perf_counter()
 
     def step(self, state: TrainState, stats: StepStats, device: torch.device, typical: bool = True) -> None:
@@ -236,7 +236,7 @@ class Log:
         return time.perf_counter() - self._start_s
 
     def follow(self, saves: Iterable[SaveResult]) -> None:
-        """Note what became of checkpoints; what went wrong is also said aloud."""
+        """Log the outcomes of saves; failures are also printed."""
         for save in saves:
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
             if save.kind in ("committed", "failed", "skipped"):
@@ -315,7 +315,7 @@ class Screen:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except OSError:  # the terminal was closed, or who read the pipe: the run goes on, and nobody is told
+        except OSError:  # the terminal was closed, or the reader of the pipe has ended: the run goes on silently
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 

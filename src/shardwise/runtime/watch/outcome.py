@@ -35,7 +35,7 @@ class Exit:
 
 def write_exit(run_directory: Path, outcome: Exit) -> None:
     """Write ``exit.json``. The first cause wins; a consequence never replaces anything, and a cause replaces a
-    consequence. Whole or not at all, whatever dies meanwhile."""
+    consequence. Atomic, even if a process dies meanwhile."""
     target = run_directory / NAME
     draft = run_directory / f".{NAME}-{outcome.rank}-{os.getpid()}"
     record = asdict(outcome) | {"time_s": outcome.time_s or time.time()}

@@ -23,8 +23,8 @@ AfterStep = Callable[[TrainState, StepStats], None]
 
 @dataclass
 class PendingSteps:
-    """Puts the figures of each step into state and log, in order. Whoever wants to see the state as it is after a step
-    calls :meth:`settle` first. When the run fails, the figures that are there are logged before it ends."""
+    """Puts the figures of each step into state and log, in order. Call :meth:`settle` before reading the state of the
+    last step. When the run fails, the figures that are there are logged before it ends."""
 
     job: Job
     state: TrainState

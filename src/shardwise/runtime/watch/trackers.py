@@ -1,8 +1,8 @@
 """Trackers: what metrics.jsonl holds, sent on rank 0 to tensorboard, wandb, mlflow or trackio as well.
 
-Each tracker has a thread of its own, which imports it, too: one that is slow or away must neither slow a step down nor
-keep other ranks waiting until their collectives fail. One that fails is named once and dropped; training goes on.
-Imports no torch: the command line asks for missing packages before any process starts.
+Each tracker has a thread of its own, which imports it, too: one that is slow or unreachable must neither slow down a
+step nor keep other ranks waiting until their collectives fail. One that fails causes one warning and is dropped;
+training goes on. Imports no torch: the command line asks for missing packages before any process starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = Mapping[str, float]
 CLOSING_S = 30.0
 """How long the end of a run waits for its trackers; ranks that wait for rank 0 meanwhile give up after longer."""
 PROJECT = "shardwise"
-"""Where the tracker wants a project and has no default of its own."""
+"""The project for trackers that need one and have no default."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Tracks:
         return [f"warning[TRK002]: {name} failed and is not used any more: {why}" for name, why in failed.items()]
 
     def close(self, outcome: Outcome) -> list[str]:
-        """Tell all how the run ended and wait for them, CLOSING_S in all; the complaints."""
+        """Tell all trackers how the run ended and wait for them, CLOSING_S seconds in all; returns warnings."""
         for feed in self._feeds:
             feed.put(outcome)
         until = time.monotonic() + CLOSING_S
