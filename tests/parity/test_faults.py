@@ -29,7 +29,7 @@ from shardwise.techniques.slices import local
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]
-finish, agree, loss = Replicas.finish, reduce.agree, pretrain.finish
+finish, agree, loss = Replicas.finish, reduce.combine, pretrain.finish
 forward = passes.forward
 squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.synchronise
 
@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("zero1", 2, FP64, accumulation=4),
     ),
     "clipping by the local norm": (
-        lambda plan: patch.object(reduce, "agree", clip_by_the_local_norm),
+        lambda plan: patch.object(reduce, "combine", clip_by_the_local_norm),
         plan("zero3", 2, FP64),
     ),
     "replicas counted twice in the norm": (

@@ -36,7 +36,7 @@ LARGE = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
 """A step of this takes more than a gibibyte, from where on peaks are compared."""
 
 fully_shard, buckets, policy = fsdp.fully_shard, replicas.buckets, fsdp.MixedPrecisionPolicy
-agree, products = reduce.agree, remat._products
+agree, products = reduce.combine, remat._products
 fresh, fresh_moments = RoundedAdamW.fresh, optim.fresh_moments
 
 
@@ -143,7 +143,7 @@ DRIFT: dict[str, Fault] = {
     ),
     "a bucket too many": Fault(lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"),
     "a vote too many": Fault(
-        lambda: patch.object(reduce, "agree", agree_twice), plan_of("zero3"), "all_reduce of 16 bytes on world"
+        lambda: patch.object(reduce, "combine", agree_twice), plan_of("zero3"), "all_reduce of 16 bytes on world"
     ),
     "gradients travel in fp32 instead of bf16": Fault(
         lambda: patch.object(fsdp, "MixedPrecisionPolicy", reduced_in_fp32),

@@ -81,7 +81,7 @@ def norm_and_clip(rank: int, ranks: int, plan: Plan, max_norm: float) -> tuple[f
         parameter.grad = grad
     groups = meshes(plan.layout, "cpu")
     squares = reduce.local_squares(state.trained(), groups.size("stage"))
-    norm = reduce.agree(groups, squares, torch.zeros((), dtype=torch.float64))[0].sqrt()
+    norm = reduce.combine(groups, squares, torch.zeros((), dtype=torch.float64))[0].sqrt()
     reduce.scale_gradients(state.trained(), reduce.clip_factor(norm, max_norm))
     grads = {name: p.grad for name, p in state.parameters().items()}
     return float(norm), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
@@ -98,7 +98,7 @@ def verdicts(rank: int, ranks: int, bad: int | None, stopping: int | None) -> tu
     weight.grad = torch.full((3,), torch.nan if rank == bad else 1.0)
     groups = meshes(Layout(dp_replicate=ranks), "cpu")
     squares = reduce.local_squares([weight], ranks)
-    verdict = reduce.agree(groups, squares, torch.zeros(()))
+    verdict = reduce.combine(groups, squares, torch.zeros(()))
     count, stop = reduce.count_supervised(groups, rank + 1, stop=rank == stopping)
     return bool(verdict.isfinite().all()), stop, count
 
@@ -108,7 +108,7 @@ def counted(rank: int, ranks: int, stopping: int) -> tuple[int, bool, list[float
     part of the norm, 1."""
     groups = meshes(Layout(dp_shard=2, tp=2), "cpu")
     tokens, stop = reduce.count_supervised(groups, 10 + groups.index("batch"), stop=rank == stopping)
-    return tokens, stop, reduce.agree(groups, torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.25)).tolist()
+    return tokens, stop, reduce.combine(groups, torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.25)).tolist()
 
 
 ROWS, LENGTH, STEPS = 8, 12, 4

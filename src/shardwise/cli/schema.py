@@ -28,7 +28,12 @@ def run(options: Options) -> None:
         return print_json(schema)
     names = other_names()
     for key, value in sorted(keys_of(schema).leaves.items()):
-        default = f" (default {value['default']})" if value.get("default") is not None else ""
+        default = f" (default {_written(value['default'])})" if value.get("default") is not None else ""
         also = f"; also {', '.join(names[key])}" if key in names else ""
         say(f"{key}: {describe(value, schema)}{default}{also}")
     return None
+
+
+def _written(value: object) -> str:
+    """As in YAML: ``true``, not ``True``."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

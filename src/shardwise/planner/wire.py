@@ -13,8 +13,8 @@ PASSES: dict[Kind, dict[str, int]] = {
     "cuda": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2},
     "cpu": {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 2},
 }
-"""How many times the payload goes around a ring of ranks. gloo sums everything on every rank and keeps a slice: counted
-on the loopback device, its reduce-scatter sends as much as its all-reduce."""
+"""How many times each kind of collective sends its payload around a ring of ranks. gloo sums everything on every rank
+and keeps a slice: counted on the loopback device, its reduce-scatter sends as much as its all-reduce."""
 
 UNKNOWN_LINK_BYTES_PER_S = 31e9
 """For devices that are not in the table: PCIe 4 with 16 lanes."""

@@ -142,7 +142,7 @@ def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
         numbers("loss", right.losses, [trace.losses for trace in traces]),
         numbers("norm", right.norms, [trace.norms for trace in traces]),
         tensors(lambda trace: differences(right.gradients, trace.gradients)),
-        tensors(lambda trace: turned(right.gradients, trace.gradients)),
+        tensors(lambda trace: directions(right.gradients, trace.gradients)),
         tensors(lambda trace: differences(right.weights, trace.weights)),
     )
 
@@ -163,7 +163,7 @@ def differences(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dic
     return errors
 
 
-def turned(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+def directions(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
     """1 - the cosine of the angle between each gradient and the right one; 2, the opposite, for one that is missing."""
     return {
         name: 1.0 - float(functional.cosine_similarity(known.double().flatten(), found[name].double().flatten(), dim=0))

@@ -47,7 +47,7 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
 
 
-def agree(meshes: Meshes, squares: Tensor, loss: Tensor) -> Tensor:
+def combine(meshes: Meshes, squares: Tensor, loss: Tensor) -> Tensor:
     """[square of the gradient norm, mean loss] over all ranks, fp64, on the device of ``loss``, which is this rank's
     share of the mean: one all-reduce of 16 bytes. A NaN or infinity anywhere reaches every rank, so all of them skip or
     none does."""

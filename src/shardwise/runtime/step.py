@@ -79,7 +79,7 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     tp.finish(state.parts, plan, meshes)
     rules.enter("clip")
     parameters = state.trained()
-    figures = reduce.agree(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)
+    figures = reduce.combine(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)
     finite = figures.isfinite().all()
     scale = state.scale.on(loss.device)[0].double()
     factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale

@@ -138,11 +138,12 @@ def describe(schema: Schema, root: Schema) -> str:
     if kind in ("integer", "number"):
         return f"{'a whole number' if kind == 'integer' else 'a number'} {_bounds(schema)}".rstrip()
     if kind == "array":
-        return f"a list of {describe(schema['items'], root)}" if "items" in schema else "a list"
+        of = describe(schema["items"], root) if "items" in schema else ""
+        return f"a list of {of.replace('a number', 'numbers')}" if of else "a list"
     simple = {"string": "text", "boolean": "true or false", "null": "null", "object": "a mapping"}
     return simple.get(str(kind), "a value")
 
 
 def _bounds(schema: Schema) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return " and ".join(f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema)
+    return " and ".join(f"{sign} {schema[name]:,.10g}" for name, sign in signs.items() if name in schema)

@@ -1,4 +1,4 @@
-"""Watches a run: the phase of each rank, hangs, requests to stop, non-finite steps, and faults that tests order."""
+"""Watches a run: the phase of each rank, hangs, requests to stop, non-finite steps, and faults that tests plant."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shardwise.runtime.watch.signals import heeded
 from shardwise.runtime.world import Process, take_device
 
 ABANDONED_S = 10.0
-"""A rank that stands still this long after the run has failed elsewhere, or another rank of its node has died, ends
-itself: its launcher may wait for it, and under NCCL nothing else tells it."""
+"""A rank that makes no progress this long after the run failed elsewhere, or another rank of its node died, ends
+itself: its launcher may wait for it, and under NCCL nothing else would end it."""
 SLOWER = 10.0
-"""How many times longer than a step's phases others may last."""
+"""How many times as long as the phases of a step all other phases may last."""
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
-"""Phases that may rightly take so much longer than a step's, which are: data, count, forward, backward, reduce, clip,
+"""Phases that may take that much longer. The phases of a step are: data, count, forward, backward, reduce, clip,
 optimizer, logging."""
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """An order to fail at one phase of one step on one rank, for tests: ``phase:step:rank[:signal]``. The signal is a
+    """A fault that a test plants at one phase of one step on one rank: ``phase:step:rank[:signal]``. The signal is a
     name or number, or ``raise`` for an exception, or ``hang`` to sleep for ever."""
 
     phase: str
@@ -53,7 +53,7 @@ class InjectedFault:
         return cls(phase, int(step), int(rank), action[0] if action else "SIGKILL")
 
     def fire(self, directory: Path) -> None:
-        """Fail, once in the life of a run directory: a marker file proves that it happened."""
+        """Fail, but only once per run directory: a marker file records it."""
         marker = directory / f"fault-{self.phase}-{self.step}-{self.rank}"
         try:
             marker.touch(exist_ok=False)
@@ -68,16 +68,16 @@ class InjectedFault:
 
 
 class Ownership(Protocol):
-    """Under which a start owns the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was
-    lost; it need not look again so soon after it has looked."""
+    """A start's ownership of the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was lost;
+    after a recent check it may skip the next."""
 
     def held(self) -> bool: ...
     def check(self, again_after_s: float) -> None: ...
 
 
 class Guard:
-    """One rank's watch. ``enter`` is called at every phase; a thread notes a rank that stays in one for too long, and
-    ends the process where the main thread cannot: it waits for a device that waits in NCCL for ever."""
+    """One rank's watch. ``enter`` is called at every phase; a thread notices a rank that stays in one for too long, and
+    ends the process if the main thread cannot, because it waits for a device that hangs in NCCL."""
 
     def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> None:
         self.directory = run_directory
@@ -125,13 +125,13 @@ class Guard:
         return f"training (phase {self.page.status.phase} of step {self.step})"
 
     def patience_s(self) -> float:
-        """How long the present phase may last: longer while things start or write."""
+        """How long the current phase may last: longer while the run starts or writes."""
         warming = self.step <= self.first_step + 1
         return self.timeout_s * (SLOWER if warming or self.page.status.phase in SLOW_PHASES else 1.0)
 
     @property
     def nccl_timeout_s(self) -> float:
-        """NCCL's own timeout, for the case that this watch cannot run."""
+        """NCCL's own timeout, in case this watch cannot run."""
         return SLOWER * self.timeout_s + 60.0
 
     def tell(self, error: BaseException) -> BaseException:
@@ -140,18 +140,18 @@ class Guard:
         if self._told is None or self._told[0] is not error:
             told = diagnose(error, self.directory, self.me, self.timeout_s)
             if self.claim is None or self.claim.held():
-                with suppress(OSError):  # of a full disk, which must not hide the cause
+                with suppress(OSError):  # a full disk must not hide the cause
                     write_exit(self.directory, outcome(told, self.page.status))
             self._told = error, told, time.monotonic()
         return self._told[1]
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # a stack is written before anybody's patience ends
+        while not self._stop.wait(min(1.0, self.timeout_s / 40)):  # the stack is written before any rank times out
             status = self.page.status
             waited_s = time.monotonic() - status.since_s
             asked = flight.LastCollective(status.collective, status.sequence)
             if waited_s >= 2.0:
-                with suppress(Exception):  # what cannot be read must not blind the watch
+                with suppress(Exception):  # a page that cannot be read must not stop the watch
                     take_device()
                     asked = flight.newest_collective()
             if self.page.status.count == status.count:
@@ -162,7 +162,7 @@ class Guard:
             self._end_if_lost(self._still_s(status.count, asked.number), asked.pending)
 
     def _still_s(self, count: int, number: int) -> float:
-        """For how long this rank has entered no phase and asked for no collective."""
+        """For how long this rank has entered no phase and called no collective."""
         if self._moved[:2] != (count, number):
             self._moved = count, number, time.monotonic()
         return time.monotonic() - self._moved[2]
@@ -171,7 +171,7 @@ class Guard:
         """End the process if the run has failed elsewhere, or hangs in NCCL, and the main thread does not see it."""
         gone = self.gone()
         if self._told is not None and time.monotonic() - self._told[2] > ABANDONED_S:
-            self._end(self._told[1])  # it has told why it ends, and does not get there
+            self._end(self._told[1])  # it has reported its failure, but does not come to an end
         if still_s > ABANDONED_S and self.run_failed():
             self.dump_stacks()
             os._exit(TrainingError.exit_code)
@@ -186,7 +186,7 @@ class Guard:
             self._end(TrainingError(found))
 
     def gone(self) -> RankStatus | None:
-        """A rank of this node that was seen alive, and has died without having left."""
+        """A rank of this node that was alive, and has died without leaving the run."""
         others = [page for page in read_pages(self.directory, self.me.neighbours) if page.rank != self.me.rank]
         alive = {page.rank: page.pid for page in others if page.runs}
         dead = [page for page in others if page.rank not in alive and page.phase != LEFT]
@@ -194,7 +194,7 @@ class Guard:
         return next((page for page in dead if self._neighbours.get(page.rank) == page.pid), None)
 
     def _end(self, error: BaseException) -> None:
-        """End the process now. What is told goes to ``exit.json``, and is printed where no launcher of ours does."""
+        """End the process now. The problem goes to ``exit.json``, and is printed unless our launcher prints it."""
         told = self.tell(error)
         self.dump_stacks()
         standing = read_exit(self.directory)
@@ -256,8 +256,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
 @contextmanager
 def watching(run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> Iterator[Guard]:
-    """Watch one rank's run and leave its outcome in ``exit.json``; errors come out as ``Guard.tell`` tells them."""
-    if me.rank == 0 and claim is None:  # who claims it has removed an earlier outcome before any rank started
+    """Watch one rank's run and write its outcome to ``exit.json``; errors are translated by ``Guard.tell``."""
+    if me.rank == 0 and claim is None:  # whoever claimed it has removed an earlier outcome before any rank was started
         clear_exit(run_directory)
     watch = Guard(run_directory, me, timeout_s, claim)
     try:
@@ -296,15 +296,15 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
 
 
 def lost(what: str, own: RankStatus | None, run: Path) -> Problem:
-    """LOST001, as the rank with the page ``own`` sees it."""
+    """The problem LOST001 from the point of view of the rank with the page ``own``."""
     where = f"rank {own.rank} (host {own.host}) was in phase {own.phase} of step {own.step}" if own else ""
     fix = f"the cause is another rank's, see its output; then: {train_again(run)}"
     return Problem("LOST001", what, where, fix)
 
 
 def end_process(late: RankStatus | None, me: Process) -> None:
-    """Kill the rank that stands still, if it is on this host and a child of our own launcher: a stopped process would
-    not answer a request, and until it is gone the launcher waits."""
+    """Kill the rank that the others wait for, if it is on this host and a child of our launcher: a stopped process does
+    not react to a request, and the launcher waits until it is gone."""
     if late is None or late.host != me.host or late.pid == os.getpid():
         return
     with suppress(OSError, IndexError, ValueError):

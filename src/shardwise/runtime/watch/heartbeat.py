@@ -55,11 +55,11 @@ class RankStatus:
 
     @property
     def died(self) -> bool:
-        """Whether the process is gone without having left; only known on the same host."""
+        """Whether the process has died without leaving the run; only known on the same host."""
         return self.host == socket.gethostname() and self.phase != LEFT and not self.runs
 
     def _state(self) -> str:
-        """The kernel's letter for what the process does; empty where there is no such process on this host."""
+        """The kernel's letter for the process's state; empty if there is no such process on this host."""
         if self.host != socket.gethostname():
             return ""
         try:
@@ -88,13 +88,13 @@ class Page:
         self._write()
 
     def enter(self, phase: str, step: int) -> None:
-        """A new phase begins."""
+        """Record that a new phase begins."""
         now = time.monotonic()
         self.status = replace(self.status, step=step, count=self.status.count + 1, since_s=now, beat_s=now, phase=phase)
         self._write()
 
     def beat(self, collective: str, sequence: int) -> None:
-        """The interpreter lives; its newest collective is ``collective``, the ``sequence``-th."""
+        """Record that the interpreter is alive, and its newest collective: ``collective``, the ``sequence``-th."""
         self.status = replace(self.status, beat_s=time.monotonic(), sequence=sequence, collective=collective)
         self._write()
 
@@ -127,8 +127,8 @@ def read_pages(run_directory: Path, ranks: Iterable[int]) -> list[RankStatus]:
 
 
 def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
-    """The rank that the others wait for: one that is stopped, or was until another rank ended it, else the one that has
-    done least; None when they are level. Ranks that have left wait for nobody."""
+    """The rank that the others wait for: one that is stopped, or was until another rank ended it, else the one that is
+    furthest behind; None if none is behind. Ranks that have left wait for nobody."""
     for silent in ([one for one in statuses if one.stopped], [one for one in statuses if one.died]):
         if silent:
             return min(silent, key=lambda status: status.count)
