@@ -123,5 +123,5 @@ def test_bf16(ranks: RankPool) -> None:
         right = parity.plain(parity.job_of(UNTIED, of, STEPS))
         for found in (mine[place] for mine in answers):
             assert all(abs(a / b - 1) < 5e-3 for a, b in zip(found.losses, right.losses, strict=True))
-            turned = parity.turned(right.gradients, found.gradients)
-            assert max(turn for name, turn in turned.items() if name.endswith("lora_b.weight")) < 1e-2
+            angles = parity.directions(right.gradients, found.gradients)
+            assert max(angle for name, angle in angles.items() if name.endswith("lora_b.weight")) < 1e-2
