@@ -23,6 +23,11 @@ CASES: dict[str, tuple[ModelSpec, Lora]] = {
     "o and gate": (SPEC, Lora(4, 8.0, ("o", "gate"))),
     "all": (SPEC, Lora(4, 8.0)),
     "all, biased": (BIASED, Lora(4, 8.0)),
+    "q, k and v, dropout": (SPEC, Lora(4, 8.0, ("q", "k", "v"), dropout=0.1)),
+    "all, biased, dropout": (BIASED, Lora(4, 8.0, dropout=0.1)),
+    "magnitudes": (SPEC, Lora(4, 8.0, ("q", "v", "o", "up"), dora=True)),
+    "magnitudes, biased": (BIASED, Lora(4, 8.0, dora=True)),
+    "magnitudes, biased, dropout": (BIASED, Lora(4, 8.0, ("k", "o", "gate", "down"), dropout=0.1, dora=True)),
 }
 LAYOUTS = {"alone": (1, False), "two": (2, False), "two, sequence": (2, True), "eight, sequence": (8, True)}
 

@@ -78,13 +78,14 @@ def test_units_of_other_code_are_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert sheets.shipped.__wrapped__() == {}
 
 
-def test_any_model_of_a_family_has_a_sheet_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["lora=8", "lora.dropout=0.1", "lora.dora=true"]], ids=["whole", "adapters"])
+def test_any_model_of_a_family_has_a_sheet_without_torch(more: list[str], tmp_path: Path) -> None:
     """One whose config.json nobody has seen before, too; and its tensors are those of its numbers."""
     unknown = {"model_type": "qwen3", "vocab_size": 1234, "hidden_size": 96, "intermediate_size": 200}
     unknown |= {"num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
     (tmp_path / "config.json").write_text(json.dumps(unknown | {"attention_bias": True}))
     (tmp_path / "a.txt").write_text("one two three\n" * 4000)
-    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100"]
+    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100", *more]
     program = f"import sys; from shardwise.cli.app import main; code = main({words!r}); "
     program += "sys.exit(code or ('torch' in sys.modules) * 99)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}

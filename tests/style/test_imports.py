@@ -45,6 +45,7 @@ WITH_TORCH = {
     "shardwise.planner.trace",
     "shardwise.planner.record",
     "shardwise.planner.ship",
+    "shardwise.techniques.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.crossing",
     "shardwise.techniques.cut_norm",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.planner.features import What, assembled, joined, name_of
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.techniques.cells import NAMES
 
 SHIPPED = "sheets.json.gz"
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
@@ -37,6 +39,8 @@ TRACED = (
     "planner/symbols.py",
     "planner/trace.py",
     "spec/sheet.py",
+    "techniques/adapter.py",
+    "techniques/dropout.py",
 )
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""
@@ -51,8 +55,10 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, rank
     """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks. Those of the decoder's families are put
     together from units that ship with the package; another model is traced once, which imports torch and takes
     seconds."""
+    cells = cells_of(which, cache_directory)
     if spec.hf_model is None:
-        return assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory), ranks)
+        sheet = assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory), ranks)
+        return replace(sheet, cells=cells)
     path = cache_directory / f"{key(spec, which)}.json"
     packed = _cached(path)
     if packed is None:
@@ -60,20 +66,40 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, rank
 
         packed = pack(trace(spec, which))
         _keep(path, packed)
-    return unpack(packed, spec)
+    return replace(unpack(packed, spec), cells=cells)
 
 
 def _unit_of(what: What, template: ModelSpec, which: str, cache_directory: Path) -> Unit:
     """The unit of a template: of features that no family of today has, traced and kept."""
-    name = name_of(what, template, which)
+
+    def trace() -> Unit:
+        from shardwise.planner.trace import trace_template
+
+        return trace_template(which, what, template)
+
+    return _symbolic_unit(name_of(what, template, which), trace, cache_directory)
+
+
+@cache
+def cells_of(which: str, cache_directory: Path = CACHE) -> dict[str, Unit]:
+    """What techniques put in the place of a layer, by name."""
+
+    def trace(name: str) -> Unit:
+        from shardwise.planner.trace import trace_cell
+
+        return trace_cell(which, name)
+
+    return {name: _symbolic_unit(f"{name} {which}", partial(trace, name), cache_directory) for name in NAMES}
+
+
+def _symbolic_unit(name: str, trace: Callable[[], Unit], cache_directory: Path) -> Unit:
+    """The unit that ships under this name, or one that was traced and kept."""
     if name in shipped():
         return unpack_unit(json.loads(shipped()[name]), symbolic=True)
     path = cache_directory / f"{_digest([name, code_digest()])}.json"
     packed = _cached(path)
     if packed is None:
-        from shardwise.planner.trace import trace_template
-
-        packed = pack_unit(trace_template(which, what, template))
+        packed = pack_unit(trace())
         _keep(path, packed)
     return unpack_unit(packed, symbolic=True)
 

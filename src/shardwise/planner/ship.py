@@ -14,7 +14,8 @@ from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.rope import REQUIRED
 from shardwise.planner.features import What, name_of, templates
 from shardwise.planner.sheets import SHIPPED, code_digest, pack_unit
-from shardwise.planner.trace import trace_template
+from shardwise.planner.trace import trace_cell, trace_template
+from shardwise.techniques.cells import NAMES
 
 VARIANTS = ("narrow", "wide")
 LAYERS = 4
@@ -61,13 +62,13 @@ def _specs(family: str, switches: dict[str, tuple[Any, ...]]) -> Iterator[ModelS
 
 
 def make(wanted: dict[tuple[What, ModelSpec], None]) -> dict[str, str]:
-    """Packed units by name."""
-    return {
-        name_of(what, template, variant): json.dumps(
-            pack_unit(trace_template(variant, what, template)), separators=(",", ":")
-        )
+    """Packed units by name, and the cells."""
+    units = {
+        name_of(what, template, variant): trace_template(variant, what, template)
         for (what, template), variant in product(wanted, VARIANTS)
     }
+    units |= {f"{name} {variant}": trace_cell(variant, name) for name, variant in product(NAMES, VARIANTS)}
+    return {name: json.dumps(pack_unit(unit), separators=(",", ":")) for name, unit in units.items()}
 
 
 def main() -> None:

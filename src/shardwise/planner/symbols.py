@@ -3,6 +3,7 @@ inside attention and MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.planner.features import PRIMES
@@ -10,18 +11,17 @@ from shardwise.spec.sheet import SYMBOLS, Dim, Op, Tensor, Unit
 
 LARGEST_COEFFICIENT = 16
 """What is left of a size that a program explains; its own numbers are small."""
-FACTORS = PRIMES | {"e": PRIMES["e"] // 2}
+FACTORS = {symbol: PRIMES[symbol] // (2 if symbol == "e" else 1) for symbol in SYMBOLS if symbol in PRIMES}
 INNER = frozenset("KGefp")
 """What only tensors inside attention and MLP are sized by."""
 
 
-def named(size: int) -> Dim:
+def named(size: int, factors: Mapping[str, int] = FACTORS) -> Dim:
     """``2*K*e`` for the product of 2 and the primes that stand for K and e. Raises ValueError for what is no such
     product."""
     found, left = [], size
-    for symbol in SYMBOLS:
-        prime = FACTORS.get(symbol, 0)
-        while prime and left and left % prime == 0:
+    for symbol, prime in factors.items():
+        while left and left % prime == 0:
             left //= prime
             found.append(symbol)
     if left > LARGEST_COEFFICIENT:
@@ -34,28 +34,28 @@ def named(size: int) -> Dim:
 
 def symbolic(unit: Unit) -> Unit:
     """The unit with symbols in the place of primes."""
-    weights, tensors = ([_named(tensor) for tensor in each] for each in (unit.weights, unit.tensors))
-    passes = (unit.forward, unit.forward_plain, unit.backward)
-    forward, plain, backward = (tuple(_priced(op) for op in ops) for ops in passes)
-    inside = _inside(unit, tensors)
-    marked = tuple(replace(t, inside=True) if i in inside else t for i, t in enumerate(tensors))
+    unit = renumbered(unit, FACTORS)
+    inside = _inside(unit, list(unit.tensors))
     return replace(
-        unit,
-        weights=tuple(weights),
-        tensors=marked,
-        forward=forward,
-        forward_plain=plain,
-        backward=backward,
+        unit, tensors=tuple(replace(t, inside=True) if i in inside else t for i, t in enumerate(unit.tensors))
     )
 
 
-def _named(tensor: Tensor) -> Tensor:
-    symbols = tuple(dim if isinstance(dim, str) else named(dim) for dim in tensor.shape)
-    return replace(tensor, shape=symbols, symbols=symbols)
+def renumbered(unit: Unit, factors: Mapping[str, int]) -> Unit:
+    """The unit with symbols in the place of the primes that ``factors`` has for them."""
 
+    def symbols(tensor: Tensor) -> Tensor:
+        shape = tuple(dim if isinstance(dim, str) else named(dim, factors) for dim in tensor.shape)
+        return replace(tensor, shape=shape, symbols=shape)
 
-def _priced(op: Op) -> Op:
-    return replace(op, flops=0, symbols=str(named(op.flops))) if op.flops else op
+    def priced(op: Op) -> Op:
+        return replace(op, flops=0, symbols=str(named(op.flops, factors))) if op.flops else op
+
+    weights, tensors = (tuple(map(symbols, each)) for each in (unit.weights, unit.tensors))
+    passes = (unit.forward, unit.forward_plain, unit.backward)
+    forward, plain, backward = (tuple(map(priced, ops)) for ops in passes)
+    changed = replace(unit, weights=weights, tensors=tensors)
+    return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
 def _inside(unit: Unit, tensors: list[Tensor]) -> set[int]:

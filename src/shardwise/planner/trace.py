@@ -26,8 +26,12 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder
 from shardwise.planner.features import What, assembled, joined
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
-from shardwise.planner.symbols import symbolic
+from shardwise.planner.symbols import renumbered, symbolic
+from shardwise.spec.plan import Lora
 from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
+from shardwise.techniques import cells
+from shardwise.techniques.adapter import attach
+from shardwise.techniques.dora import LayerShare
 
 MICRO_BATCH, SEQ_LEN = 10_007, 10_009
 GROWING: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN: "b*s"}
@@ -85,8 +89,10 @@ def trace(spec: ModelSpec, variant: str, ranks: int = 1) -> Sheet:
     a second or two, and no memory to speak of."""
     if spec.hf_model is not None:
         with _tracing(variant) as dtype:
-            return _hf_sheet(spec, dtype)
-    return assembled(spec, partial(trace_template, variant), ranks)
+            sheet = _hf_sheet(spec, dtype)
+    else:
+        sheet = assembled(spec, partial(trace_template, variant), ranks)
+    return replace(sheet, cells={name: trace_cell(variant, name) for name in cells.NAMES})
 
 
 @cache
@@ -94,6 +100,39 @@ def trace_template(variant: str, what: What, template: ModelSpec) -> Unit:
     """The unit of all models with this template, in symbols."""
     with _tracing(variant) as dtype:
         return symbolic(_decoders(what, template, layer_kinds(template)[0][0], dtype))
+
+
+@cache
+def trace_cell(variant: str, name: str) -> Unit:
+    """A layer with an adapter, in symbols. DoRA's norms are one operation, since in how many rounds they are made, of
+    how many rows at a time, depends on the sizes."""
+    words, size = name.split(), cells.PRIMES
+    lora = Lora(size["r"], 1.0, dropout=0.5 if "dropout" in words else 0.0, dora="dora" in words)
+
+    def norms(module: nn.Module, factor: float, share: LayerShare) -> torch.Tensor:
+        return torch.empty(size["out"], dtype=torch.float32)
+
+    with _tracing(variant) as dtype:
+        layer = nn.Linear(size["in"], size["out"], bias="biased" in words)
+        layer.requires_grad_(False)
+        attach(layer, lora, 0.5, norms)
+        if "apart" in words:
+            layer.lora_m = nn.Parameter(torch.empty(size["out"], dtype=torch.float32))
+        hidden = torch.empty((MICRO_BATCH, SEQ_LEN, size["in"]), dtype=dtype, requires_grad=True)
+        unit = renumbered(_unit("cell", _named("", layer), partial(_call, layer, (), {}), hidden, []), size)
+    wide = Tensor(f"t{len(unit.tensors)}", ("w", "in"), "statistics", symbols=("w", "in"))
+    return replace(
+        unit,
+        tensors=(*unit.tensors, wide),
+        forward=tuple(_norms_made(op, len(unit.tensors)) for op in unit.forward),
+        forward_plain=tuple(_norms_made(op, len(unit.tensors)) for op in unit.forward_plain),
+    )
+
+
+def _norms_made(op: Op, wide: int) -> Op:
+    if not op.name.startswith("aten.empty"):
+        return op
+    return replace(op, name="dora", allocates=(*op.allocates, wide), frees=(*op.frees, wide), weight="lora_m")
 
 
 def trace_as_it_is(spec: ModelSpec, variant: str) -> Sheet:

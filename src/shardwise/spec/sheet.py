@@ -161,7 +161,8 @@ class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``sizes`` are those that it is bound to: under tensor parallelism a rank's own.
     ``key_heads`` are those of the whole model; ``heads_apart``: norms of queries and keys are of a head. ``rank``:
-    whose sheet it is, where ranks have unequal pieces."""
+    whose sheet it is, where ranks have unequal pieces. ``cells``: by name, layers as techniques would have them, traced
+    alone; in symbols."""
 
     model: str
     stem: Unit
@@ -175,6 +176,7 @@ class Sheet:
     heads_apart: bool = True
     rank: int = 0
     sizes: Sizes = field(default_factory=dict)
+    cells: Mapping[str, Unit] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> Sheet:
         """The sheet of a model with these sizes; of one bound before, with others."""

@@ -94,8 +94,13 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     stem = prune(sheet.stem, _held(sheet.stem, plan, ""), input_trained=False)
     kinds: dict[tuple[int, frozenset[str], bool], int] = {}
     order = []
+    alike: dict[int, frozenset[str]] = {}  # adapters are in all blocks of a kind
     for index, kind in enumerate(sheet.order):
-        held = _held(sheet.blocks[kind], plan, f"layers.{index}.")
+        held = alike.get(kind)
+        if held is None:
+            held = _held(sheet.blocks[kind], plan, f"layers.{index}.")
+            if plan.lora is not None:
+                alike[kind] = held
         order.append(kinds.setdefault((kind, held, flows), len(kinds)))
         flows = flows or len(held) < len(sheet.blocks[kind].weights)
     blocks = tuple(prune(sheet.blocks[kind], held, input_trained=before) for kind, held, before in kinds)

@@ -61,7 +61,9 @@ def _running(ops: tuple[Op, ...], roots: frozenset[int], unwanted: frozenset[int
 def _forward(unit: Unit, released: frozenset[int]) -> tuple[Op, ...]:
     """Forward frees what is no longer saved where it would be freed if nothing were."""
     return tuple(
-        replace(op, frees=(*op.frees, *(t for t in plain.frees if t in released and t not in op.frees)))
+        replace(op, frees=(*op.frees, *more))
+        if (more := [t for t in plain.frees if t in released and t not in op.frees])
+        else op
         for op, plain in zip(unit.forward, unit.forward_plain, strict=True)
     )
 
@@ -81,7 +83,9 @@ def _backward(unit: Unit, running: list[int], saved: frozenset[int]) -> tuple[Op
                 place = max(uses, default=running[0] if running else -1)
             if place >= 0:
                 frees[place].append(tensor)
-    return tuple(replace(op, frees=tuple(frees[index])) for index, op in ops.items())
+    return tuple(
+        op if op.frees == (own := tuple(frees[index])) else replace(op, frees=own) for index, op in ops.items()
+    )
 
 
 def _let_go(ops: tuple[Op, ...], index: int, tensor: int, running: list[int]) -> bool:

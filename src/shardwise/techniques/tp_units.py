@@ -35,8 +35,11 @@ class _CrossedDraft(Draft):
 
     def stream(self, index: int) -> bool:
         """Whether the tensor has a place for every token and is not inside."""
-        tensor = self.tensors[index]
-        return not tensor.inside and not TOKENS.isdisjoint(tensor.shape)
+        return not self.tensors[index].inside and self.has_tokens(index)
+
+    def has_tokens(self, index: int) -> bool:
+        """Whether the tensor has a place for every token."""
+        return not TOKENS.isdisjoint(self.tensors[index].shape)
 
     def crosses(self, op: Op) -> bool:
         """Whether what ``op`` makes is of the stream."""
@@ -77,7 +80,7 @@ def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]], *, heads_ap
     every rank holds whole, of which it multiplies with a part of the rows. ``heads_apart``: norms of queries and keys
     are of a head."""
     draft = _CrossedDraft(unit, plan)
-    _join(draft, plan, heads_apart=heads_apart)
+    _join(draft, heads_apart=heads_apart)
     entered = _enter(draft) if draft.cut else {}
     _leave(draft)
     _leave_backward(draft, entered)
@@ -105,20 +108,18 @@ def _enter(draft: _CrossedDraft) -> dict[int, int]:
     return entered
 
 
-def _join(draft: _CrossedDraft, plan: Plan, *, heads_apart: bool) -> None:
+def _join(draft: _CrossedDraft, *, heads_apart: bool) -> None:
     """Sums statistics of what ranks have columns of: of norms over a whole projection, a number a token each way; and
     DoRA's, of the rows of a layer whose inputs are cut."""
-    wide = "fp64" if plan.precision.compute == "fp64" else "fp32"
     for ops in (draft.forward, draft.plain, draft.backward):
         made: list[Op] = []
         for op in ops:
             made.append(op)
             new = op.allocates[:1]
-            if not heads_apart and op.name in STATISTICS and draft.tensors[new[0]].inside:
+            cut_rows = op.name == "dora" and op.weight.split(".")[-2] in ROW_PRODUCTS
+            a_token = op.name in STATISTICS and draft.has_tokens(new[0]) and draft.tensors[new[0]].inside
+            if cut_rows or (a_token and not heads_apart):
                 made.append(Op(SEND, "all_reduce", (), (), new))
-            if op.name == "dora" and op.weight.rpartition(".")[2] in ROW_PRODUCTS:
-                rows = draft.add(*draft.tensors[new[0]].shape, dtype=wide)
-                made.append(Op(SEND, "all_reduce", (rows,), (rows,)))
         ops[:] = made
 
 
@@ -132,17 +133,21 @@ def _leave(draft: _CrossedDraft) -> None:
     for ops in (draft.forward, draft.plain):
         made: list[Op] = []
         held: list[int] = []
+        own: list[int] = []  # made since the row product, by its adapter too
         bias = ""
         for op in ops:
             if op.weight in biases:
                 bias, op = op.weight, replace(op, weight=op.weight.replace("bias", "weight"))
             held += op.allocates if op.name == "all_gather" else ()
+            if op.kind == "matmul" and op.weight.split(".")[-2] in ROW_PRODUCTS:
+                own = []
+            own += op.allocates
             op = _with(op, left)
             part = next((t for t in op.allocates if t in ends), None)
             if part is None:
                 made.append(op)
                 continue
-            late = tuple(t for t in op.frees if op.kind == "matmul" or t not in op.reads)
+            late = tuple(t for t in op.frees if t not in own)
             made.append(replace(op, frees=tuple(t for t in op.frees if t not in late)))
             frees = (part, *late, *(held if ops is draft.plain else ()))
             if bias:

@@ -1,0 +1,48 @@
+"""What an adapter computes: lora.py says of which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.spec.plan import Lora
+from shardwise.techniques.dora import WHOLE, LayerShare, row_norms
+from shardwise.techniques.dropout import dropped
+from shardwise.techniques.slices import local
+
+Norms = Callable[[nn.Module, float, LayerShare], torch.Tensor]
+
+
+def attach(module: nn.Linear, lora: Lora, factor: float, norms_of: Norms = row_norms) -> RemovableHandle:
+    """Gives the layer its adapter, by whose handle it can be removed; ``factor`` is what B A x is multiplied by."""
+    like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
+    if lora.dora:
+        module.lora_m = nn.Parameter(torch.empty(module.out_features, **like))
+    down = module.lora_a = nn.Linear(module.in_features, lora.rank, bias=False, **like)
+    up = module.lora_b = nn.Linear(lora.rank, module.out_features, bias=False, **like)
+
+    def add(module: Any, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        if module.lora_off:
+            return out
+        x = args[0]
+        if lora.dropout and torch.is_grad_enabled():
+            x = dropped(x, lora.dropout, module.lora_share.place)
+        total: torch.Tensor = out + up(down(x) * factor)
+        if not lora.dora:
+            return total
+        # Sharded, the magnitude comes in the compute type: the norms are rounded alike, so that both cancel at first.
+        share, sizes = module.lora_share, local(module.lora_m)
+        norms = norms_of(module, factor, share).to(sizes.dtype)
+        gain: torch.Tensor = (sizes[share.rows] / norms).to(out.dtype)
+        if module.bias is None or share.group is not None:
+            return total * gain
+        bias: torch.Tensor = local(module.bias)[share.rows].to(out.dtype)
+        return (total - bias) * gain + bias
+
+    module.lora_off = False  # type: ignore[assignment]
+    module.lora_share = WHOLE  # type: ignore[assignment]
+    return module.register_forward_hook(add)
