@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner import price
+from shardwise.planner import passes
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
@@ -127,5 +127,5 @@ def test_peak_of_a_tied_model(sequence: str) -> None:
 def test_gathers_that_recomputation_repeats_are_counted() -> None:
     """The proof sees a price without them."""
     plan = plan_of("ddp over 1", "sequence", remat=REMATS["full"])
-    with patch.object(price, "recomputed", lambda unit: ()):
+    with patch.object(passes, "recomputed", lambda unit: ()):
         assert any("all_gather" in line for line in drift(SPEC, plan).differences())

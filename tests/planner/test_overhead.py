@@ -14,6 +14,7 @@ from shardwise.cli.render import memory_lines
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner import overhead
+from shardwise.planner.events import Free, Make, Run
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of, variant
@@ -58,14 +59,18 @@ def test_the_workspace_of_flash_attentions_backward() -> None:
 def test_it_is_there_while_attention_runs_backward_and_no_longer() -> None:
     on_paper = costed(EIGHT_B, PLAN)
     events = schedule(on_paper, PLAN, kind="cuda")
-    sizes = [size for _, category, size in events if category == "attention workspace"]
-    assert sizes == [workspace(EIGHT_B, PLAN)] * 32
-    for index, (_, category, _) in enumerate(events):
-        if category == "attention workspace":
-            made = [size for _, _, size in events[index - 3 : index]]
-            assert made == [4096 * 32 * 128 * 2, *[4096 * 8 * 128 * 2] * 2], "with the gradients of q, k and v"
-            assert events[index + 1] == (events[index][0], "", 0)
-    assert not any(category == "attention workspace" for _, category, _ in schedule(on_paper, PLAN))
+    made = [i for i, event in enumerate(events) if isinstance(event, Make) and event.category == LINES[0]]
+    assert len(made) == 32
+    for index in made:
+        event = events[index]
+        assert isinstance(event, Make) and event.bytes == workspace(EIGHT_B, PLAN)
+        *gradients, run = events[index - 4 : index]
+        assert [each.bytes for each in gradients if isinstance(each, Make)] == [
+            4096 * 32 * 128 * 2,
+            *[4096 * 8 * 128 * 2] * 2,
+        ], "with the gradients of q, k and v"
+        assert isinstance(run, Run) and events[index + 1] == Free(*event)
+    assert not any(isinstance(each, Make) and each.category == LINES[0] for each in schedule(on_paper, PLAN))
 
 
 def test_workspaces_of_cublas() -> None:

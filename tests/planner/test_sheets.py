@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.families import FULL, SLIDING
 from shardwise.planner import sheets, ship
 from shardwise.planner.features import templates
-from shardwise.planner.price import flops as flops_of_plan
-from shardwise.planner.price import seen
+from shardwise.planner.passes import seen
+from shardwise.planner.schedule import folded
 from shardwise.planner.trace import trace
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
@@ -128,9 +129,8 @@ def test_a_window_saves_arithmetic_beyond_it() -> None:
         pairs = sum(min(place + 1, window) for place in range(s))
         assert abs(seen(s, window) / 2 - pairs) <= s
     plan = Plan(Layout(), Batch(1, 1, 64), Shard(), Precision())
-    whole, cut = (
-        flops_of_plan(trace(spec, "wide"), plan) for spec in (replace(WINDOWED, sliding_window=None), WINDOWED)
-    )
+    sheets_of = (trace(spec, "wide") for spec in (replace(WINDOWED, sliding_window=None), WINDOWED))
+    whole, cut = (folded(techniques.cost(sheet, plan), plan).flops for sheet in sheets_of)
     attention = 4 * flops(trace(SPEC, "wide"), "b*s*s")
     assert whole - cut == 3 * attention // 4 * (64 * 64 - seen(64, 16))
 

@@ -1,216 +1,186 @@
-"""Spells out one optimizer step of a sheet as a list of events, in the order in which the runtime does things.
+"""One optimizer step of a sheet, told in the order in which the runtime does things.
 
-Nothing here is a formula for a peak: units run forward, then backward, gather and reduce when FSDP2 does, and what is
-alive at each moment is for planner/replay.py to find. Two micro-batches stand for any larger number: from the third on
-nothing new happens.
+Nothing here is a formula for a peak or for traffic: units run forward, then backward, gather and reduce when FSDP2
+does. :func:`schedule` gives every event of every micro-batch. :func:`folded` is the span of the same events: it tells
+a few blocks and micro-batches, and of a run that goes on as it has gone on it repeats the span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from math import lcm
 
-from shardwise.methods.head import backward_tensors, forward_tensors
-from shardwise.planner.overhead import attention_bytes
-from shardwise.planner.replay import Event
-from shardwise.planner.tape import Tape
+from shardwise.planner.events import Call, Event, Mark, Send
+from shardwise.planner.passes import Passes
+from shardwise.planner.spans import Span, joined
+from shardwise.planner.tape import Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Op, Sheet, Unit
+from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import optim
+from shardwise.techniques.replicas import blocks_of_bucket
+from shardwise.techniques.shard import gradient_bytes
+
+PERIODS = 4
+"""How many periods of blocks are told: the first and the last, which differ by what is before and after them, and two
+between, which must come to the same."""
 
 
 def schedule(sheet: Sheet, plan: Plan, rank: int = 0, kind: Kind = "cpu") -> list[Event]:
     """The events of one step on ``rank``, the state of the model included, from before the first forward; with the
     workspaces of kernels where ``kind`` is cuda."""
-    step = _Step(sheet, plan, rank, kind)
-    step.state()
-    batches = min(plan.batch.accumulation, 3)
-    for index in range(batches):
-        step.weights.begin(last=index == batches - 1)
-        step.micro_batch(index)
-    step.tape.mark("end of backward")
-    return step.tape.events
+    tape = Tape()
+    _begin(tape, sheet, plan, rank)
+    step = _Step(tape, sheet, plan, kind)
+    for index in range(plan.batch.accumulation):
+        step.micro_batch(last=index == plan.batch.accumulation - 1)
+    tape.add(Mark("end of backward"))
+    for sent in sheet.step:
+        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    return tape.events
+
+
+def _begin(tape: Tape, sheet: Sheet, plan: Plan, rank: int) -> None:
+    """What is there before the first forward pass and stays."""
+    for category, size in optim.state_bytes(sheet, plan, rank).items():
+        tape.make(("state", category), category, size)
+    # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of.
+    batch, each = plan.batch, 8 * (4 if plan.loss == "dpo" else 3)
+    tape.make("batch", "buffers", each * batch.micro_batch_size * batch.seq_len * batch.accumulation)
 
 
 class _Step:
-    def __init__(self, sheet: Sheet, plan: Plan, rank: int, kind: Kind) -> None:
-        self.sheet, self.plan, self.rank, self.kind = sheet, plan, rank, kind
-        self.tape = Tape()
-        self.b, self.s = plan.batch.micro_batch_size, plan.batch.seq_len
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, kind: Kind) -> None:
+        self.tape, self.sheet = tape, sheet
         self.blocks = [sheet.blocks[kind] for kind in sheet.order]
-        self.sizes = {id(unit): [tensor.bytes(self.b, self.s) for tensor in unit.tensors] for unit in sheet.units}
         self.idle = {i for i, block in enumerate(self.blocks) if not block.backward}
-        self.weights: Weights = (Sharded if plan.sharded else Replicated)(self.tape, sheet, plan)
+        self.weights: Weights = (Sharded if plan.sharded else Replicated)(tape, sheet, plan)
+        self.passes = Passes(sheet, plan, kind)
 
-    def state(self) -> None:
-        for category, size in optim.state_bytes(self.sheet, self.plan, self.rank).items():
-            self.tape.make(("state", category), category, size)
-        # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of.
-        each = 8 * (4 if self.plan.loss == "dpo" else 3)
-        self.tape.make("batch", "buffers", each * self.b * self.s * self.plan.batch.accumulation)
-
-    def micro_batch(self, index: int) -> None:
-        tape, last = self.tape, len(self.blocks) - 1
-        tape.mark("start of forward")
-        self.weights.before_forward("stem")
-        self.forward(self.sheet.stem, "stem")
-        self.weights.after_forward("stem")
-        for i, block in enumerate(self.blocks):
-            self.weights.before_forward(i)
-            self.forward(block, i)
-            self.release_input(block, self.name(i - 1))
-            self.weights.after_forward(i)
-        self.weights.before_forward("tail")
-        self.forward(self.sheet.tail, "tail")
-        self.loss_forward()
-        self.release_input(self.sheet.tail, self.name(last))
-        self.weights.after_forward("tail")
-        self.release_tables()
-        tape.mark("end of forward")
-        self.weights.before_backward("tail")
-        self.loss_backward()
-        if self.sheet.tail.backward:
-            self.backward(self.sheet.tail, "tail", self.name(last))
-        running = [i for i in range(last, -1, -1) if i not in self.idle]
+    def micro_batch(self, *, last: bool) -> None:
+        weights, passes, stem, tail = self.weights, self.passes, self.sheet.stem, self.sheet.tail
+        weights.begin(last=last)
+        self.tape.add(Mark("start of forward"))
+        for name, unit in (("stem", stem), *enumerate(self.blocks), ("tail", tail)):
+            self.tape.add(Mark(("forward", name)))
+            weights.before_forward(name)
+            self.play(passes.forward, unit, name)
+            weights.after_forward(name)
+        self.play(passes.tables, stem, "stem")
+        self.tape.add(Mark("end of forward"))
+        weights.before_backward("tail")
+        self.play(passes.loss_backward, tail, "tail")
+        if tail.backward:
+            self.play(passes.backward, tail, "tail")
+        running = [i for i in range(len(self.blocks) - 1, -1, -1) if i not in self.idle]
         # FSDP2 hears of the end of a backward from the gradient of the input; where there is none, when all is over.
         late: list[Hashable] = [i for i in running if self.blocks[i].gradient_out < 0]
-        if self.sheet.tail.gradient_out < 0:
+        if tail.gradient_out < 0:
             late.append("tail")
         else:
-            self.weights.after_backward("tail")
+            weights.after_backward("tail")
         for i in running:
-            self.weights.before_backward(i)
-            self.backward(self.blocks[i], i, self.name(i - 1))
+            self.tape.add(Mark(("backward", i)))
+            weights.before_backward(i)
+            self.play(passes.backward, self.blocks[i], i)
             if i not in late:
-                self.weights.after_backward(i)
-        self.backward(self.sheet.stem, "stem", None)
-        for unit in ("stem", *sorted(self.idle), *late):
-            self.weights.after_backward(unit)
-        self.weights.end()
+                weights.after_backward(i)
+        self.tape.add(Mark(("backward", "stem")))
+        self.play(passes.backward, stem, "stem")
+        for name in ("stem", *sorted(self.idle), *late):
+            weights.after_backward(name)
+        weights.end()
 
-    def name(self, block: int) -> Hashable:
-        return "stem" if block < 0 else block
+    def play(self, told: Callable[[Unit], Iterator[Event | Call]], unit: Unit, name: Hashable) -> None:
+        """A pass of a unit, with what its weights add."""
+        place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
+        for piece in self.tape.pieces((told.__name__, id(unit)), told(unit)):
+            if isinstance(piece, Call):
+                self.call(piece, unit, name)
+            else:
+                self.tape.play(piece, place)
 
-    def forward(self, unit: Unit, name: Hashable) -> None:
-        """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
-        sizes = self.sizes[id(unit)]
-        keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates}
-        self.weights.cast(unit, name)
-        for op in unit.forward_plain if unit.recompute else unit.forward:
-            for tensor in op.allocates:
-                self.tape.make((name, tensor), "activations", sizes[tensor])
-            for tensor in op.frees:
-                if tensor not in keep and tensor != unit.input:
-                    self.tape.free((name, tensor))
-        if unit.recompute:
-            self.weights.uncast(unit, name)
-
-    def release_input(self, unit: Unit, before: Hashable) -> None:
-        """The loop over the blocks lets go of a block's input once it has run."""
-        if unit.input not in unit.saved and not unit.recompute:
-            self.tape.free((before, self._output(before)))
-
-    def release_tables(self) -> None:
-        """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
-        if not any(block.recompute for block in self.blocks):
-            for tensor in unfreed(self.sheet.stem) - self.sheet.stem.saved:
-                self.tape.free(("stem", tensor))
-
-    def _output(self, name: Hashable) -> int:
-        return self.sheet.stem.output if name == "stem" else self.blocks[int(str(name))].output
-
-    def recompute(self, unit: Unit, name: Hashable) -> None:
-        """Forward again, until all that backward reads is there."""
-        sizes = self.sizes[id(unit)]
-        made: set[int] = set()
-        self.weights.cast(unit, name)
-        for i, op in enumerate(recomputed(unit)):
-            if i not in unit.saved_ops:
-                for tensor in op.allocates:
-                    self.tape.make((name, tensor), "activations", sizes[tensor])
-            made.update(op.allocates)
-            for tensor in op.frees:
-                if tensor != unit.input:
-                    self.tape.free((name, tensor))
-                    made.discard(tensor)
-        for tensor in made - unit.saved:
-            self.tape.free((name, tensor))
-
-    def backward(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
-        sizes = self.sizes[id(unit)]
-        by_name = {weight.name: weight for weight in unit.weights}
-        gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
-        if unit.recompute:
-            self.recompute(unit, name)
-        for op in unit.backward:
-            for tensor in op.allocates:
-                if tensor == unit.gradient_out:
-                    self.tape.make(("gradient", before), "activations", sizes[tensor])
-                else:
-                    self.tape.make((name, tensor), "activations", sizes[tensor])
-                if tensor in gradients:
-                    self.weights.gradient(gradients[tensor], name, (name, tensor))
-            if op.kind == "attention" and self.kind == "cuda":
-                self.tape.make((name, "workspace"), "attention workspace", attention_bytes(unit, op, self.plan))
-                self.tape.free((name, "workspace"))
-            for tensor in op.frees:
-                if tensor == unit.gradient_in:
-                    self.tape.free(("gradient", name))
-                elif tensor == unit.input and before is not None:
-                    self.tape.free((before, self._output(before)))
-                elif tensor not in gradients:
-                    self.tape.free((name, tensor))
-        self.weights.uncast(unit, name)
-        self.end_of_graph(unit, name, before)
-
-    def end_of_graph(self, unit: Unit, name: Hashable, before: Hashable | None) -> None:
-        """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
-        run, and the tables, which the blocks have used for the last time."""
-        kept = any(block.recompute for block in self.blocks)
-        held = unfreed(unit)
-        for tensor in held if kept and unit is self.sheet.stem else held & unit.saved:
-            self.tape.free((name, tensor))
-        used = any(unit.input in op.frees for op in unit.backward)
-        if before is not None and not used and (unit.recompute or unit.input in unit.saved):
-            self.tape.free((before, self._output(before)))
-
-    def loss_forward(self) -> None:
-        for key, size, frees in forward_tensors(self.sheet, self.plan, self.kind):
-            for other in frees:
-                self.tape.free(("head", other))
-            if size:
-                self.tape.make(("head", key), "logits", size)
-        tail = self.sheet.tail
-        for tensor in {tail.output} | unfreed(tail) - tail.saved:
-            self.tape.free(("tail", tensor))
-
-    def loss_backward(self) -> None:
-        for key, size, frees in backward_tensors(self.sheet, self.plan):
-            if size:
-                self.tape.make(("head", key), "logits", size)
-            for other in frees:
-                self.tape.free(("head", other))
-        made = [key for key in (("head", "typed"), ("head", "grad_weight")) if key in self.tape.alive]
-        if made:
-            self.weights.head_gradient(made[0])
-        # The gradient of the hidden states was made in the forward pass; from here on it is the tail's to free.
-        if ("head", "grad_hidden") in self.tape.alive:
-            self.tape.free(("head", "grad_hidden"))
-            tail = self.sheet.tail
-            self.tape.make(("gradient", "tail"), "logits", self.sizes[id(tail)][tail.output])
+    def call(self, call: Call, unit: Unit, name: Hashable) -> None:
+        weights = self.weights
+        if call.method == "cast":
+            weights.cast(unit, name)
+        elif call.method == "uncast":
+            weights.uncast(unit, name)
+        elif call.weight is None:
+            weights.head_gradient()
+        elif call.method == "add_tied":
+            weights.add_tied(call.weight, name)
+        else:
+            weights.gradient(call.weight, name)
 
 
-def recomputed(unit: Unit) -> tuple[Op, ...]:
-    """The operations that recomputation goes through: to the last that makes some of what backward reads, or short of
-    the last that keeps its weight for backward."""
-    read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
-    stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
-    stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
-    return unit.forward[: max(stops, default=0)]
+def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
+    """The span of :func:`schedule` on rank 0."""
+    start, period = _period(sheet, plan)
+    count = (len(sheet.order) - start) // period
+    keep = PERIODS
+    while keep < count:
+        if span := _told(sheet, plan, kind, (start, period, keep)):
+            return span
+        keep *= 2
+    span = _told(sheet, plan, kind, (start, period, count))
+    assert span
+    return span
 
 
-def unfreed(unit: Unit) -> set[int]:
-    """What the forward pass of a unit makes and none of its operations frees, short of its output."""
-    freed = {tensor for op in (*unit.forward, *unit.backward) for tensor in op.frees}
-    return {tensor for op in unit.forward for tensor in op.allocates} - freed - {unit.output}
+def _told(sheet: Sheet, plan: Plan, kind: Kind, told: tuple[int, int, int]) -> Span | None:
+    """The span of a step of which so many periods of so many blocks are told, from the block ``start`` on, the second
+    standing for those left out too. None where the second and the third are not alike."""
+    start, period, keep = told
+    count = (len(sheet.order) - start) // period
+    order = sheet.order[: start + keep * period] + sheet.order[start + count * period :]
+    tape, m = Folding(), plan.batch.accumulation
+    _begin(tape, sheet, plan, rank=0)
+    spans = [*tape.taken().values()]
+    step = _Step(tape, replace(sheet, order=order), plan, kind)
+    second = range(start + period, start + 2 * period)
+    for index in range(min(m, 3)):
+        step.micro_batch(last=index == min(m, 3) - 1)
+        found = tape.taken()
+        if keep < count and any(
+            found.get((way, i)) != found.get((way, i + period)) for way in ("forward", "backward") for i in second
+        ):
+            return None
+        spans.append(_repeated(found, second, count - keep))
+        if index == 1:
+            spans.append(spans[-1].times(max(0, m - 3)))
+    for sent in sheet.step:
+        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    return joined([*spans, *tape.taken().values()])
+
+
+def _repeated(found: dict[Hashable, Span], second: range, times: int) -> Span:
+    """The span of a micro-batch, that of the blocks of ``second`` so many times more."""
+    span = Span()
+    for key, each in found.items():
+        span.goes_on(each)
+        if times and key == ("forward", second[-1]):
+            span.goes_on(joined(found["forward", i] for i in second).times(times))
+        elif times and key == ("backward", second[0]):
+            span.goes_on(joined(found["backward", i] for i in reversed(second)).times(times))
+    return span
+
+
+def _period(sheet: Sheet, plan: Plan) -> tuple[int, int]:
+    """From which block on the blocks repeat, and after how many: by their kinds, and by the buckets that they fill."""
+    order = sheet.order
+    for period in range(1, len(order) // (PERIODS + 1) + 1):
+        start = len(order) - period
+        while start > 0 and order[start - 1] == order[start - 1 + period]:
+            start -= 1
+        if len(order) - start > PERIODS * period:
+            break
+    else:
+        return 0, len(order)
+    if plan.sharded or plan.layout.dp == 1:
+        return start, period
+    sizes = gradient_bytes(replace(sheet, order=order[-period:]), plan)
+    block = sum(size for name, size in sizes.items() if name.startswith("layers.")) // period
+    return start, lcm(period, blocks_of_bucket(block, plan.shard.bucket_bytes))

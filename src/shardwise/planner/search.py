@@ -10,19 +10,18 @@ does not help either, the smallest. Which settings there are, each technique's `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
-from shardwise.planner.price import least_bytes, price, traffic
+from shardwise.planner.price import price
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
 from shardwise.techniques import shard, tp
 from shardwise.techniques.degrees import grouped
@@ -39,56 +38,30 @@ LARGER_CHUNKS = (2**28, 2**27)
 once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A plan before it is replayed: its sheet, its seconds on the wire, and a bound below its memory."""
-
-    plan: Plan
-    sheet: Sheet
-    wire_s: float
-    least_bytes: int
-
-    def priced(self, cluster: Cluster) -> Plan:
-        return price(self.sheet, self.plan, cluster)
-
-
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
     refused: list[Problem] = []
     tried: list[Plan] = []
-    last: list[Candidate] = []
     for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
-        found: list[Candidate] = []
         for found, problems in _attempts(recipe, spec, cluster, degree):
+            if able := [plan for plan in found if fits(plan)]:
+                return _larger_chunks(_least_memory(able, recipe, cluster), spec, cluster)
             refused += problems
-            found.sort(key=lambda candidate: candidate.wire_s)
-            for at, candidate in enumerate(found):
-                if candidate.least_bytes > MARGIN * cluster.device.memory_bytes:
-                    continue
-                tried.append(candidate.priced(cluster))
-                if fits(tried[-1]):
-                    return _larger_chunks(_least_memory(found[at:], tried[-1], recipe, cluster), spec, cluster)
+            tried += found
         if refused:
             raise ConfigError(*dict.fromkeys(refused))
-        last += found
-    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes, default=None)
-    for candidate in sorted(last, key=lambda candidate: candidate.least_bytes):
-        if smallest is None or candidate.least_bytes < smallest.estimate.peak_bytes:
-            smallest = min(
-                filter(None, (candidate.priced(cluster), smallest)), key=lambda plan: plan.estimate.peak_bytes
-            )
-    assert smallest is not None
+    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes)
     share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
     reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
     return _explained(smallest, reason, recipe)
 
 
 def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
-    """Whether the bound leaves a chance of ``share`` of the memory to the smallest micro-batches with as much
-    recomputation as may be."""
+    """Whether ``share`` of the memory is enough for the smallest micro-batches with as much recomputation as may be."""
     for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
-        for found, refused in list(_attempts(recipe, spec, cluster, degree))[-1:]:
-            if refused or any(c.least_bytes <= share * cluster.device.memory_bytes for c in found):
+        for tried, plan in [*_trials(recipe, spec, cluster, degree)][-1:]:
+            found, refused = _priced(tried, spec, cluster, plan)
+            if refused or any(p.estimate.peak_bytes <= share * p.estimate.capacity_bytes for p in found):
                 return True
     return False
 
@@ -98,19 +71,20 @@ def fits(plan: Plan) -> bool:
     return plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
 
 
-def _least_memory(found: list[Candidate], first: Plan, recipe: Recipe, cluster: Cluster) -> Plan:
-    """Of the candidates that take as long on the wire as the first of ``found``, which fits and is ``first``, the one
-    that takes the least memory."""
-    limit_s = (1 + TIE) * found[0].wire_s
-    able = [c for c in found if c.least_bytes <= MARGIN * cluster.device.memory_bytes]
-    ties = [first, *(c.priced(cluster) for c in able[1:] if c.wire_s <= limit_s)]
+def _least_memory(able: list[Plan], recipe: Recipe, cluster: Cluster) -> Plan:
+    """Of the plans that fit, those that take as long on the wire as the shortest, the one that takes the least
+    memory."""
+    seconds = {id(plan): wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in able}
+    able = sorted(able, key=lambda plan: seconds[id(plan)])
+    limit_s = (1 + TIE) * seconds[id(able[0])]
+    ties = [plan for plan in able if seconds[id(plan)] <= limit_s]
     best = min(ties, key=lambda plan: plan.estimate.peak_bytes)
     reason = f"derived: least time on the wire among plans below {MARGIN:.0%} of the memory"
-    reason += f": {show_seconds(found[0].wire_s)}"
-    if best is not first:
-        reason += f", the same as {name(first)}, which needs more memory"
-    if slower := next((c for c in able if c.wire_s > limit_s), None):
-        reason += f"; {name(slower.plan)}: {show_seconds(slower.wire_s)}"
+    reason += f": {show_seconds(seconds[id(able[0])])}"
+    if best is not able[0]:
+        reason += f", the same as {name(able[0])}, which needs more memory"
+    for slower in able[len(ties) : len(ties) + 1]:
+        reason += f"; {name(slower)}: {show_seconds(seconds[id(slower)])}"
     return _explained(best, reason, recipe)
 
 
@@ -139,14 +113,15 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
             continue
         asked = _with_batch(recipe, micro, share // micro)
         try:
-            candidates, _ = _candidates(asked, spec, cluster, degree, pinned=False)
+            plans, _ = _priced(asked, spec, cluster, degree, pinned=False)
         except ConfigError:  # degrees that are pinned leave no room for this one
             continue
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
+        sheet = sheet_of(spec, variant(chosen.precision), ranks=ranks)
         found += [
-            price(candidate.sheet, replace(candidate.plan, batch=batch), cluster)
-            for candidate in candidates
-            if ranks == 1 or candidate.plan.shard.strategy == strategy or candidate.plan.layout.dp == 1
+            price(sheet, replace(plan, batch=batch), cluster)
+            for plan in plans
+            if ranks == 1 or plan.shard.strategy == strategy or plan.layout.dp == 1
         ]
     return found
 
@@ -168,21 +143,28 @@ def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 
 def _attempts(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan
-) -> Iterator[tuple[list[Candidate], list[Problem]]]:
-    """The legal plans of each attempt at one degree of tensor parallelism, and what is wrong with others, which is the
+) -> Iterator[tuple[list[Plan], list[Problem]]]:
+    """The legal plans of each trial at one degree of tensor parallelism, and what is wrong with others, which is the
     recipe's to mend: nothing of a degree that it does not ask for. One by one: an illegal mesh is reported before a
     batch that does not suit it."""
+    asked = degree.layout.tp in (1, recipe.parallel.tp)
+    try:
+        for tried, plan in _trials(recipe, spec, cluster, degree):
+            found, refused = _priced(tried, spec, cluster, plan)
+            yield found, refused if asked else []
+    except ConfigError:
+        if asked:
+            raise
+
+
+def _trials(recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan) -> Iterator[tuple[Recipe, Plan]]:
+    """What is tried at one time with every setting of the dial: what other techniques have to try, and for each of
+    them ever smaller micro-batches."""
     ranks = degree.layout.tp
-    asked = ranks in (1, recipe.parallel.tp)
     others = [technique for technique in techniques.ORDER if technique not in (tp, shard)]
     for plan in techniques.choices(others, recipe, spec, cluster, degree):
-        try:
-            for tried in _smaller_micro_batches(recipe, grouped(cluster, ranks).world, ranks):
-                found, refused = _candidates(tried, spec, cluster, plan)
-                yield found, refused if asked else []
-        except ConfigError:
-            if asked:
-                raise
+        for tried in _smaller_micro_batches(recipe, grouped(cluster, ranks).world, ranks):
+            yield tried, plan
 
 
 def _smaller_micro_batches(recipe: Recipe, dp: int, ranks: int) -> Iterator[Recipe]:
@@ -202,11 +184,11 @@ def _with_batch(recipe: Recipe, micro: int, accumulation: int) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=sizes)})
 
 
-def _candidates(
+def _priced(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True
-) -> tuple[list[Candidate], list[Problem]]:
+) -> tuple[list[Plan], list[Problem]]:
     """The plan with each legal setting of the dial, and what is wrong with the others."""
-    found: list[Candidate] = []
+    found: list[Plan] = []
     refused: list[Problem] = []
     seq_len = recipe.train.seq_len
     for split in shard.choices(recipe, spec, cluster, plan, pinned=pinned):
@@ -215,11 +197,8 @@ def _candidates(
         whole = replace(split, batch=Batch(micro, accumulation, seq_len, chunk), why={**split.why, **reasons})
         if problems := techniques.check(spec, whole, cluster):
             refused += problems
-            continue
-        sheet = sheet_of(spec, variant(whole.precision), ranks=whole.layout.tp)
-        costed = techniques.cost(sheet, whole)
-        busy_s = wire_s(traffic(costed, whole), whole.layout, cluster)
-        found.append(Candidate(whole, sheet, busy_s, least_bytes(costed, whole, cluster)))
+        else:
+            found.append(price(sheet_of(spec, variant(whole.precision), ranks=whole.layout.tp), whole, cluster))
     return found, refused
 
 

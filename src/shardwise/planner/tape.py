@@ -1,38 +1,114 @@
-"""A list of events in the making, which raises where one cannot be true."""
+"""A step in the making: :class:`Tape` keeps every event and raises where one cannot be true, :class:`Folding` keeps
+spans."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 
-from shardwise.planner.replay import MARK, Event
+from shardwise.planner.events import Call, Event, Free, Key, Make, Mark
+from shardwise.planner.spans import Span
+
+Piece = Event | Span | Call
 
 
 class Tape:
-    """The events so far, and the bytes of what is alive; what has none makes no event."""
+    """The events so far, and category and bytes of what is alive; what has no bytes makes no event."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.alive: dict[Hashable, int] = {}
+        self.alive: dict[Key, tuple[str, int]] = {}
 
-    def make(self, key: Hashable, category: str, size: int) -> None:
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+
+    def make(self, key: Key, category: str, size: int) -> None:
         """Raises KeyError where ``key`` is alive already."""
         if key in self.alive:
             raise KeyError(f"{key} is made, but it is alive already")
-        self.alive[key] = size
+        self.alive[key] = (category, size)
         if size:
-            self.events.append((key, category, size))
+            self.change(key, category, size)
 
-    def hold(self, key: Hashable, category: str, size: int) -> None:
+    def hold(self, key: Key, category: str, size: int) -> None:
         """Make ``key``, unless it is there already: what is added to."""
         if key not in self.alive:
             self.make(key, category, size)
 
-    def free(self, key: Hashable) -> None:
+    def free(self, key: Key) -> None:
         """Raises KeyError where ``key`` is not alive: whoever frees it has counted wrong."""
         if key not in self.alive:
             raise KeyError(f"{key} is freed, but it is not alive")
-        if self.alive.pop(key):
-            self.events.append((key, "", 0))
+        category, size = self.alive.pop(key)
+        if size:
+            self.change(key, category, -size)
 
-    def mark(self, name: str) -> None:
-        self.events.append((name, "", MARK))
+    def change(self, key: Key, category: str, size: int) -> None:
+        """So many bytes are made; freed, where it is negative."""
+        self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
+
+    def pieces(self, name: Hashable, told: Iterable[Event | Call]) -> Iterable[Piece]:
+        """What is played of the pass of a unit that has this name."""
+        return told
+
+    def play(self, piece: Event | Span, place: int) -> None:
+        """Add an event of the pass of a unit, whose keys are (0, what) of the unit itself and (-1, what) of the unit
+        before it; ``place`` is the unit's number. Raises ValueError where something is freed as what it is not."""
+        assert not isinstance(piece, Span)
+        if not isinstance(piece, Make | Free):
+            self.add(piece)
+            return
+        assert isinstance(piece.key, tuple)
+        key, category, size = (place + piece.key[0], piece.key[1]), piece.category, piece.bytes
+        if isinstance(piece, Make):
+            self.make(key, category, size)
+        elif self.alive.get(key, (category, size)) != (category, size):
+            raise ValueError(f"{key} is freed as {size:,} bytes of {category}, but it is {self.alive[key]}")
+        else:
+            self.free(key)
+
+
+class Folding(Tape):
+    """Spans by where they begin: where a unit does, or at the name "". What a pass of a unit comes to is folded once;
+    whether what it frees is alive, only a :class:`Tape` can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[Hashable, list[Piece]] = {}
+        self.spans: dict[Hashable, Span] = {}
+        self.taken()
+
+    def taken(self) -> dict[Hashable, Span]:
+        """The spans since it was last asked, in order."""
+        taken, self.span = self.spans, Span()
+        self.spans = {"": self.span}
+        return taken
+
+    def add(self, event: Event) -> None:
+        if not isinstance(event, Mark):
+            self.span.adds(event)
+        elif isinstance(event.name, tuple):
+            self.span = self.spans[event.name] = Span()
+
+    def change(self, key: Key, category: str, size: int) -> None:
+        self.span.moves(category, size)
+
+    def pieces(self, name: Hashable, told: Iterable[Event | Call]) -> Iterable[Piece]:
+        if name not in self.known:
+            self.known[name] = [*_folded(told)]
+        return self.known[name]
+
+    def play(self, piece: Event | Span, place: int) -> None:
+        assert isinstance(piece, Span)
+        self.span.goes_on(piece)
+
+
+def _folded(told: Iterable[Event | Call]) -> Iterator[Call | Span]:
+    """Calls, and a span for the events between two of them."""
+    span = Span()
+    for piece in told:
+        if isinstance(piece, Call):
+            yield from (span, piece)
+            span = Span()
+        else:
+            span.adds(piece)
+    yield span

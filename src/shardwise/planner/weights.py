@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from math import prod
 
 from shardwise.models.roles import role
+from shardwise.planner.events import Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
@@ -19,8 +20,9 @@ from shardwise.techniques.shard import gradient_bytes, groups
 
 
 class Weights:
-    """The calls of planner/schedule.py: when the forward and backward of a unit (a block's number, ``stem``, ``tail``)
-    begin and end, each weight gradient, the end of a micro-batch. What a strategy does not override does nothing."""
+    """What planner/schedule.py tells the weights, and when: the forward and backward of a unit (a block's number,
+    ``stem``, ``tail``) begin and end, a gradient has come, a micro-batch ends. What a strategy does not override does
+    nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
@@ -30,21 +32,23 @@ class Weights:
     def begin(self, *, last: bool) -> None:
         self.last = last
 
-    def before_forward(self, unit: Hashable) -> None: ...
-    def after_forward(self, unit: Hashable) -> None: ...
-    def before_backward(self, unit: Hashable) -> None: ...
-    def after_backward(self, unit: Hashable) -> None: ...
+    def before_forward(self, name: Hashable) -> None: ...
+    def after_forward(self, name: Hashable) -> None: ...
+    def before_backward(self, name: Hashable) -> None: ...
+    def after_backward(self, name: Hashable) -> None: ...
     def end(self) -> None: ...
-    def add_tied(self, size: int) -> None:
+    def cast(self, unit: Unit, name: Hashable) -> None: ...
+    def uncast(self, unit: Unit, name: Hashable) -> None: ...
+    def add_tied(self, weight: Tensor, name: Hashable) -> None: ...
+    def gradient(self, weight: Tensor, name: Hashable) -> None: ...
+    def head_gradient(self) -> None: ...
+
+    def _add_tied(self, head: Hashable, size: int) -> None:
         """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
         if self.plan.layout.tp > 1:
             self.tape.make("sum of tied gradients", "gradients", size)
             self.tape.free("sum of tied gradients")
-
-    def cast(self, unit: Unit, name: Hashable) -> None: ...
-    def uncast(self, unit: Unit, name: Hashable) -> None: ...
-    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None: ...
-    def head_gradient(self, key: Hashable) -> None: ...
+        self.tape.free(head)
 
 
 class Replicated(Weights):
@@ -60,41 +64,44 @@ class Replicated(Weights):
         self.missing: list[int] = []
         self.sent = 0
         self.copies: dict[Hashable, list[Hashable]] = {}
+        self.casts: dict[int, list[tuple[str, int]]] = {}
 
     def begin(self, *, last: bool) -> None:
         super().begin(last=last)
         self.missing, self.sent = [len(names) for names in self.buckets], 0
 
     def cast(self, unit: Unit, name: Hashable) -> None:
-        if name != "stem":
+        if name == "stem":
+            return
+        if id(unit) not in self.casts:
             read = {op.weight for op in unit.backward}
             read |= {f"{name.removesuffix('weight')}bias" for name in read if name and role(name) == "norm"}
-            for weight in unit.weights:
-                if weight.name in read and weight.used_as != weight.dtype:
-                    size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
-                    key = ("cast", name, weight.name)
-                    self.tape.make(key, "gathered", size)
-                    self.copies.setdefault(name, []).append(key)
+            cast = [weight for weight in unit.weights if weight.name in read and weight.used_as != weight.dtype]
+            self.casts[id(unit)] = [
+                (weight.name, prod(map(int, weight.shape)) * BYTES[weight.used_as]) for weight in cast
+            ]
+        for weight, size in self.casts[id(unit)]:
+            key = ("cast", name, weight)
+            self.tape.make(key, "gathered", size)
+            self.copies.setdefault(name, []).append(key)
 
     def uncast(self, unit: Unit, name: Hashable) -> None:
         for key in self.copies.pop(name, []):
             self.tape.free(key)
 
-    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
-        if self.tied and weight is self.embedding:
-            self.add_tied(self.size[weight.name])
-            self.tape.free(("gradient", "head"))
-        self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name, key)
+    def add_tied(self, weight: Tensor, name: Hashable) -> None:
+        self._add_tied(("gradient", "head"), self.size[weight.name])
 
-    def head_gradient(self, key: Hashable) -> None:
+    def gradient(self, weight: Tensor, name: Hashable) -> None:
+        self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)
+
+    def head_gradient(self) -> None:
         if self.tied:
-            self.tape.free(key)
             self.tape.make(("gradient", "head"), "gradients", self.size[self.embedding.name])
         else:
-            self._arrived("head.weight", key)
+            self._arrived("head.weight")
 
-    def _arrived(self, name: str, key: Hashable) -> None:
-        self.tape.free(key)
+    def _arrived(self, name: str) -> None:
         self.tape.hold(("grad", name), "gradients", self.size[name])
         if self.last and self.buckets:
             self.missing[self.bucket_of[name]] -= 1
@@ -112,6 +119,7 @@ class Replicated(Weights):
         wire = BYTES[self.plan.precision.reduce]
         if self.plan.precision.reduce != self.plan.precision.weights:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
+        self.tape.add(Send("all_reduce", "dp_replicate", "gradients", total // self.bytes * wire, "reduce"))
 
 
 class Sharded(Weights):
@@ -123,22 +131,26 @@ class Sharded(Weights):
         self.groups = groups(sheet, plan)
         self.strategy = plan.shard.strategy
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
-        self.order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
+        order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
+        self.before = dict(zip(order[1:], order, strict=False))
         self.gathered: set[Hashable] = set()
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
         self.scattering: Hashable | None = None  # the group whose buffer of gradients is there
+        self.unsharded: dict[Hashable, list[Hashable]] = {}  # gradients by group
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
-    def _group(self, unit: Hashable) -> Hashable:
-        return unit if unit in self.groups else "tail"
+    def _group(self, name: Hashable) -> Hashable:
+        return name if name in self.groups else "tail"
 
     def _gather(self, group: Hashable) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
-        size = self.groups[group]
-        cast_bytes = 0 if ("post forward", group) in self.tape.alive else size.cast_bytes
-        self.tape.make(("slice", group), "buffers", cast_bytes)
+        size, again = self.groups[group], ("post forward", group) in self.tape.alive
+        self.tape.make(("slice", group), "buffers", 0 if again else size.cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
+        axis, calls = (f"dp_shard/{self.reshard}", size.regathers) if again else ("dp_shard", size.gathers)
+        for call in calls:
+            self.tape.add(Send("all_gather", axis, "weights", call, "gather"))
         self.tape.free(("slice", group))
         self.buffers.append(group)
 
@@ -153,17 +165,17 @@ class Sharded(Weights):
             self.tape.free(("gather", group))
             self.buffers.remove(group)
 
-    def before_forward(self, unit: Hashable) -> None:
-        group = self._group(unit)
+    def before_forward(self, name: Hashable) -> None:
+        group = self._group(name)
         if group in self.gathered:
             return
         self._gather(group)
         self._let_go([other for other in self.buffers if other != group])
         self._copy_out(group)
 
-    def after_forward(self, unit: Hashable) -> None:
-        group = self._group(unit)
-        if unit == "tail":
+    def after_forward(self, name: Hashable) -> None:
+        group = self._group(name)
+        if name == "tail":
             self._let_go([*self.buffers])
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once:
@@ -176,59 +188,60 @@ class Sharded(Weights):
             self.tape.free(("weights", group))
             self.gathered.remove(group)
 
-    def before_backward(self, unit: Hashable) -> None:
-        group = self._group(unit)
+    def before_backward(self, name: Hashable) -> None:
+        group = self._group(name)
         if group not in self.gathered | self.once:
             if group not in self.buffers:
                 self._gather(group)
             self._copy_out(group)
             self._let_go([group])
-        ahead = self._group(self.order[self.order.index(unit) - 1])
+        ahead = self._group(self.before[name])
         if ahead not in self.gathered | self.once:
             self._gather(ahead)
 
-    def gradient(self, weight: Tensor, name: Hashable, key: Hashable) -> None:
+    def add_tied(self, weight: Tensor, name: Hashable) -> None:
+        self._add_tied(("unsharded", "tail", "head"), prod(map(int, weight.shape)) * BYTES[weight.used_as])
+        self.unsharded["tail"].remove(("unsharded", "tail", "head"))
+
+    def gradient(self, weight: Tensor, name: Hashable) -> None:
+        self._unsharded(self._group(name), weight.name, prod(map(int, weight.shape)) * BYTES[weight.used_as])
+
+    def head_gradient(self) -> None:
+        self._unsharded("tail", "head", prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute])
+
+    def _unsharded(self, group: Hashable, weight: str, size: int) -> None:
+        """Autograd takes over the first gradient as it is, and adds the next."""
+        key = ("unsharded", group, weight)
+        if key not in self.tape.alive:
+            self.tape.make(key, "accumulated gradients", size)
+            self.unsharded.setdefault(group, []).append(key)
+
+    def after_backward(self, name: Hashable) -> None:
         group = self._group(name)
-        size = prod(map(int, weight.shape)) * BYTES[weight.used_as]
-        if self.tied and weight is self.embedding:
-            self.add_tied(size)
-            self.tape.free(("unsharded", group, "head"))
-        self.tape.free(key)  # autograd takes over the first gradient as it is
-        self.tape.hold(("unsharded", group, weight.name), "accumulated gradients", size)
-
-    def head_gradient(self, key: Hashable) -> None:
-        size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
-        self.tape.free(key)
-        self.tape.hold(("unsharded", "tail", "head"), "accumulated gradients", size)
-
-    def after_backward(self, unit: Hashable) -> None:
-        group = self._group(unit)
-        if unit == "tail" and "stem" not in self.groups:
+        if name == "tail" and "stem" not in self.groups:
             return
-        reduces = self.last or self.strategy != "zero1"
         if self.last or self.strategy == "zero3":
             self._drop(group)
-        unsharded: list[Hashable] = [
-            key for key in self.tape.alive if isinstance(key, tuple) and key[:2] == ("unsharded", group)
-        ]
-        if reduces:
-            self._reduce(group, unsharded)
+        if self.last or self.strategy != "zero1":
+            self._reduce(group)
         elif self.plan.precision.reduce != self.plan.precision.compute:
             # Gradients that wait for the last micro-batch wait in the type they are reduced in.
             self.tape.hold(("accumulated", group), "accumulated gradients", self.groups[group].accumulated_bytes)
-            for key in unsharded:
+            for key in self.unsharded.pop(group, []):
                 self.tape.free(key)
 
     def end(self) -> None:
         if self.last:
             self._scattered()
 
-    def _reduce(self, group: Hashable, unsharded: list[Hashable]) -> None:
+    def _reduce(self, group: Hashable) -> None:
         size = self.groups[group]
         self._scattered()
         self.tape.make(("scatter", group), "buffers", size.reduce_bytes)
         self.scattering = group
-        for key in unsharded:
+        for call in size.reduces:
+            self.tape.add(Send("reduce_scatter", "dp_shard", "gradients", call, "reduce"))
+        for key in self.unsharded.pop(group, []):
             self.tape.free(key)
         if ("accumulated", group) in self.tape.alive:
             self.tape.free(("accumulated", group))
@@ -238,6 +251,10 @@ class Sharded(Weights):
             self.tape.hold(("partial", group), "gradients", share)
             self.tape.free(("scattered", group))
             return
+        if self.plan.layout.dp_replicate > 1:
+            for call in size.reduces:
+                share_bytes = call // self.plan.layout.dp_shard
+                self.tape.add(Send("all_reduce", "dp_replicate", "gradients", share_bytes, "reduce"))
         if ("partial", group) in self.tape.alive:
             self.tape.free(("partial", group))
         self.tape.hold(("grad", group), "gradients", size.gradient_bytes)

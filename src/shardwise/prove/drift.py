@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.price import collectives
-from shardwise.planner.replay import replay
-from shardwise.planner.schedule import schedule
+from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import variant
+from shardwise.planner.spans import fold, moments, same
 from shardwise.planner.trace import trace
 from shardwise.prove.world import Measured, measure
 from shardwise.spec.cluster import Kind
@@ -56,16 +55,20 @@ class Drift:
 
 
 def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
-    """What the planner says of one rank, on such a device."""
+    """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
+    with is not that of the events one by one."""
     costed = techniques.cost(replace(sheet, rank=rank), plan)
-    result = replay(schedule(costed, plan, rank, device))
+    events = schedule(costed, plan, rank, device)
+    span, at = fold(events), moments(events)
+    if rank == 0:
+        assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
     sent: Counter[tuple[str, str, int]] = Counter()
-    for (axis, kind, _, size), calls in collectives(costed, plan).items():
-        sent[axis, kind, size] += calls
-    start, end = (sum(result.moments[mark].values()) for mark in ("start of forward", "end of forward"))
+    for send, calls in span.sent.items():
+        sent[send.axis, send.kind, send.bytes] += calls
+    start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
     state = optim.state_bytes(costed, plan, rank)
-    state["gradients"] = result.moments["end of backward"]["gradients"]
-    return Measured(sent, state, end - start, result.peak_bytes)
+    state["gradients"] = at["end of backward"]["gradients"]
+    return Measured(sent, state, end - start, span.top_bytes)
 
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0, sheet: Sheet | None = None) -> Drift:

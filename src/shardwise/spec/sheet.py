@@ -5,7 +5,7 @@ norm, output layer, loss). It lists its operations forward and backward; each sa
 once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products of
 symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
 (:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with
-their ``cost``; nothing in a sheet knows a peak or a second: planner/replay.py finds those.
+their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py tells those.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class Tensor:
         return replace(self, shape=shape) if self.symbols else self
 
     def numel(self, b: int, s: int) -> int:
-        size = {"b": b, "s": s, "b*s": b * s}
-        return prod(size[dim] if isinstance(dim, str) else dim for dim in self.shape)
+        total = 1
+        for dim in self.shape:
+            total *= dim if isinstance(dim, int) else {"b": b, "s": s, "b*s": b * s}[dim]
+        return total
 
     def bytes(self, b: int = 1, s: int = 1) -> int:
         """Bytes of the whole tensor."""
@@ -113,14 +115,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What one unit sends in a step: ``bytes`` is the payload of one call (what is gathered, scattered or reduced),
-    ``count`` the calls in a step."""
+    """One call: ``bytes`` is what is gathered, scattered or reduced."""
 
     kind: str
     axis: str
     category: str
     bytes: int
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,6 @@ class Unit:
     recompute: bool = False
     saved_ops: frozenset[int] = frozenset()
     window: int | None = None
-    collectives: tuple[Collective, ...] = ()
 
     def bound(self, sizes: Sizes) -> Unit:
         """The same unit with the numbers that its symbols stand for."""

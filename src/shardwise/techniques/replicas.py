@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,16 +20,35 @@ if TYPE_CHECKING:
 
 def buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
     """Names by bucket. ``sizes`` are (name, gradient bytes) in the order of the model; gradients come in the reverse
-    order, so buckets are filled from the end and closed once they reach ``bucket_bytes``."""
+    order, so buckets are filled from the end and closed once they reach ``bucket_bytes``: at the end of a block, or
+    within one that is as large as a bucket, whose last one takes what is left. So all blocks fill them alike."""
     filled: list[list[str]] = []
     room = 0
-    for name, size in reversed(sizes):
-        if room <= 0:
-            filled.append([])
-            room = bucket_bytes
-        filled[-1].append(name)
-        room -= size
+    for _, block in groupby(reversed(sizes), lambda named: _block(named[0])):
+        named = list(block)
+        large, before = sum(size for _, size in named) >= bucket_bytes, len(filled)
+        for place, (name, size) in enumerate(named):
+            if room <= 0 and (large or place == 0):
+                filled.append([])
+                room = bucket_bytes
+            filled[-1].append(name)
+            room -= size
+        if large and room > 0 and len(filled) > before + 1:
+            rest = filled.pop()
+            filled[-1] += rest
+        if large:
+            room = 0
     return filled
+
+
+def _block(name: str) -> str:
+    """The number of the block that a weight belongs to; of none, nothing."""
+    return next((part for part in name.split(".") if part.isdigit()), "")
+
+
+def blocks_of_bucket(block_bytes: int, bucket_bytes: int) -> int:
+    """How many blocks of this size fill a bucket."""
+    return max(1, ceil(bucket_bytes / max(1, block_bytes)))
 
 
 class Replicas:

@@ -30,10 +30,10 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Collective, Sheet, Tensor, Unit
+from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.degrees import grouped, layouts
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.replicas import Replicas, buckets
+from shardwise.techniques.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,16 +101,25 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one unit. ``wire``: what every rank gathers, padding included. ``cast``: this rank's slice of the
-    weights that are cast before they are gathered. ``reduce``: the padded gradients of trained weights, in the dtype of
-    reduction. ``gradient``: this rank's slice of the sum. ``accumulated``: whole, unpadded gradients that wait for the
-    last micro-batch."""
+    """The bytes of one unit. Of each call: ``gathers``, what every rank gathers, padding included; ``regathers``, the
+    same from the ranks that keep a copy after forward; ``reduces``, the padded gradients of trained weights, in the dtype
+    of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are gathered;
+    ``gradient``, its slice of the sum; ``accumulated``, whole, unpadded gradients that wait for the last micro-batch."""
 
-    wire_bytes: int
-    reduce_bytes: int
+    gathers: tuple[int, ...]
+    regathers: tuple[int, ...]
+    reduces: tuple[int, ...]
     gradient_bytes: int
     accumulated_bytes: int
     cast_bytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.gathers)
+
+    @property
+    def reduce_bytes(self) -> int:
+        return sum(self.reduces)
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
@@ -130,13 +139,18 @@ def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
 
 def _group(weights: tuple[Tensor, ...], plan: Plan) -> UnitBytes:
     precision, ranks = plan.precision, plan.layout.dp_shard
+    k = int(plan.shard.reshard_after_forward) or 1  # ranks that keep a copy
     padded = {weight.name: weight.local_numel(plan.layout, 0, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
-    total = sum(padded[weight.name] for weight in trained)
+    calls = _calls(weights, plan)
+    wire = [[(padded[w.name] * ranks, BYTES[w.used_as]) for w in call] for call in calls]
+    reduces = (sum(padded[w.name] * ranks for w in call if w.trained) * BYTES[precision.reduce] for call in calls)
     return UnitBytes(
-        wire_bytes=sum(padded[weight.name] * ranks * BYTES[weight.used_as] for weight in weights),
-        reduce_bytes=total * ranks * BYTES[precision.reduce],
-        gradient_bytes=total * BYTES[precision.weights],
+        gathers=tuple(sum(numel * size for numel, size in call) for call in wire),
+        # The padded buffer of all ranks, cut in k.
+        regathers=tuple(sum(ceil(numel / k) * k * size for numel, size in call) for call in wire),
+        reduces=tuple(filter(None, reduces)),
+        gradient_bytes=sum(padded[weight.name] for weight in trained) * BYTES[precision.weights],
         accumulated_bytes=sum(weight.numel(1, 1) for weight in trained) * BYTES[precision.reduce],
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
@@ -144,26 +158,24 @@ def _group(weights: tuple[Tensor, ...], plan: Plan) -> UnitBytes:
     )
 
 
+def _calls(weights: tuple[Tensor, ...], plan: Plan) -> list[list[Tensor]]:
+    """Modules that compute in a type of their own are gathered and reduced apart from the rest of their unit."""
+    alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
+    found: dict[str, list[Tensor]] = {}
+    for weight in weights:
+        found.setdefault("" if weight.used_as in alike else weight.name.rpartition(".")[0], []).append(weight)
+    return [*found.values()]
+
+
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Cuts every weight along dim 0, and lists what a step sends."""
-    if plan.layout.dp == 1:
-        return sheet
+    """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
     if not plan.sharded:
-        return dataclasses.replace(sheet, step=sheet.step + _bucket_sums(sheet, plan))
+        return sheet
 
     def cut(unit: Unit) -> Unit:
         return dataclasses.replace(unit, weights=tuple(weight.cut(("dp_shard", 0)) for weight in unit.weights))
 
-    sheet = sheet.rewritten(cut)
-    blocks = tuple(
-        dataclasses.replace(
-            block, collectives=block.collectives + _unit_sends(block.weights, plan, again=bool(block.backward))
-        )
-        for block in sheet.blocks
-    )
-    outer = tuple(send for weights in _ends(sheet).values() for send in _unit_sends(weights, plan, again=False))
-    stem = dataclasses.replace(sheet.stem, collectives=sheet.stem.collectives + outer)
-    return dataclasses.replace(sheet, blocks=blocks, stem=stem)
+    return sheet.rewritten(cut)
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
@@ -174,50 +186,6 @@ def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
     for index, kind in enumerate(sheet.order):
         sizes |= {f"layers.{index}.{name}": size for name, size in kinds[kind]}
     return sizes | dict(tail)
-
-
-def _bucket_sums(sheet: Sheet, plan: Plan) -> tuple[Collective, ...]:
-    size, own, wire = gradient_bytes(sheet, plan), BYTES[plan.precision.weights], BYTES[plan.precision.reduce]
-    filled = buckets(list(size.items()), plan.shard.bucket_bytes)
-    totals = [sum(size[name] for name in names) // own * wire for names in filled]
-    return tuple(Collective("all_reduce", "dp_replicate", "gradients", total) for total in totals)
-
-
-def _unit_sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
-    """What a unit sends in a step. Modules with their own compute dtype are gathered separately from the rest of the
-    unit. ``again``: the weights are freed after forward and gathered again for backward; not so at the ends, and not in
-    blocks that have no backward."""
-    alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
-    gathered: dict[str, list[Tensor]] = {}
-    for weight in weights:
-        module = "" if weight.used_as in alike else weight.name.rpartition(".")[0]
-        gathered.setdefault(module, []).append(weight)
-    return tuple(send for each in gathered.values() for send in _sends(tuple(each), plan, again=again))
-
-
-def _sends(weights: tuple[Tensor, ...], plan: Plan, *, again: bool) -> tuple[Collective, ...]:
-    """What ``weights``, gathered together, send in a step."""
-    group, m, strategy = _group(weights, plan), plan.batch.accumulation, plan.shard.strategy
-    k = plan.shard.reshard_after_forward
-    gathers = 1 if strategy != "zero3" else 2 * m if again and k is True else m
-    sends = [Collective("all_gather", "dp_shard", "weights", group.wire_bytes, gathers)]
-    if strategy == "zero3" and again and not isinstance(k, bool):
-        sends.append(Collective("all_gather", f"dp_shard/{k}", "weights", _group_over(weights, plan, k), m))
-    if group.reduce_bytes == 0:
-        return tuple(sends)
-    reduces = 1 if strategy == "zero1" else m
-    sends.append(Collective("reduce_scatter", "dp_shard", "gradients", group.reduce_bytes, reduces))
-    if plan.layout.dp_replicate > 1:
-        share = group.reduce_bytes // plan.layout.dp_shard
-        sends.append(Collective("all_reduce", "dp_replicate", "gradients", share))
-    return tuple(sends)
-
-
-def _group_over(weights: tuple[Tensor, ...], plan: Plan, k: int) -> int:
-    """Bytes of the gather over k neighbouring ranks, which together keep the weights after forward: the padded buffer
-    of all ranks, cut into k parts."""
-    full = {w.name: w.local_numel(plan.layout, 0, padded=True) * plan.layout.dp_shard for w in weights}
-    return sum(ceil(full[w.name] / k) * k * BYTES[w.used_as] for w in weights)
 
 
 def apply(

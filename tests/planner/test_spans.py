@@ -1,0 +1,124 @@
+"""A span is what its events come to, however deep the model and however many micro-batches: the events one by one are
+the reference. (The drift tests compare both for every plan of theirs too.)"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.models.families import FULL, SLIDING
+from shardwise.models.load import load_spec
+from shardwise.planner import schedule as told
+from shardwise.planner.events import Event, Free, Make, Mark, Run, Send
+from shardwise.planner.schedule import folded, schedule
+from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.spans import Span, fold, joined, moments, same
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.techniques.replicas import blocks_of_bucket, buckets
+
+MIB = 2**20
+SEVENTY_B = load_spec("Llama-3-70B")
+WINDOWED = ModelSpec("windowed", 640, 64, 96, 26, 4, 2, 16, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
+DIALS = {
+    "one rank": (Layout(), Shard("ddp")),
+    "ddp": (Layout(8), Shard("ddp")),
+    "ddp, small buckets": (Layout(8), Shard("ddp", bucket_bytes=MIB)),
+    "ddp, large buckets": (Layout(8), Shard("ddp", bucket_bytes=2**32)),
+    "zero1": (Layout(1, 8), Shard("zero1")),
+    "zero2": (Layout(1, 8), Shard("zero2")),
+    "zero3": (Layout(1, 64), Shard("zero3")),
+    "zero3, kept by 4": (Layout(1, 64), Shard("zero3", reshard_after_forward=4)),
+    "hsdp": (Layout(2, 32), Shard("zero3")),
+    "tp": (Layout(1, 8, tp=8), Shard("zero3")),
+}
+REMATS = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "every 3rd": Remat("full", 3)}
+
+
+def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
+    return techniques.cost(sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp), plan)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("dial", DIALS)
+def test_spans_come_to_what_events_come_to(dial: str, remat: str) -> None:
+    """Full weights and adapters, one micro-batch to five, of a deep model and of one whose layers alternate."""
+    layout, shard = DIALS[dial]
+    for accumulation, lora in ((1, None), (5, None), (2, Lora(16))):
+        for spec in (SEVENTY_B, WINDOWED):
+            ranks = layout if spec is SEVENTY_B else replace(layout, tp=min(2, layout.tp))
+            plan = Plan(ranks, Batch(1, accumulation, 512), shard, Precision("bf16"), REMATS[remat], lora=lora)
+            sheet = costed(spec, plan)
+            assert same(folded(sheet, plan), fold(schedule(sheet, plan))), (spec.name, accumulation, lora)
+
+
+@pytest.mark.parametrize("dial", DIALS)
+def test_a_deep_model_is_told_by_a_few_of_its_blocks(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeper ones by no more, so that a price does not depend on depth."""
+    layout, shard = DIALS[dial]
+    plan = Plan(layout, Batch(1, 2, 512), shard, Precision("bf16"))
+    depths: list[int] = []
+    real = told._Step
+
+    def noted(tape: told.Tape, sheet: told.Sheet, plan: Plan, kind: told.Kind) -> told._Step:
+        depths.append(len(sheet.order))
+        return real(tape, sheet, plan, kind)
+
+    monkeypatch.setattr(told, "_Step", noted)
+    for depth in (80, 800):
+        folded(costed(replace(SEVENTY_B, num_hidden_layers=depth), plan), plan)
+    assert depths == [4, 4] or (dial == "ddp, large buckets" and depths == [8, 8]), depths
+
+
+def test_where_two_periods_differ_more_blocks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A period that is none is found out: here every gather of the block 2 is twice as large."""
+    plan = Plan(Layout(1, 8), Batch(1, 1, 512), Shard("zero3"), Precision("bf16"))
+    sheet = costed(SEVENTY_B, plan)
+    real = told.Sharded.before_forward
+
+    def odd(self: told.Sharded, name: object) -> None:
+        real(self, name)  # type: ignore[arg-type]
+        if name == 2:
+            self.tape.add(Send("all_gather", "dp_shard", "weights", 1))
+
+    monkeypatch.setattr(told.Sharded, "before_forward", odd)
+    assert same(folded(sheet, plan), fold(schedule(sheet, plan)))
+
+
+def test_a_span_repeated_is_its_events_repeated() -> None:
+    """Of 300 lists of random events, cut anywhere."""
+    drawn = random.Random(7)
+    for _ in range(300):
+        events: list[Event] = []
+        for key in range(drawn.randrange(1, 12)):
+            made = Make(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
+            gone = Free(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
+            events += drawn.choice(([made], [gone], [made, gone], [Run(3), Send("all_gather", "tp", "x", key)]))
+        cut = drawn.randrange(len(events) + 1)
+        assert same(joined([fold(events[:cut]), fold(events[cut:])]), fold(events))
+        for n in range(4):
+            assert same(fold(events).times(n), fold(events * n))
+    assert same(joined([]), Span())
+
+
+def test_moments_are_what_is_alive() -> None:
+    events = [Make(1, "a", 5), Mark("first"), Make(2, "b", 3), Free(1, "a", 5), Mark("second"), Mark("first")]
+    assert moments(events) == {"first": {"a": 5}, "second": {"a": 0, "b": 3}}
+
+
+def test_blocks_fill_buckets_alike() -> None:
+    """Small ones several to a bucket, large ones several buckets each, of which the last takes the rest."""
+    small = [("embed.weight", 500), *((f"layers.{i}.{w}", 4) for i in range(7) for w in "abc"), ("norm.weight", 4)]
+    filled = buckets(small, 20)
+    assert filled[0] == ["norm.weight", *(f"layers.{i}.{w}" for i in (6, 5) for w in "cba")]
+    assert filled[1] == [f"layers.{i}.{w}" for i in (4, 3) for w in "cba"] and blocks_of_bucket(12, 20) == 2
+    assert filled[3] == ["layers.0.c", "layers.0.b", "layers.0.a", "embed.weight"]
+    assert [name for bucket in filled for name in bucket] == [name for name, _ in reversed(small)]
+    large = [(f"layers.{i}.{w}", 20 if w in "cd" else 4) for i in range(3) for w in "abcd"]
+    cut = [[[f"layers.{i}.d"], [f"layers.{i}.{w}" for w in "cba"]] for i in (2, 1, 0)]
+    assert buckets(large, 20) == [bucket for block in cut for bucket in block]
+    assert blocks_of_bucket(48, 20) == 1
