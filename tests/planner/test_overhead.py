@@ -14,7 +14,7 @@ from shardwise.cli.render import memory_lines
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner import overhead
-from shardwise.planner.events import Free, Make, Run
+from shardwise.planner.events import Compute, Free, Make
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of, variant
@@ -69,7 +69,7 @@ def test_it_is_there_while_attention_runs_backward_and_no_longer() -> None:
             4096 * 32 * 128 * 2,
             *[4096 * 8 * 128 * 2] * 2,
         ], "with the gradients of q, k and v"
-        assert isinstance(run, Run) and events[index + 1] == Free(*event)
+        assert isinstance(run, Compute) and events[index + 1] == Free(*event)
     assert not any(isinstance(each, Make) and each.category == LINES[0] for each in schedule(on_paper, PLAN))
 
 

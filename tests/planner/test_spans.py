@@ -13,7 +13,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
-from shardwise.planner.events import Event, Free, Make, Mark, Run, Send
+from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.spans import Span, fold, joined, moments, same
@@ -97,7 +97,7 @@ def test_a_span_repeated_is_its_events_repeated() -> None:
         for key in range(drawn.randrange(1, 12)):
             made = Make(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
             gone = Free(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
-            events += drawn.choice(([made], [gone], [made, gone], [Run(3), Send("all_gather", "tp", "x", key)]))
+            events += drawn.choice(([made], [gone], [made, gone], [Compute(3), Send("all_gather", "tp", "x", key)]))
         cut = drawn.randrange(len(events) + 1)
         assert same(joined([fold(events[:cut]), fold(events[cut:])]), fold(events))
         for n in range(4):

@@ -27,7 +27,7 @@ class Free(NamedTuple):
     bytes: int
 
 
-class Run(NamedTuple):
+class Compute(NamedTuple):
     """Floating-point operations of one kernel."""
 
     flops: int
@@ -51,11 +51,11 @@ class Mark(NamedTuple):
     name: Hashable
 
 
-class Call(NamedTuple):
+class WeightsCall(NamedTuple):
     """Within the pass of a unit: the weights are told of something, and may add events of their own."""
 
     method: str
     weight: Tensor | None = None
 
 
-Event = Make | Free | Run | Send | Mark
+Event = Make | Free | Compute | Send | Mark

@@ -1,7 +1,7 @@
 """What a unit of the model makes, frees, computes and sends in each of its passes, as events.
 
 The same for every block of a kind, for every micro-batch and for every way to shard: keys are relative to the unit
-(planner/events.py, ``Tape.play``), and where the weights have a say there stands a ``Call``.
+(planner/events.py, ``Tape.play``), and where the weights have a say there stands a ``WeightsCall``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
-from shardwise.planner.events import Call, Event, Free, Key, Make, Run, Send
+from shardwise.planner.events import Compute, Event, Free, Key, Make, Send, WeightsCall
 from shardwise.planner.overhead import attention_bytes
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
@@ -33,16 +33,16 @@ class Passes:
             self.locals[id(unit)] = _Local(self, unit)
         return self.locals[id(unit)]
 
-    def forward(self, unit: Unit) -> Iterator[Event | Call]:
+    def forward(self, unit: Unit) -> Iterator[Event | WeightsCall]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         local = self.local(unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
-        yield Call("cast")
+        yield WeightsCall("cast")
         for op in unit.forward_plain if unit.recompute else unit.forward:
             yield from local.runs(op)
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
         if unit.recompute:
-            yield Call("uncast")
+            yield WeightsCall("uncast")
         if unit is self.sheet.tail:
             yield from self._loss_forward(local)
         # The loop over the blocks lets go of a block's input once it has run.
@@ -54,11 +54,11 @@ class Passes:
         local = self.local(stem)
         yield from (local.free(tensor) for tensor in unfreed(stem) - stem.saved if not self.recomputes)
 
-    def recompute(self, unit: Unit) -> Iterator[Event | Call]:
+    def recompute(self, unit: Unit) -> Iterator[Event | WeightsCall]:
         """Forward again, until all that backward reads is there."""
         local = self.local(unit)
         made: set[int] = set()
-        yield Call("cast")
+        yield WeightsCall("cast")
         for i, op in enumerate(recomputed(unit)):
             if i not in unit.saved_ops:
                 yield from local.runs(op)
@@ -69,7 +69,7 @@ class Passes:
                     made.discard(tensor)
         yield from (local.free(tensor) for tensor in made - unit.saved)
 
-    def backward(self, unit: Unit) -> Iterator[Event | Call]:
+    def backward(self, unit: Unit) -> Iterator[Event | WeightsCall]:
         """Recomputation first, where there is any."""
         local, first = self.local(unit), unit is self.sheet.stem
         by_name = {weight.name: weight for weight in unit.weights}
@@ -81,14 +81,14 @@ class Passes:
             for tensor in op.allocates:
                 if tensor in gradients:
                     if first and self.sheet.tied and gradients[tensor] is unit.weights[0]:
-                        yield Call("add_tied", gradients[tensor])
+                        yield WeightsCall("add_tied", gradients[tensor])
                     yield local.free(tensor)
-                    yield Call("gradient", gradients[tensor])
+                    yield WeightsCall("gradient", gradients[tensor])
             if op.kind == "attention" and self.kind == "cuda":
                 workspace = "attention workspace", attention_bytes(unit, op, self.plan)
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients)
-        yield Call("uncast")
+        yield WeightsCall("uncast")
         yield from self._end_of_graph(local)
 
     def _end_of_graph(self, local: _Local) -> Iterator[Event]:
@@ -116,11 +116,11 @@ class Passes:
         tail = self.sheet.tail
         yield from self._loss()[0]
         vocabulary, hidden = (int(dim) for dim in self.sheet.stem.weights[0].shape)
-        yield Run(2 * products(self.sheet, self.plan) * vocabulary * hidden * self.b * self.s)
+        yield Compute(2 * products(self.sheet, self.plan) * vocabulary * hidden * self.b * self.s)
         yield from (Send("all_gather", "tp", "activations", size) for size in gathers(self.plan))
         yield from (local.free(tensor) for tensor in {tail.output} | (unfreed(tail) - tail.saved))
 
-    def loss_backward(self, tail: Unit) -> Iterator[Event | Call]:
+    def loss_backward(self, tail: Unit) -> Iterator[Event | WeightsCall]:
         """What the loss has made in its forward pass becomes the gradients of the output layer and of what it reads."""
         left = self._loss()[1]
         for name, size, frees in backward_tensors(self.sheet, self.plan):
@@ -129,7 +129,7 @@ class Passes:
                 yield Make((0, name), "logits", size)
             yield from (Free((0, other), "logits", left.pop(other)) for other in frees)
         for name in left.keys() & {"typed", "grad_weight"}:
-            yield from (Free((0, name), "logits", left[name]), Call("head_gradient"))
+            yield from (Free((0, name), "logits", left[name]), WeightsCall("head_gradient"))
         if "grad_hidden" in left:  # from here on it is the tail's to free
             yield Free((0, "grad_hidden"), "logits", left["grad_hidden"])
             yield Make((0, GRADIENT), "logits", tail.tensors[tail.output].bytes(self.b, self.s))
@@ -158,7 +158,7 @@ class _Local:
             yield Send(op.name, "tp", "activations", max(self.sizes[t] for t in (*op.reads, *op.allocates)))
         elif op.flops:
             b, s = self.passes.b, self.passes.s
-            yield Run(op.flops * b * (s if op.per == "b*s" else seen(s, self.unit.window)))
+            yield Compute(op.flops * b * (s if op.per == "b*s" else seen(s, self.unit.window)))
 
 
 def seen(s: int, window: int | None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from math import lcm
 
-from shardwise.planner.events import Call, Event, Mark, Send
+from shardwise.planner.events import Event, Mark, Send, WeightsCall
 from shardwise.planner.passes import Passes
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Folding, Tape
@@ -93,16 +93,16 @@ class _Step:
             weights.after_backward(name)
         weights.end()
 
-    def play(self, told: Callable[[Unit], Iterator[Event | Call]], unit: Unit, name: Hashable) -> None:
+    def play(self, told: Callable[[Unit], Iterator[Event | WeightsCall]], unit: Unit, name: Hashable) -> None:
         """A pass of a unit, with what its weights add."""
         place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
         for piece in self.tape.pieces((told.__name__, id(unit)), told(unit)):
-            if isinstance(piece, Call):
+            if isinstance(piece, WeightsCall):
                 self.call(piece, unit, name)
             else:
                 self.tape.play(piece, place)
 
-    def call(self, call: Call, unit: Unit, name: Hashable) -> None:
+    def call(self, call: WeightsCall, unit: Unit, name: Hashable) -> None:
         weights = self.weights
         if call.method == "cast":
             weights.cast(unit, name)
@@ -111,7 +111,7 @@ class _Step:
         elif call.weight is None:
             weights.head_gradient()
         elif call.method == "add_tied":
-            weights.add_tied(call.weight, name)
+            weights.add_tied()
         else:
             weights.gradient(call.weight, name)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.planner.events import Event, Free, Make, Mark, Run, Send
+from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Span:
             self.moves(event.category, event.bytes)
         elif isinstance(event, Free):
             self.moves(event.category, -event.bytes)
-        elif isinstance(event, Run):
+        elif isinstance(event, Compute):
             self.flops += event.flops
         elif isinstance(event, Send):
             self.sent[event] = self.sent.get(event, 0) + 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from shardwise.planner.events import Call, Event, Free, Key, Make, Mark
+from shardwise.planner.events import Event, Free, Key, Make, Mark, WeightsCall
 from shardwise.planner.spans import Span
 
-Piece = Event | Span | Call
+Piece = Event | Span | WeightsCall
 
 
 class Tape:
@@ -42,11 +42,16 @@ class Tape:
         if size:
             self.change(key, category, -size)
 
+    def drop(self, key: Key) -> None:
+        """Free ``key``, if it is there."""
+        if key in self.alive:
+            self.free(key)
+
     def change(self, key: Key, category: str, size: int) -> None:
         """So many bytes are made; freed, where it is negative."""
         self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
 
-    def pieces(self, name: Hashable, told: Iterable[Event | Call]) -> Iterable[Piece]:
+    def pieces(self, name: Hashable, told: Iterable[Event | WeightsCall]) -> Iterable[Piece]:
         """What is played of the pass of a unit that has this name."""
         return told
 
@@ -92,7 +97,7 @@ class Folding(Tape):
     def change(self, key: Key, category: str, size: int) -> None:
         self.span.moves(category, size)
 
-    def pieces(self, name: Hashable, told: Iterable[Event | Call]) -> Iterable[Piece]:
+    def pieces(self, name: Hashable, told: Iterable[Event | WeightsCall]) -> Iterable[Piece]:
         if name not in self.known:
             self.known[name] = [*_folded(told)]
         return self.known[name]
@@ -102,11 +107,11 @@ class Folding(Tape):
         self.span.goes_on(piece)
 
 
-def _folded(told: Iterable[Event | Call]) -> Iterator[Call | Span]:
+def _folded(told: Iterable[Event | WeightsCall]) -> Iterator[WeightsCall | Span]:
     """Calls, and a span for the events between two of them."""
     span = Span()
     for piece in told:
-        if isinstance(piece, Call):
+        if isinstance(piece, WeightsCall):
             yield from (span, piece)
             span = Span()
         else:

@@ -18,6 +18,8 @@ from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.replicas import buckets
 from shardwise.techniques.shard import gradient_bytes, groups
 
+HEAD = "gradient of the tied output layer"
+
 
 class Weights:
     """What planner/schedule.py tells the weights, and when: the forward and backward of a unit (a block's number,
@@ -39,16 +41,16 @@ class Weights:
     def end(self) -> None: ...
     def cast(self, unit: Unit, name: Hashable) -> None: ...
     def uncast(self, unit: Unit, name: Hashable) -> None: ...
-    def add_tied(self, weight: Tensor, name: Hashable) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
 
-    def _add_tied(self, head: Hashable, size: int) -> None:
+    def add_tied(self) -> None:
         """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
+        _, size = self.tape.alive[HEAD]
         if self.plan.layout.tp > 1:
             self.tape.make("sum of tied gradients", "gradients", size)
             self.tape.free("sum of tied gradients")
-        self.tape.free(head)
+        self.tape.free(HEAD)
 
 
 class Replicated(Weights):
@@ -89,15 +91,12 @@ class Replicated(Weights):
         for key in self.copies.pop(name, []):
             self.tape.free(key)
 
-    def add_tied(self, weight: Tensor, name: Hashable) -> None:
-        self._add_tied(("gradient", "head"), self.size[weight.name])
-
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)
 
     def head_gradient(self) -> None:
         if self.tied:
-            self.tape.make(("gradient", "head"), "gradients", self.size[self.embedding.name])
+            self.tape.make(HEAD, "gradients", self.size[self.embedding.name])
         else:
             self._arrived("head.weight")
 
@@ -133,9 +132,7 @@ class Sharded(Weights):
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
         self.before = dict(zip(order[1:], order, strict=False))
-        self.gathered: set[Hashable] = set()
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
-        self.scattering: Hashable | None = None  # the group whose buffer of gradients is there
         self.unsharded: dict[Hashable, list[Hashable]] = {}  # gradients by group
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
@@ -156,9 +153,7 @@ class Sharded(Weights):
 
     def _copy_out(self, group: Hashable) -> None:
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
-        if ("post forward", group) in self.tape.alive:
-            self.tape.free(("post forward", group))
-        self.gathered.add(group)
+        self.tape.drop(("post forward", group))
 
     def _let_go(self, buffers: list[Hashable]) -> None:
         for group in buffers:
@@ -167,7 +162,7 @@ class Sharded(Weights):
 
     def before_forward(self, name: Hashable) -> None:
         group = self._group(name)
-        if group in self.gathered:
+        if ("weights", group) in self.tape.alive:
             return
         self._gather(group)
         self._let_go([other for other in self.buffers if other != group])
@@ -181,33 +176,32 @@ class Sharded(Weights):
             if self.reshard is not True and group not in self.once:
                 share = self.groups[group].wire_bytes // self.reshard
                 self.tape.make(("post forward", group), "gathered", share)
-            self._drop(group)
+            self.tape.drop(("weights", group))
 
-    def _drop(self, group: Hashable) -> None:
-        if group in self.gathered:
-            self.tape.free(("weights", group))
-            self.gathered.remove(group)
+    def _needed(self, group: Hashable) -> bool:
+        """Whether backward must gather it."""
+        return ("weights", group) not in self.tape.alive and group not in self.once
 
     def before_backward(self, name: Hashable) -> None:
         group = self._group(name)
-        if group not in self.gathered | self.once:
+        if self._needed(group):
             if group not in self.buffers:
                 self._gather(group)
             self._copy_out(group)
             self._let_go([group])
         ahead = self._group(self.before[name])
-        if ahead not in self.gathered | self.once:
+        if self._needed(ahead):
             self._gather(ahead)
-
-    def add_tied(self, weight: Tensor, name: Hashable) -> None:
-        self._add_tied(("unsharded", "tail", "head"), prod(map(int, weight.shape)) * BYTES[weight.used_as])
-        self.unsharded["tail"].remove(("unsharded", "tail", "head"))
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         self._unsharded(self._group(name), weight.name, prod(map(int, weight.shape)) * BYTES[weight.used_as])
 
     def head_gradient(self) -> None:
-        self._unsharded("tail", "head", prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute])
+        size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
+        if self.tied:
+            self.tape.make(HEAD, "accumulated gradients", size)
+        else:
+            self._unsharded("tail", "head", size)
 
     def _unsharded(self, group: Hashable, weight: str, size: int) -> None:
         """Autograd takes over the first gradient as it is, and adds the next."""
@@ -221,7 +215,7 @@ class Sharded(Weights):
         if name == "tail" and "stem" not in self.groups:
             return
         if self.last or self.strategy == "zero3":
-            self._drop(group)
+            self.tape.drop(("weights", group))
         if self.last or self.strategy != "zero1":
             self._reduce(group)
         elif self.plan.precision.reduce != self.plan.precision.compute:
@@ -232,35 +226,25 @@ class Sharded(Weights):
 
     def end(self) -> None:
         if self.last:
-            self._scattered()
+            self.tape.drop("scatter")
 
     def _reduce(self, group: Hashable) -> None:
-        size = self.groups[group]
-        self._scattered()
-        self.tape.make(("scatter", group), "buffers", size.reduce_bytes)
-        self.scattering = group
+        size, replicas = self.groups[group], self.plan.layout.dp_replicate
+        self.tape.drop("scatter")  # of the group before
+        self.tape.make("scatter", "buffers", size.reduce_bytes)
         for call in size.reduces:
             self.tape.add(Send("reduce_scatter", "dp_shard", "gradients", call, "reduce"))
         for key in self.unsharded.pop(group, []):
             self.tape.free(key)
-        if ("accumulated", group) in self.tape.alive:
-            self.tape.free(("accumulated", group))
+        self.tape.drop(("accumulated", group))
         share = size.reduce_bytes // self.plan.layout.dp_shard
         self.tape.make(("scattered", group), "buffers", share)
-        if self.plan.layout.dp_replicate > 1 and not self.last:
+        if replicas > 1 and not self.last:
             self.tape.hold(("partial", group), "gradients", share)
-            self.tape.free(("scattered", group))
-            return
-        if self.plan.layout.dp_replicate > 1:
-            for call in size.reduces:
-                share_bytes = call // self.plan.layout.dp_shard
-                self.tape.add(Send("all_reduce", "dp_replicate", "gradients", share_bytes, "reduce"))
-        if ("partial", group) in self.tape.alive:
-            self.tape.free(("partial", group))
-        self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
+        else:
+            for call in size.reduces if replicas > 1 else ():
+                each = call // self.plan.layout.dp_shard
+                self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "reduce"))
+            self.tape.drop(("partial", group))
+            self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
         self.tape.free(("scattered", group))
-
-    def _scattered(self) -> None:
-        if self.scattering is not None:
-            self.tape.free(("scatter", self.scattering))
-            self.scattering = None
