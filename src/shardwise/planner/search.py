@@ -61,7 +61,8 @@ def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -
     for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
         for tried, plan in [*_trials(recipe, spec, cluster, degree)][-1:]:
             found, refused = _priced(tried, spec, cluster, plan)
-            if refused or any(p.estimate.peak_bytes <= share * p.estimate.capacity_bytes for p in found):
+            small = any(p.estimate.peak_bytes <= share * p.estimate.capacity_bytes for p in found)
+            if small or (refused and _asked(recipe, degree)):
                 return True
     return False
 
@@ -147,7 +148,7 @@ def _attempts(
     """The legal plans of each trial at one degree of tensor parallelism, and what is wrong with others, which is the
     recipe's to mend: nothing of a degree that it does not ask for. One by one: an illegal mesh is reported before a
     batch that does not suit it."""
-    asked = degree.layout.tp in (1, recipe.parallel.tp)
+    asked = _asked(recipe, degree)
     try:
         for tried, plan in _trials(recipe, spec, cluster, degree):
             found, refused = _priced(tried, spec, cluster, plan)
@@ -155,6 +156,10 @@ def _attempts(
     except ConfigError:
         if asked:
             raise
+
+
+def _asked(recipe: Recipe, degree: Plan) -> bool:
+    return degree.layout.tp in (1, recipe.parallel.tp)
 
 
 def _trials(recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan) -> Iterator[tuple[Recipe, Plan]]:
