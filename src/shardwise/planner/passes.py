@@ -144,7 +144,9 @@ class _Local:
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.sheet.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
-        self.arrives = "logits" if unit is passes.sheet.tail else "activations"
+        self.arrives = "activations"
+        if unit is passes.sheet.tail:  # the loss makes it, as large as what it reads
+            self.arrives, self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
 
     def free(self, tensor: int) -> Free:
         category = self.arrives if tensor == self.unit.gradient_in else "activations"

@@ -102,9 +102,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 @dataclass(frozen=True)
 class UnitBytes:
     """The bytes of one unit. Of each call: ``gathers``, what every rank gathers, padding included; ``regathers``, the
-    same from the ranks that keep a copy after forward; ``reduces``, the padded gradients of trained weights, in the dtype
-    of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are gathered;
-    ``gradient``, its slice of the sum; ``accumulated``, whole, unpadded gradients that wait for the last micro-batch."""
+    same from the ranks that keep a copy after forward; ``reduces``, the padded gradients of trained weights, in the
+    dtype of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are gathered;
+    ``gradient``, its slice of the sum; ``accumulated``, whole, unpadded gradients that wait for the last
+    micro-batch."""
 
     gathers: tuple[int, ...]
     regathers: tuple[int, ...]
