@@ -94,7 +94,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert rows["memory per rank"] == ("380 B", "390 B", "+2.6 %")
     assert rows["all-gather over dp_shard"][2] == "0"
     assert rows["reduce-scatter over dp_shard"][2] == "unforeseen"
-    assert rows["all-reduce over control"][2] == "-100.0 %"
+    assert rows["all-reduce of control messages"][2] == "-100.0 %"
     assert rows["step time"] == ("-", "0.500 s", "")
 
 

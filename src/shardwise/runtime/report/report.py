@@ -119,7 +119,8 @@ def _traffic_rows(
     for axis, kind in sorted({*predicted, *measured}):
         sent = measured.get((axis, kind), (0, 0))[0]
         expected = predicted[axis, kind] if estimate.traffic else None
-        rows.append(_row(f"{kind.replace('_', '-')} over {axis}", expected, sent, show_payload))
+        what = f"{kind.replace('_', '-')} " + ("of control messages" if axis == "control" else f"over {axis}")
+        rows.append(_row(what, expected, sent, show_payload))
     return rows
 
 
