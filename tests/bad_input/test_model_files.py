@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -22,7 +23,10 @@ from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyEr
 from shardwise.models import hf, init, peft, tensorfile
 from shardwise.models.config import from_hf, layer_kinds, parameter_count, parameter_shapes, problems, to_hf
 from shardwise.models.load import load_spec, read_spec
-from shardwise.spec.plan import Lora
+from shardwise.planner import search
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.sheet import Sheet
 from shardwise.techniques import lora
 from tests.models import families, hf_models
 from tests.models.test_config import SMALL
@@ -195,28 +199,26 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert f"error[MOD005]: `{layers}` is 1,000,000; the limit is 1,000" in capfd.readouterr().err
 
 
-def test_a_plan_that_takes_long_is_interrupted() -> None:
-    """Within a second of the processor's time."""
-    interrupted = []
+def test_a_search_is_interrupted() -> None:
+    """While it prices its fifth layout of 1,000 layers; it ends within a second of the processor's time."""
+    priced, interrupted = search.price, []
 
-    def interrupt(*_: object) -> None:
+    def interrupt(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
         interrupted.append(time.process_time())
-        os.kill(os.getpid(), signal.SIGINT)
+        if len(interrupted) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return priced(sheet, plan, cluster)
 
     words = [f"model.config.{key}={value}" for key, value in (SMALL | {"num_hidden_layers": 1000}).items()]
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0.7)
-    try:
+    with patch.object(search, "price", interrupt):
         assert main(["plan", "--cluster", "8xH100", "data.path=x", "train.global_batch_size=8", *words]) == 130
-        assert time.process_time() - interrupted[0] < 1
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+    assert len(interrupted) == 5
+    assert time.process_time() - interrupted[-1] < 1
 
 
 def test_a_timeout_beyond_reason(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.timeout_s=1e308"]) == 78
-    assert "error[CFG005]: `run.timeout_s` must be a number > 0 and ≤ 604800" in capfd.readouterr().err
+    assert "error[CFG005]: `run.timeout_s` must be a number > 0 and ≤ 604,800" in capfd.readouterr().err
 
 
 ADAPTER = Lora(2, 4.0, ("q", "down"))

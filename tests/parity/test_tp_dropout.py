@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora
-from shardwise.techniques import dropout
+from shardwise.techniques import adapter, dropout
 from tests.parity.test_tp import EVEN, plan
 
 OF = replace(plan("ddp", 1, 2, sequence=True, remat="full"), lora=Lora(4, 8.0, frozen="fp64", dropout=0.4))
@@ -30,7 +30,7 @@ def masks(rank: int, world: int, alike: bool) -> Masks:
         drawn.append((place is not None, out > 0))
         return x * out
 
-    with patch.object(dropout, "dropped", record):
+    with patch.object(adapter, "dropped", record):
         parity.train(rank, EVEN, OF, 1)
     return drawn
 
@@ -58,6 +58,7 @@ def test_recomputation_makes_the_same_masks(ranks: RankPool) -> None:
     """The blocks are recomputed in reverse order."""
     for drawn in ranks.run(masks, False, world=2):
         count = len(drawn) // 2
+        assert count == 7 * EVEN.num_hidden_layers
         forward = [drawn[start : start + 7] for start in range(0, count, 7)]
         again = [drawn[start : start + 7] for start in range(count, 2 * count, 7)]
         for block, recomputed in zip(forward, reversed(again), strict=True):
