@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from shardwise.prove import parity
+from shardwise.spec.plan import Plan
+from tests.parity.test_tp import EVEN
 
 
 def nothing(rank: int, world: int) -> None:
@@ -75,3 +80,11 @@ def exit_on(rank: int, world: int, culprit: int) -> None:
 
 def unpicklable(rank: int, world: int) -> object:
     return lambda: rank
+
+
+def train(rank: int, world: int, plan: Plan) -> None:
+    parity.train(rank, EVEN, plan, 1)
+
+
+def threads(rank: int, world: int) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

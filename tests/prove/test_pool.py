@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardwise.prove.pool import RankFailure, RankPool
+from tests.parity.test_tp import plan
 from tests.prove import rank_work
 
 
@@ -33,6 +34,17 @@ def test_meshes_of_one_run_do_not_leak_into_the_next(ranks: RankPool) -> None:
     for world, replicas in ((4, 1), (4, 2), (2, 1), (4, 2), (4, 1)):
         for gradient in ranks.run(rank_work.sharded_gradient, replicas, world=world):
             torch.testing.assert_close(gradient, torch.full((8, 4), (world - 1) / 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted where Linux lists them")
+def test_groups_of_a_run_end_with_it(ranks: RankPool) -> None:
+    """Each has threads, which wake all the time: hundreds of them left nothing of the processor to the work."""
+    plans = [plan(strategy, 2, 2, sequence=True) for strategy in ("ddp", "zero3", "ddp", "zero3", "ddp")]
+    counts = []
+    for each in plans:
+        ranks.run(rank_work.train, each, world=4)
+        counts.append(ranks.run(rank_work.threads, world=4))
+    assert counts[-1] == counts[1]
 
 
 def test_an_empty_run_takes_milliseconds(ranks: RankPool) -> None:

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def forget_sharding() -> None:
-    """Empty DTensor's caches of propagated shardings.
+    """Empty DTensor's caches of propagated and changed shardings.
 
     They hold meshes, and through them the names of process groups. After the default group is destroyed and made again
-    the same names mean other groups, so that a cached answer would send to the wrong ranks.
+    the same names mean other groups, so that a cached answer would send to the wrong ranks; and groups that are held
+    keep their threads, which wake a hundred times a second.
     """
+    from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
 
 
 def is_strided(placement: object) -> bool:

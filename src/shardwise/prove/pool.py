@@ -12,6 +12,7 @@ directory that only this user can open, and talk over the loopback interface.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -190,6 +191,8 @@ def serve(rank: int, pipe: Any, stacks: str) -> None:
     jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(pipe, jobs), daemon=True).start()
     with Path(stacks).open("w") as report:
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look at it after each job
         faulthandler.enable(report)  # an abort or a segmentation fault leaves its stacks there too
         while True:
             job = pickle.loads(jobs.get())
@@ -225,4 +228,5 @@ def perform(rank: int, job: Task, directory: Path) -> Any:
     finally:
         forget_sharding()
         dist.destroy_process_group()
+        gc.collect()  # models that refer to themselves hold groups, and each group has threads that wake all the time
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 from typing import Any
+from weakref import proxy
 from zlib import crc32
 
 import torch
@@ -90,7 +91,8 @@ class Usage:
         for name, parameter in module.named_parameters(prefix):
             if _whole(parameter) and parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+                # Weakly: a parameter that holds what holds it, through a hook, is never freed.
+                parameter.register_post_accumulate_grad_hook(partial(Usage._arrived, proxy(self), name))
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         self._used.add(name)

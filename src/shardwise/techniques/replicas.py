@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import ceil
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +68,10 @@ class Replicas:
         mixed = [[parameters[name] for name in names] for names in buckets(sizes, bucket_bytes)]
         self.buckets = [list(alike) for bucket in mixed for _, alike in groupby(bucket, lambda p: p.dtype)]
         self._reset()
+        weakly = proxy(self)  # or parameter, hook and parameter would hold one another, where no collector looks
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: weakly._arrived(index))
 
     def _reset(self) -> None:
         self._missing = [len(bucket) for bucket in self.buckets]
