@@ -108,6 +108,13 @@ class Op:
     node: int = -1
     symbols: str = ""
 
+    def freeing(self, frees: tuple[int, ...], reads: tuple[int, ...] | None = None) -> Op:
+        """The same operation with these tensors freed after it, and read by it where ``reads`` is given. Written out
+        for the reason that :meth:`Tensor.typed` is."""
+        reads = self.reads if reads is None else reads
+        kept = (self.weight, self.flops, self.per, self.node, self.symbols)
+        return Op(self.kind, self.name, self.allocates, frees, reads, *kept)
+
     def bound(self, sizes: Sizes) -> Op:
         """The same operation with the numbers that its symbols stand for."""
         return replace(self, flops=size_of(self.symbols, sizes)) if self.symbols else self

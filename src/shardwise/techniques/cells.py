@@ -80,9 +80,9 @@ class _Spliced:
         self.names |= {cell.input: op.reads[0], cell.forward[0].allocates[0]: result}
         for ops, more in ((draft.forward, cell.forward[1:]), (draft.plain, cell.forward_plain[1:])):
             inner = [self.op(each, cell.input, last) for each in more]
-            inner[-1] = replace(inner[-1], frees=(*inner[-1].frees, *ops[index].frees))
+            inner[-1] = inner[-1].freeing((*inner[-1].frees, *ops[index].frees))
             after = (renamed(other, result, self.tensor(last)) for other in ops[index + 1 :])
-            ops[index:] = [replace(ops[index], frees=()), *inner, *after]
+            ops[index:] = [ops[index].freeing(()), *inner, *after]
         if result in draft.saved:
             draft.saved = draft.saved - {result} | {self.tensor(last)}
         draft.saved |= {self.tensor(saved) for saved in cell.saved if saved != cell.input}
@@ -127,7 +127,7 @@ class _Spliced:
         for i in own:
             op = renamed(self.draft.backward[i], incoming, bare)
             frees = (*(t for t in op.frees if t != bare), *([bare] if i == users[-1] else []))
-            self.draft.backward[i] = replace(op, frees=frees)
+            self.draft.backward[i] = op.freeing(frees)
 
 
 def renamed(op: Op, old: int, new: int) -> Op:
@@ -136,4 +136,4 @@ def renamed(op: Op, old: int, new: int) -> Op:
         return op
     reads = tuple(new if tensor == old else tensor for tensor in op.reads)
     frees = tuple(new if tensor == old else tensor for tensor in op.frees)
-    return replace(op, reads=reads, frees=frees)
+    return op.freeing(frees, reads)

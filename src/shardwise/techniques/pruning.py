@@ -46,14 +46,17 @@ def _running(ops: tuple[Op, ...], roots: frozenset[int], unwanted: frozenset[int
         ):
             dropped.add(index)
     running: set[int] = set()
-    grown = True
-    while grown:
-        needed = roots | {tensor for index in running for tensor in ops[index].reads}
-        nodes = {ops[index].node for index in running} - {-1}
+    needed, nodes, grown = set(roots), set[int](), True
+    while grown:  # once more where a node is found by an operation that is not its last
         before = len(running)
-        for index, op in enumerate(ops):
-            if index not in dropped and (op.node in nodes or not needed.isdisjoint(op.allocates)):
+        for index in range(len(ops) - 1, -1, -1):
+            op = ops[index]
+            if index in running or index in dropped:
+                continue
+            if (op.node >= 0 and op.node in nodes) or not needed.isdisjoint(op.allocates):
                 running.add(index)
+                nodes.add(op.node)
+                needed.update(op.reads)
         grown = len(running) > before
     return sorted(running)
 
@@ -61,7 +64,7 @@ def _running(ops: tuple[Op, ...], roots: frozenset[int], unwanted: frozenset[int
 def _forward(unit: Unit, released: frozenset[int]) -> tuple[Op, ...]:
     """Forward frees what is no longer saved where it would be freed if nothing were."""
     return tuple(
-        replace(op, frees=(*op.frees, *more))
+        op.freeing((*op.frees, *more))
         if (more := [t for t in plain.frees if t in released and t not in op.frees])
         else op
         for op, plain in zip(unit.forward, unit.forward_plain, strict=True)
@@ -83,9 +86,7 @@ def _backward(unit: Unit, running: list[int], saved: frozenset[int]) -> tuple[Op
                 place = max(uses, default=running[0] if running else -1)
             if place >= 0:
                 frees[place].append(tensor)
-    return tuple(
-        op if op.frees == (own := tuple(frees[index])) else replace(op, frees=own) for index, op in ops.items()
-    )
+    return tuple(op if op.frees == (own := tuple(frees[index])) else op.freeing(own) for index, op in ops.items())
 
 
 def _let_go(ops: tuple[Op, ...], index: int, tensor: int, running: list[int]) -> bool:
