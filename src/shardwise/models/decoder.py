@@ -43,27 +43,44 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model of any family. Tied, ``head.weight`` is ``embed.weight``. ``kernel``: of attention, as in
-    MaskSpec."""
+    """A language model of any family, or a ``stage`` of one: the blocks of these numbers, named as in the whole model,
+    the embedding with the first of them and norm and output layer with the last. Tied, ``head.weight`` is
+    ``embed.weight``. ``kernel``: of attention, as in MaskSpec."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, stage: range | None = None) -> None:
         super().__init__()
         self.spec, self.kernel = spec, "auto"
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
-        self.head = Head(spec.hidden_size, spec.vocab_size)
-        if spec.tie_word_embeddings:
+        self.stage = range(spec.num_hidden_layers) if stage is None else stage
+        first, last = 0 in self.stage, spec.num_hidden_layers - 1 in self.stage
+        if first:
+            self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList()
+        for number in self.stage:
+            self.layers.add_module(str(number), Block(spec))
+        if last:
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
+            self.head = Head(spec.hidden_size, spec.vocab_size)
+        if first and last and spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskSpec,
+        finish: Finish | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
-        weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself."""
-        hidden = self.embedded(ids)
+        weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself.
+        A stage begins with the ``hidden`` [b,s,d] of the stage before it, and returns its own to the next."""
+        hidden = self.embedded(ids) if hidden is None else hidden
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
-        for layer, kind in zip(self.layers, order, strict=True):
-            hidden = layer(hidden, tables[kind], masks[kind])
+        for layer, number in zip(self.layers, self.stage, strict=True):
+            hidden = layer(hidden, tables[order[number]], masks[order[number]])
+        if self.spec.num_hidden_layers - 1 not in self.stage:
+            return hidden
         hidden = self.normed(hidden)
         if finish is not None:
             return self.head(hidden, finish)

@@ -77,14 +77,16 @@ def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor
 def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
     """What ``score`` returns for the model's hidden states; it is called within the output layer, whose weight is then
     gathered."""
-    [model] = parts  # one stage
-    spec: ModelSpec = model.spec  # type: ignore[assignment]
+    spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    scored: Tensor = model(batch.ids, batch.positions, pretrain.mask(batch), finish)
-    return scored
+    first, *later = parts
+    out: Tensor = first(batch.ids, batch.positions, pretrain.mask(batch), finish)
+    for stage in later:
+        out = stage(batch.ids, batch.positions, pretrain.mask(batch), finish, out)
+    return out
 
 
 def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
