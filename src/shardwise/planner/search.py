@@ -80,6 +80,8 @@ def _least_memory(able: list[Plan], recipe: Recipe, cluster: Cluster) -> Plan:
     limit_s = (1 + TIE) * seconds[id(able[0])]
     ties = [plan for plan in able if seconds[id(plan)] <= limit_s]
     best = min(ties, key=lambda plan: plan.estimate.peak_bytes)
+    if best.layout.dp == 1:
+        return _explained(best, "derived: there is one data-parallel rank, and nothing to shard over others", recipe)
     reason = f"derived: least time on the wire among plans below {MARGIN:.0%} of the memory"
     reason += f": {show_seconds(seconds[id(able[0])])}"
     if best is not able[0]:

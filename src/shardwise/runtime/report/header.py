@@ -51,8 +51,8 @@ def header(job: Job) -> str:
     text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
-    every = "step" if job.save_steps == 1 else f"{job.save_steps} steps"
-    saves = f"a checkpoint every {every} into {job.directory}"
+    every = "every step" if job.save_steps == 1 else f"every {job.save_steps} steps"
+    saves = f"a checkpoint {every if job.save_steps < job.max_steps else 'at the end'}, into {job.directory}"
     taken = f", attention {_kernels(job)}"
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
