@@ -70,8 +70,9 @@ def never(name: str) -> Planted:
 
 
 def more_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
-    *before, last = buckets(sizes, bucket_bytes)
-    return [*before, last[:1], last[1:]]
+    found = buckets(sizes, bucket_bytes)
+    most = found.index(max(found, key=len))
+    return [*found[:most], found[most][:1], found[most][1:], *found[most + 1 :]]
 
 
 def reduced_in_fp32(param_dtype: Any, reduce_dtype: Any, **named: Any) -> Any:
