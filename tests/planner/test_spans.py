@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,11 @@ from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
 from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
+from shardwise.planner.price import price
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.spans import Span, fold, joined, moments, same
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.techniques.replicas import blocks_of_bucket, buckets
@@ -54,6 +57,51 @@ def test_spans_come_to_what_events_come_to(dial: str, remat: str) -> None:
             plan = Plan(ranks, Batch(1, accumulation, 512), shard, Precision("bf16"), REMATS[remat], lora=lora)
             sheet = costed(spec, plan)
             assert same(folded(sheet, plan), fold(schedule(sheet, plan))), (spec.name, accumulation, lora)
+
+
+BASES = {
+    "full weights": Plan(Layout(1, 8), Batch(1, 2, 512, 256), Shard("zero3"), Precision("bf16")),
+    "adapters": Plan(Layout(8), Batch(1, 2, 512, 256), Shard("ddp"), Precision("bf16"), lora=Lora(8, frozen="bf16")),
+    "tp": Plan(Layout(1, 4, tp=2), Batch(1, 2, 512, 256), Shard("zero3"), Precision("bf16")),
+}
+CHANGES: tuple[dict[str, Any], ...] = (
+    *({"layout": layout, "shard": shard} for layout, shard in DIALS.values() if layout.tp == 1),
+    *({"remat": remat} for remat in REMATS.values()),
+    *({"batch": Batch(*sizes)} for sizes in ((1, 1, 512, 256), (2, 2, 512, 256), (1, 2, 256, 256), (1, 2, 512, 512))),
+    *({"precision": types} for types in (Precision("bf16", "bf16"), Precision("bf16", reduce="bf16"))),
+    *({"lora": lora} for lora in (None, Lora(8), Lora(16, frozen="bf16"), Lora(8, nf4=True), Lora(8, dora=True))),
+    *({"lora": None, "frozen": frozen} for frozen in (("embed.*",), ("layers.0.*",), ("*norm.weight",))),
+    {"deterministic": True},
+    {"sequence_parallel": True},
+    {"loss": "dpo"},
+)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("spec", [SEVENTY_B, WINDOWED], ids=["deep", "windowed"])
+def test_a_price_does_not_depend_on_what_was_priced_before(spec: ModelSpec, base: str) -> None:
+    """Plans of one search share units, and what their passes come to: here with one that differs in one thing. Of a
+    sheet that was read anew nothing is shared."""
+    begun, ranks = BASES[base], BASES[base].layout.tp
+    shared = sheet_of(spec, "narrow", ranks=ranks)
+    for changes in CHANGES:
+        if ranks > 1 and "layout" in changes:
+            changes = {**changes, "layout": replace(changes["layout"], tp=ranks)}
+        plan = replace(begun, **changes)
+        for cluster in map(parse_cluster, ("8xH100", "8xCPU")):
+            price(shared, begun, cluster)
+            alone = price(sheet_of(spec, "narrow", ranks=ranks), plan, cluster)
+            assert price(shared, plan, cluster).estimate == alone.estimate, (changes, cluster.kind)
+
+
+def test_plans_that_differ_in_the_dial_alone_share_their_units() -> None:
+    sheet, adapters = sheet_of(SEVENTY_B, "narrow"), Lora(16)
+    zero2, zero3, more = (
+        techniques.cost(sheet, Plan(Layout(1, 8), Batch(1, m, 512), Shard(name), Precision("bf16"), lora=adapters))
+        for m, name in ((1, "zero2"), (1, "zero3"), (4, "zero3"))
+    )
+    for one, two, three in zip(zero2.units, zero3.units, more.units, strict=True):
+        assert one is two is three
 
 
 @pytest.mark.parametrize("dial", DIALS)

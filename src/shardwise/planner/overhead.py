@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import ceil
 
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import Op, Sheet, Unit
 
 CUDA_RESERVE_BYTES = 3 * 2**29
@@ -46,22 +46,22 @@ RING, RING_AND_TREE = 1, 3
 the parent and from a child."""
 
 
-def attention_bytes(unit: Unit, op: Op, plan: Plan) -> int:
+def attention_bytes(unit: Unit, op: Op, sizes: tuple[int, int], compute: Dtype, *, deterministic: bool = False) -> int:
     """Workspace of one call of FlashAttention's backward (``mha_bwd`` and ``mha_varlen_bwd`` in
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), for documents that are masked: ``dq_accum``, the
     gradient of q summed in fp32 over padded rows and heads padded to a multiple of 32; ``softmax_d``, a number for each
     row; where queries share key heads, ``dk_expanded`` and ``dv_expanded``, one for each query head. Deterministic,
     ``dq_accum`` is there once for each multiprocessor that would otherwise add to the same sums. 0 where it is not
-    FlashAttention that computes; other kernels take about as much."""
-    if plan.precision.compute not in ("bf16", "fp16") or len(op.allocates) < 3:
+    FlashAttention that computes; other kernels take about as much. ``sizes``: sequences, and tokens of each."""
+    if compute not in ("bf16", "fp16") or len(op.allocates) < 3:
         return 0
-    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    b, s = sizes
     (_, heads, _, head_dim), (_, key_heads, _, _) = (unit.tensors[tensor].shape for tensor in op.allocates[:2])
     assert isinstance(heads, int) and isinstance(head_dim, int)
     rows = b * s + FLASH_ROWS * b * ceil(s / DOCUMENT_TOKENS)
     padded = ceil(head_dim / 32) * 32 if head_dim <= 192 else 256
-    copies = ceil(MOST_MULTIPROCESSORS / (b * heads)) if plan.deterministic else 1
-    expanded = 0 if key_heads == heads else 2 * b * s * heads * head_dim * BYTES[plan.precision.compute]
+    copies = ceil(MOST_MULTIPROCESSORS / (b * heads)) if deterministic else 1
+    expanded = 0 if key_heads == heads else 2 * b * s * heads * head_dim * BYTES[compute]
     return 4 * rows * heads * (padded * copies + 1) + expanded
 
 

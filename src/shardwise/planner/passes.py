@@ -7,35 +7,49 @@ The same for every block of a kind, for every micro-batch and for every way to s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
 from shardwise.planner.events import Compute, Event, Free, Key, Make, Send, WeightsCall
 from shardwise.planner.overhead import attention_bytes
 from shardwise.spec.cluster import Kind
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import Op, Sheet, Unit
 from shardwise.techniques.tp_units import SEND
 
 OUTPUT, GRADIENT = "output", "gradient of output"
 
 
+Told = Event | WeightsCall
+
+
+@dataclass(frozen=True)
 class Passes:
-    """The passes of the units of a sheet under a plan; with the workspaces of kernels where ``kind`` is cuda."""
+    """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
+    a pass of a unit comes to. ``recomputes``: some block does. ``loss`` is what the loss does forward and backward;
+    with the workspaces of kernels where ``kind`` is cuda."""
 
-    def __init__(self, sheet: Sheet, plan: Plan, kind: Kind) -> None:
-        self.sheet, self.plan, self.kind = sheet, plan, kind
-        self.b, self.s = plan.batch.micro_batch_size, plan.batch.seq_len
-        self.recomputes = any(sheet.blocks[kind].recompute for kind in set(sheet.order))
-        self.locals: dict[int, _Local] = {}
+    stem: Unit
+    tail: Unit
+    tied: bool
+    recomputes: bool
+    b: int
+    s: int
+    kind: Kind
+    compute: Dtype
+    deterministic: bool
+    loss: tuple[tuple[Told, ...], tuple[Told, ...]]
 
-    def local(self, unit: Unit) -> _Local:
-        if id(unit) not in self.locals:
-            self.locals[id(unit)] = _Local(self, unit)
-        return self.locals[id(unit)]
+    @classmethod
+    def of(cls, sheet: Sheet, plan: Plan, kind: Kind) -> Passes:
+        recomputes = any(sheet.blocks[kind].recompute for kind in set(sheet.order))
+        sizes = plan.batch.micro_batch_size, plan.batch.seq_len
+        computed = plan.precision.compute, plan.deterministic
+        return cls(sheet.stem, sheet.tail, sheet.tied, recomputes, *sizes, kind, *computed, _loss(sheet, plan, kind))
 
-    def forward(self, unit: Unit) -> Iterator[Event | WeightsCall]:
+    def forward(self, unit: Unit) -> Iterator[Told]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
-        local = self.local(unit)
+        local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
         yield WeightsCall("cast")
         for op in unit.forward_plain if unit.recompute else unit.forward:
@@ -43,20 +57,21 @@ class Passes:
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
         if unit.recompute:
             yield WeightsCall("uncast")
-        if unit is self.sheet.tail:
-            yield from self._loss_forward(local)
+        if unit is self.tail:
+            yield from self.loss[0]
+            yield from (local.free(tensor) for tensor in {unit.output} | (unfreed(unit) - unit.saved))
         # The loop over the blocks lets go of a block's input once it has run.
-        if unit is not self.sheet.stem and unit.input not in unit.saved and not unit.recompute:
+        if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
             yield local.free(unit.input)
 
-    def tables(self, stem: Unit) -> Iterator[Event]:
+    def tables(self, stem: Unit) -> Iterator[Told]:
         """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
-        local = self.local(stem)
+        local = _Local(self, stem)
         yield from (local.free(tensor) for tensor in unfreed(stem) - stem.saved if not self.recomputes)
 
-    def recompute(self, unit: Unit) -> Iterator[Event | WeightsCall]:
+    def recompute(self, unit: Unit) -> Iterator[Told]:
         """Forward again, until all that backward reads is there."""
-        local = self.local(unit)
+        local = _Local(self, unit)
         made: set[int] = set()
         yield WeightsCall("cast")
         for i, op in enumerate(recomputed(unit)):
@@ -69,9 +84,13 @@ class Passes:
                     made.discard(tensor)
         yield from (local.free(tensor) for tensor in made - unit.saved)
 
-    def backward(self, unit: Unit) -> Iterator[Event | WeightsCall]:
+    def loss_backward(self, tail: Unit) -> Iterator[Told]:
+        """What the loss has made in its forward pass becomes the gradients of the output layer and of what it reads."""
+        yield from self.loss[1]
+
+    def backward(self, unit: Unit) -> Iterator[Told]:
         """Recomputation first, where there is any."""
-        local, first = self.local(unit), unit is self.sheet.stem
+        local, first = _Local(self, unit), unit is self.stem
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         if unit.recompute:
@@ -80,59 +99,60 @@ class Passes:
             yield from local.runs(op)
             for tensor in op.allocates:
                 if tensor in gradients:
-                    if first and self.sheet.tied and gradients[tensor] is unit.weights[0]:
+                    if first and self.tied and gradients[tensor] is unit.weights[0]:
                         yield WeightsCall("add_tied", gradients[tensor])
                     yield local.free(tensor)
                     yield WeightsCall("gradient", gradients[tensor])
             if op.kind == "attention" and self.kind == "cuda":
-                workspace = "attention workspace", attention_bytes(unit, op, self.plan)
+                size = attention_bytes(unit, op, (self.b, self.s), self.compute, deterministic=self.deterministic)
+                workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients)
         yield WeightsCall("uncast")
         yield from self._end_of_graph(local)
 
-    def _end_of_graph(self, local: _Local) -> Iterator[Event]:
+    def _end_of_graph(self, local: _Local) -> Iterator[Told]:
         """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
         run, and the tables, which the blocks have used for the last time."""
-        unit, first = local.unit, local.unit is self.sheet.stem
+        unit, first = local.unit, local.unit is self.stem
         held = unfreed(unit)
         yield from (local.free(tensor) for tensor in (held if self.recomputes and first else held & unit.saved))
         used = any(unit.input in op.frees for op in unit.backward)
         if not first and not used and (unit.recompute or unit.input in unit.saved):
             yield local.free(unit.input)
 
-    def _loss(self) -> tuple[list[Event], dict[str, int]]:
-        """The forward pass of the loss, and the bytes of what it leaves."""
-        events: list[Event] = []
-        left: dict[str, int] = {}
-        for name, size, frees in forward_tensors(self.sheet, self.plan, self.kind):
-            events += [Free((0, other), "logits", left.pop(other)) for other in frees]
-            if size:
-                left[name] = size
-                events.append(Make((0, name), "logits", size))
-        return events, left
 
-    def _loss_forward(self, local: _Local) -> Iterator[Event]:
-        tail = self.sheet.tail
-        yield from self._loss()[0]
-        vocabulary, hidden = (int(dim) for dim in self.sheet.stem.weights[0].shape)
-        yield Compute(2 * products(self.sheet, self.plan) * vocabulary * hidden * self.b * self.s)
-        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(self.plan))
-        yield from (local.free(tensor) for tensor in {tail.output} | (unfreed(tail) - tail.saved))
+def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Told, ...], tuple[Told, ...]]:
+    """What the loss of a micro-batch does forward and backward."""
+    left: dict[str, int] = {}  # the bytes of what forward leaves
 
-    def loss_backward(self, tail: Unit) -> Iterator[Event | WeightsCall]:
-        """What the loss has made in its forward pass becomes the gradients of the output layer and of what it reads."""
-        left = self._loss()[1]
-        for name, size, frees in backward_tensors(self.sheet, self.plan):
-            if size:
-                left[name] = size
-                yield Make((0, name), "logits", size)
-            yield from (Free((0, other), "logits", left.pop(other)) for other in frees)
+    def make(name: str, size: int) -> Iterator[Told]:
+        if size:
+            left[name] = size
+            yield Make((0, name), "logits", size)
+
+    def free(names: tuple[str, ...]) -> Iterator[Told]:
+        yield from (Free((0, name), "logits", left.pop(name)) for name in names)
+
+    def forward() -> Iterator[Told]:
+        for name, size, frees in forward_tensors(sheet, plan, kind):
+            yield from (*free(frees), *make(name, size))
+        vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
+        tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+        yield Compute(2 * products(sheet, plan) * vocabulary * hidden * tokens)
+        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
+
+    def backward() -> Iterator[Told]:
+        for name, size, frees in backward_tensors(sheet, plan):
+            yield from (*make(name, size), *free(frees))
         for name in left.keys() & {"typed", "grad_weight"}:
             yield from (Free((0, name), "logits", left[name]), WeightsCall("head_gradient"))
         if "grad_hidden" in left:  # from here on it is the tail's to free
             yield Free((0, "grad_hidden"), "logits", left["grad_hidden"])
-            yield Make((0, GRADIENT), "logits", tail.tensors[tail.output].bytes(self.b, self.s))
+            output = sheet.tail.tensors[sheet.tail.output]
+            yield Make((0, GRADIENT), "logits", output.bytes(plan.batch.micro_batch_size, plan.batch.seq_len))
+
+    return tuple(forward()), tuple(backward())
 
 
 class _Local:
@@ -142,17 +162,17 @@ class _Local:
         self.unit, self.passes = unit, passes
         self.sizes = [tensor.bytes(passes.b, passes.s) for tensor in unit.tensors]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
-        if unit is not passes.sheet.stem:
+        if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
         self.arrives = "activations"
-        if unit is passes.sheet.tail:  # the loss makes it, as large as what it reads
+        if unit is passes.tail:  # the loss makes it, as large as what it reads
             self.arrives, self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
 
     def free(self, tensor: int) -> Free:
         category = self.arrives if tensor == self.unit.gradient_in else "activations"
         return Free(self.keys.get(tensor) or (0, tensor), category, self.sizes[tensor])
 
-    def runs(self, op: Op) -> Iterator[Event]:
+    def runs(self, op: Op) -> Iterator[Told]:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), "activations", self.sizes[tensor])

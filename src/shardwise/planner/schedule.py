@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import lcm
 
 from shardwise.planner.events import Event, Mark, Send, WeightsCall
-from shardwise.planner.passes import Passes
+from shardwise.planner.passes import Passes, Told
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
@@ -57,23 +57,23 @@ class _Step:
         self.blocks = [sheet.blocks[kind] for kind in sheet.order]
         self.idle = {i for i, block in enumerate(self.blocks) if not block.backward}
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(tape, sheet, plan)
-        self.passes = Passes(sheet, plan, kind)
+        self.passes = Passes.of(sheet, plan, kind)
 
     def micro_batch(self, *, last: bool) -> None:
-        weights, passes, stem, tail = self.weights, self.passes, self.sheet.stem, self.sheet.tail
+        weights, stem, tail = self.weights, self.sheet.stem, self.sheet.tail
         weights.begin(last=last)
         self.tape.add(Mark("start of forward"))
         for name, unit in (("stem", stem), *enumerate(self.blocks), ("tail", tail)):
             self.tape.add(Mark(("forward", name)))
             weights.before_forward(name)
-            self.play(passes.forward, unit, name)
+            self.play(Passes.forward, unit, name)
             weights.after_forward(name)
-        self.play(passes.tables, stem, "stem")
+        self.play(Passes.tables, stem, "stem")
         self.tape.add(Mark("end of forward"))
         weights.before_backward("tail")
-        self.play(passes.loss_backward, tail, "tail")
+        self.play(Passes.loss_backward, tail, "tail")
         if tail.backward:
-            self.play(passes.backward, tail, "tail")
+            self.play(Passes.backward, tail, "tail")
         running = [i for i in range(len(self.blocks) - 1, -1, -1) if i not in self.idle]
         # FSDP2 hears of the end of a backward from the gradient of the input; where there is none, when all is over.
         late: list[Hashable] = [i for i in running if self.blocks[i].gradient_out < 0]
@@ -84,19 +84,19 @@ class _Step:
         for i in running:
             self.tape.add(Mark(("backward", i)))
             weights.before_backward(i)
-            self.play(passes.backward, self.blocks[i], i)
+            self.play(Passes.backward, self.blocks[i], i)
             if i not in late:
                 weights.after_backward(i)
         self.tape.add(Mark(("backward", "stem")))
-        self.play(passes.backward, stem, "stem")
+        self.play(Passes.backward, stem, "stem")
         for name in ("stem", *sorted(self.idle), *late):
             weights.after_backward(name)
         weights.end()
 
-    def play(self, told: Callable[[Unit], Iterator[Event | WeightsCall]], unit: Unit, name: Hashable) -> None:
+    def play(self, told: Callable[[Passes, Unit], Iterator[Told]], unit: Unit, name: Hashable) -> None:
         """A pass of a unit, with what its weights add."""
         place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
-        for piece in self.tape.pieces((told.__name__, id(unit)), told(unit)):
+        for piece in self.tape.pieces(told, self.passes, unit):
             if isinstance(piece, WeightsCall):
                 self.call(piece, unit, name)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import lru_cache
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
@@ -22,6 +23,7 @@ from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
 from shardwise.techniques import shard, tp
 from shardwise.techniques.degrees import grouped
@@ -120,9 +122,8 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
         except ConfigError:  # degrees that are pinned leave no room for this one
             continue
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
-        sheet = sheet_of(spec, variant(chosen.precision), ranks=ranks)
         found += [
-            price(sheet, replace(plan, batch=batch), cluster)
+            price(_sheet(spec, variant(plan.precision), ranks), replace(plan, batch=batch), cluster)
             for plan in plans
             if ranks == 1 or plan.shard.strategy == strategy or plan.layout.dp == 1
         ]
@@ -205,14 +206,20 @@ def _priced(
         if problems := techniques.check(spec, whole, cluster):
             refused += problems
         else:
-            found.append(price(sheet_of(spec, variant(whole.precision), ranks=whole.layout.tp), whole, cluster))
+            found.append(price(_sheet(spec, variant(whole.precision), whole.layout.tp), whole, cluster))
     return found, refused
+
+
+@lru_cache(maxsize=8)
+def _sheet(spec: ModelSpec, which: str, ranks: int) -> Sheet:
+    """The model on paper, read once for all plans of a search."""
+    return sheet_of(spec, which, ranks=ranks)
 
 
 def _larger_chunks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
-    sheet = sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp)
+    sheet = _sheet(spec, variant(plan.precision), plan.layout.tp)
     for most in LARGER_CHUNKS if cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
         chunk, reasons = _chunk(spec, most, tokens)
         larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})

@@ -3,10 +3,13 @@ spans."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import lru_cache
 
 from shardwise.planner.events import Event, Free, Key, Make, Mark, WeightsCall
+from shardwise.planner.passes import Passes, Told
 from shardwise.planner.spans import Span
+from shardwise.spec.sheet import KEPT_UNITS, Unit
 
 Piece = Event | Span | WeightsCall
 
@@ -51,9 +54,9 @@ class Tape:
         """So many bytes are made; freed, where it is negative."""
         self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
 
-    def pieces(self, name: Hashable, told: Iterable[Event | WeightsCall]) -> Iterable[Piece]:
-        """What is played of the pass of a unit that has this name."""
-        return told
+    def pieces(self, told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit) -> Iterable[Piece]:
+        """What is played of this pass of a unit."""
+        return told(passes, unit)
 
     def play(self, piece: Event | Span, place: int) -> None:
         """Add an event of the pass of a unit, whose keys are (0, what) of the unit itself and (-1, what) of the unit
@@ -73,12 +76,11 @@ class Tape:
 
 
 class Folding(Tape):
-    """Spans by where they begin: where a unit does, or at the name "". What a pass of a unit comes to is folded once;
-    whether what it frees is alive, only a :class:`Tape` can tell."""
+    """Spans by where they begin: where a unit does, or at the name "". What a pass of a unit comes to is folded once
+    for all plans that share it; whether what it frees is alive, only a :class:`Tape` can tell."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[Hashable, list[Piece]] = {}
         self.spans: dict[Hashable, Span] = {}
         self.taken()
 
@@ -97,23 +99,25 @@ class Folding(Tape):
     def change(self, key: Key, category: str, size: int) -> None:
         self.span.moves(category, size)
 
-    def pieces(self, name: Hashable, told: Iterable[Event | WeightsCall]) -> Iterable[Piece]:
-        if name not in self.known:
-            self.known[name] = [*_folded(told)]
-        return self.known[name]
+    def pieces(self, told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit) -> Iterable[Piece]:
+        return _folded(told, passes, unit)
 
     def play(self, piece: Event | Span, place: int) -> None:
         assert isinstance(piece, Span)
         self.span.goes_on(piece)
 
 
-def _folded(told: Iterable[Event | WeightsCall]) -> Iterator[WeightsCall | Span]:
+@lru_cache(maxsize=4 * KEPT_UNITS)
+def _folded(
+    told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit
+) -> tuple[WeightsCall | Span, ...]:
     """Calls, and a span for the events between two of them."""
     span = Span()
-    for piece in told:
+    found: list[WeightsCall | Span] = [span]
+    for piece in told(passes, unit):
         if isinstance(piece, WeightsCall):
-            yield from (span, piece)
             span = Span()
+            found += (piece, span)
         else:
             span.adds(piece)
-    yield span
+    return tuple(found)

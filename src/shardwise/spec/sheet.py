@@ -130,12 +130,16 @@ class Collective:
     bytes: int
 
 
-@dataclass(frozen=True)
+KEPT_UNITS = 128
+"""How many units each rewriting of units keeps (``lru_cache``): plans of one search share most of theirs."""
+
+
+@dataclass(frozen=True, eq=False)
 class Unit:
     """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
-    ``window`` is how many positions a query of its attention sees at most.
-    ``forward_plain`` are the forward operations with what each frees when nothing is saved: what runs under recompute.
-    """
+    ``window`` is how many positions a query of its attention sees at most. ``forward_plain`` are the forward operations
+    with what each frees when nothing is saved: what runs under recompute. A unit equals itself only, so that what a
+    rewriting made of it is found again without a look at all that is in it."""
 
     name: str
     weights: tuple[Tensor, ...] = ()

@@ -58,8 +58,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN016", what, "layout", "use dp_replicate, dp_shard and tp only"))
     if problem := _unserved(spec, plan, cluster):
         problems.append(problem)
-    longest, learnt = spec.max_position_embeddings, learnt_positions(spec)
-    if learnt and plan.batch.seq_len > longest:
+    longest = spec.max_position_embeddings
+    if plan.batch.seq_len > longest and (learnt := learnt_positions(spec)):
         what = f"{spec.name} has learned positions for {longest} tokens ({learnt})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
     return problems

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -22,7 +23,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.pruning import prune
 
 if TYPE_CHECKING:
@@ -106,8 +107,13 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     blocks = tuple(prune(sheet.blocks[kind], held, input_trained=before) for kind, held, before in kinds)
     tail = prune(sheet.tail, _held(sheet.tail, plan, ""), input_trained=flows)
     if not any(_rotates_back(block) for block in blocks):
-        stem = dataclasses.replace(stem, saved=frozenset())
+        stem = _without_tables(stem)
     return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _without_tables(stem: Unit) -> Unit:
+    return dataclasses.replace(stem, saved=frozenset())
 
 
 def _rotates_back(block: Unit) -> bool:

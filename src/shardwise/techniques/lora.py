@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from shardwise.models.roles import is_linear, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import LoraSection, Recipe
-from shardwise.spec.sheet import Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques.cells import name_of, splice
 from shardwise.techniques.draft import Draft
 from shardwise.techniques.dtypes import chosen_dtype
@@ -132,24 +133,28 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     apart = narrow and not plan.sharded and plan.precision.weights != plan.precision.compute
     after = ("o", "down") if plan.layout.tp > 1 else ()  # their biases are added to the sum over the ranks
 
-    def adapted(unit: Unit) -> Unit:
-        draft = Draft(unit)
-        shapes = {
-            weight.name: (int(weight.shape[0]), int(weight.shape[1]))
-            for weight in unit.weights
-            if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
-        }
-        for index in range(len(draft.forward) - 1, -1, -1):
-            module, _, own = draft.forward[index].weight.rpartition(".")  # a product with a bias has the bias's name
-            if draft.forward[index].kind == "matmul" and f"{module}.weight" in shapes:
-                wide_out, wide_in = shapes[f"{module}.weight"]
-                biased = own == "bias" and module.rpartition(".")[2] not in after
-                cell = sheet.cells[name_of(lora, biased=biased, apart=apart)]
-                rows = nf4_rows_at_once(wide_out, wide_in)
-                splice(draft, index, cell, module, {"in": wide_in, "out": wide_out, "r": lora.rank, "w": rows})
-        return draft.done(_with_adapters(unit.weights, shapes, lora))
+    plain, biased = (sheet.cells[name_of(lora, biased=biased, apart=apart)] for biased in (False, True))
+    blocks = tuple(_adapted(block, lora, (plain, biased), after) for block in sheet.blocks)
+    return dataclasses.replace(sheet, blocks=blocks)
 
-    return dataclasses.replace(sheet, blocks=tuple(map(adapted, sheet.blocks)))
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _adapted(unit: Unit, lora: Lora, cells: tuple[Unit, Unit], after: tuple[str, ...]) -> Unit:
+    """``cells``: of a layer without a bias and of one with; ``after``: layers whose biases are added later."""
+    draft = Draft(unit)
+    shapes = {
+        weight.name: (int(weight.shape[0]), int(weight.shape[1]))
+        for weight in unit.weights
+        if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
+    }
+    for index in range(len(draft.forward) - 1, -1, -1):
+        module, _, own = draft.forward[index].weight.rpartition(".")  # a product with a bias has the bias's name
+        if draft.forward[index].kind == "matmul" and f"{module}.weight" in shapes:
+            wide_out, wide_in = shapes[f"{module}.weight"]
+            cell = cells[own == "bias" and module.rpartition(".")[2] not in after]
+            rows = nf4_rows_at_once(wide_out, wide_in)
+            splice(draft, index, cell, module, {"in": wide_in, "out": wide_out, "r": lora.rank, "w": rows})
+    return draft.done(_with_adapters(unit.weights, shapes, lora))
 
 
 def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], lora: Lora) -> Iterator[Tensor]:

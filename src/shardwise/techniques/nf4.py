@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -20,7 +21,7 @@ from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
 from shardwise.techniques.draft import Draft
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
 
@@ -74,6 +75,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=tuple(_small(block, number) for block in sheet.blocks))
 
 
+@lru_cache(maxsize=KEPT_UNITS)
 def _small(unit: Unit, number: str) -> Unit:
     weights: list[Tensor] = []
     whole: dict[str, Tensor] = {}

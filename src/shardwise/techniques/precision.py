@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from copy import copy
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -21,7 +22,7 @@ from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import chosen_dtype, compute_dtype, stored_dtype, torch_dtype
 from shardwise.techniques.patterns import rewrite
 
@@ -103,9 +104,16 @@ def _beyond_llama(spec: ModelSpec) -> bool:
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Replaces the placeholder dtypes ``weights`` and ``compute`` of every tensor by the plan's."""
-    real = {"weights": plan.precision.weights, "compute": plan.precision.compute}
-    frozen = real["weights"] if plan.lora is None else plan.lora.frozen
-    real["statistics"] = "fp64" if plan.precision.compute == "fp64" else "fp32"
+    weights, compute = plan.precision.weights, plan.precision.compute
+    frozen = weights if plan.lora is None else plan.lora.frozen
+    sheet = sheet.rewritten(lambda unit: _typed(unit, weights, compute, frozen))
+    return _with_patterns(sheet, plan) if plan.precision.modules else sheet
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _typed(unit: Unit, weights: str, compute: str, frozen: str) -> Unit:
+    """``frozen``: the dtype of weights that are no adapters."""
+    real = {"weights": weights, "compute": compute, "statistics": "fp64" if compute == "fp64" else "fp32"}
 
     def typed(t: Tensor) -> Tensor:
         return t.typed(real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as))
@@ -113,13 +121,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     def kept(weight: Tensor) -> Tensor:
         return typed(weight if is_adapter(weight.name) else weight.typed(frozen, weight.used_as))
 
-    def rewritten(unit: Unit) -> Unit:
-        return dataclasses.replace(
-            unit, weights=tuple(map(kept, unit.weights)), tensors=tuple(map(typed, unit.tensors))
-        )
-
-    sheet = sheet.rewritten(rewritten)
-    return _with_patterns(sheet, plan) if plan.precision.modules else sheet
+    return dataclasses.replace(unit, weights=tuple(map(kept, unit.weights)), tensors=tuple(map(typed, unit.tensors)))
 
 
 def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:

@@ -8,10 +8,12 @@ weight, and nothing else, is left out. A tensor is saved if an operation that ru
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
-from shardwise.spec.sheet import Op, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Op, Unit
 
 
+@lru_cache(maxsize=KEPT_UNITS)
 def prune(unit: Unit, held: frozenset[str], *, input_trained: bool) -> Unit:
     """``unit`` with the weights named in ``held`` frozen; ``input_trained``: its input needs a gradient."""
     wanted = tuple((name, tensor) for name, tensor in unit.weight_gradients if name not in held)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import Problem
@@ -21,7 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Op, Sheet
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,16 +78,17 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.remat.mode == "none":
         return sheet
-    selective = plan.remat.mode == "selective"
-    # A block without a backward saves nothing, with or without recomputation.
-    treated_kinds = tuple(
-        dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
-        if block.backward
-        else block
-        for block in sheet.blocks
-    )
+    treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
     order = tuple(kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order))
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _recomputing(block: Unit, *, selective: bool) -> Unit:
+    """A block without a backward saves nothing, with or without recomputation."""
+    if not block.backward:
+        return block
+    return dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

@@ -19,6 +19,7 @@ import dataclasses
 import warnings
 from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques.degrees import grouped, layouts
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.replicas import Replicas
@@ -170,13 +171,12 @@ def _calls(weights: tuple[Tensor, ...], plan: Plan) -> list[list[Tensor]]:
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
-    if not plan.sharded:
-        return sheet
+    return sheet.rewritten(_cut) if plan.sharded else sheet
 
-    def cut(unit: Unit) -> Unit:
-        return dataclasses.replace(unit, weights=tuple(weight.cut(("dp_shard", 0)) for weight in unit.weights))
 
-    return sheet.rewritten(cut)
+@lru_cache(maxsize=KEPT_UNITS)
+def _cut(unit: Unit) -> Unit:
+    return dataclasses.replace(unit, weights=tuple(weight.cut(("dp_shard", 0)) for weight in unit.weights))
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
