@@ -135,7 +135,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     first, ids = plan.layout.coordinate(sheet.rank, "tp"), int(sheet.stem.weights[0].shape[0])
     start, stop = cut((0, ids), ranks, first)
 
-    def own(unit: Unit) -> dict[str, tuple[int, ...]]:
+    def own(unit: Unit) -> tuple[tuple[str, tuple[int, ...]], ...]:
         shapes = {w.name: tuple(map(int, w.shape)) for w in unit.weights}
         alike = (name for name in shapes if _rows_used(name) and key_heads < ranks)
         found = {name: (key_heads * shapes[name][0], *shapes[name][1:]) for name in alike}
@@ -143,13 +143,12 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
             rows, columns = shapes[f"{name.removesuffix('groups')}codes"]
             copies = key_heads if _rows_used(name) and key_heads < ranks else ranks
             found[name] = nf4_shapes(copies * rows, 2 * columns)["groups"]
-        return found
+        return tuple(found.items())
 
-    stem, tail = tp_units.stem(sheet.stem, plan, stop - start), tp_units.tail(sheet.tail, plan)
-    if not sheet.tied:
-        *others, head = tail.weights
-        tail = replace(tail, weights=(*others, replace(head, shape=(stop - start, head.shape[1]))))
-    blocks = tuple(tp_units.block(block, plan, own(block), heads_apart=sheet.heads_apart) for block in sheet.blocks)
+    crossing = tp_units.Crossing(ranks, plan.batch.micro_batch_size * plan.batch.seq_len, plan.sequence_parallel)
+    stem = tp_units.stem(sheet.stem, crossing, stop - start)
+    tail = tp_units.tail(sheet.tail, crossing, 0 if sheet.tied else stop - start)
+    blocks = tuple(tp_units.block(block, crossing, own(block), heads_apart=sheet.heads_apart) for block in sheet.blocks)
     sheet = replace(sheet, stem=stem, blocks=blocks, tail=tail)
     return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))
 

@@ -8,11 +8,11 @@ have places for a rank's own tokens only.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
-from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Dim, Op, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Unit
 from shardwise.techniques.draft import Draft
 
 SEND = "send"
@@ -24,14 +24,22 @@ STATISTICS = ("aten.linalg_vector_norm", "aten.sum.dim_IntList")
 TOKENS = frozenset({"b", "s", "b*s"})
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """``ranks`` that have a micro-batch of ``tokens`` together; ``cut``: each has its own tokens of the stream."""
+
+    ranks: int
+    tokens: int
+    cut: bool
+
+
 class _CrossedDraft(Draft):
     """``cut``: ranks have ``share`` tokens of the stream each, the last ones' filled up."""
 
-    def __init__(self, unit: Unit, plan: Plan) -> None:
+    def __init__(self, unit: Unit, crossing: Crossing) -> None:
         super().__init__(unit)
-        tokens, self.ranks = plan.batch.micro_batch_size * plan.batch.seq_len, plan.layout.tp
-        self.cut, self.share = plan.sequence_parallel, ceil(tokens / self.ranks)
-        self.uneven = self.cut and tokens % self.ranks > 0
+        self.ranks, self.cut, self.share = crossing.ranks, crossing.cut, ceil(crossing.tokens / crossing.ranks)
+        self.uneven = self.cut and crossing.tokens % self.ranks > 0
 
     def stream(self, index: int) -> bool:
         """Whether the tensor has a place for every token and is not inside."""
@@ -75,20 +83,21 @@ class _CrossedDraft(Draft):
                 self.tensors[index] = replace(tensor, shape=(self.share, *kept))
 
 
-def block(unit: Unit, plan: Plan, whole: dict[str, tuple[int, ...]], *, heads_apart: bool) -> Unit:
-    """A block whose attention and MLP are entered from the stream and left to it. ``whole``: shapes of weights that
-    every rank holds whole, of which it multiplies with a part of the rows. ``heads_apart``: norms of queries and keys
-    are of a head."""
-    draft = _CrossedDraft(unit, plan)
+@lru_cache(maxsize=KEPT_UNITS)
+def block(unit: Unit, crossing: Crossing, whole: tuple[tuple[str, tuple[int, ...]], ...], *, heads_apart: bool) -> Unit:
+    """A block whose attention and MLP are entered from the stream and left to it. ``whole``: names and shapes of
+    weights that every rank holds whole, of which it multiplies with a part of the rows. ``heads_apart``: norms of
+    queries and keys are of a head."""
+    draft, shapes = _CrossedDraft(unit, crossing), dict(whole)
     _join(draft, heads_apart=heads_apart)
     entered = _enter(draft) if draft.cut else {}
     _leave(draft)
     _leave_backward(draft, entered)
     _enter_backward(draft)
     _keep(draft, entered)
-    _spread(draft, whole)
+    _spread(draft, shapes)
     draft.cut_stream()
-    return draft.done(replace(w, shape=whole.get(w.name, w.shape)) for w in unit.weights)
+    return draft.done(replace(w, shape=shapes.get(w.name, w.shape)) for w in unit.weights)
 
 
 def _enter(draft: _CrossedDraft) -> dict[int, int]:
@@ -245,10 +254,11 @@ def _spread(draft: _CrossedDraft, whole: dict[str, tuple[int, ...]]) -> None:
             draft.backward.insert(place + 1, Op("elementwise", "aten.slice_backward", (spread,), (used,), (used,)))
 
 
-def stem(unit: Unit, plan: Plan, rows: int) -> Unit:
+@lru_cache(maxsize=KEPT_UNITS)
+def stem(unit: Unit, crossing: Crossing, rows: int) -> Unit:
     """The embedding, of which a rank holds ``rows``: each looks up the ids that are its own, and the sum over the ranks
     leaves to the stream."""
-    draft = _CrossedDraft(unit, plan)
+    draft = _CrossedDraft(unit, crossing)
     table, *others = unit.weights
     place = next(i for i, op in enumerate(draft.forward) if op.weight == table.name)
     looked = draft.forward[place].allocates[0]
@@ -287,9 +297,11 @@ def _look_up_backward(draft: _CrossedDraft, gradient: int, kept: tuple[int, int]
     ]
 
 
-def tail(unit: Unit, plan: Plan) -> Unit:
-    """The last norm, after which every rank's part of the output layer reads all tokens."""
-    draft = _CrossedDraft(unit, plan)
+@lru_cache(maxsize=KEPT_UNITS)
+def tail(unit: Unit, crossing: Crossing, rows: int) -> Unit:
+    """The last norm, after which every rank's part of the output layer reads all tokens; of an output layer that is
+    not the embedding, a rank has so many ``rows``, or with 0 there is none."""
+    draft = _CrossedDraft(unit, crossing)
     output, given = unit.output, unit.gradient_in
     if draft.cut:
         output = draft.gathered(unit.output)
@@ -302,7 +314,9 @@ def tail(unit: Unit, plan: Plan) -> Unit:
         after = [_with(op, {given: total}) for op in draft.backward]
         draft.backward = [*draft.sums(given, total, (given,)), *after]
     draft.cut_stream()
-    return replace(draft.done(unit.weights), output=output)
+    *norms, head = unit.weights
+    weights = (*norms, replace(head, shape=(rows, head.shape[1]))) if rows else unit.weights
+    return replace(draft.done(weights), output=output)
 
 
 def _with(op: Op, names: dict[int, int]) -> Op:
