@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -109,10 +108,8 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     return tuple(kinds), tuple(order)
 
 
-@lru_cache(maxsize=8)
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``. Not
-    to be changed: whoever asks again is given the same."""
+    """The shape of every parameter by its canonical name, in the model's order. Tied, there is no ``head.weight``."""
     if spec.hf_model is not None:
         return spec.hf_model.shapes(spec.num_hidden_layers)
     d = spec.hidden_size

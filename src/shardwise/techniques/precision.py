@@ -87,7 +87,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"the output layer is set to compute in {head}, but it is fused with the loss, which computes in "
         fix = "leave `head` out of precision.modules"
         problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
-    norms = [name.rpartition(".")[0] for name in parameter_shapes(spec) if precision.modules and role(name) == "norm"]
+    names = parameter_shapes(spec) if precision.modules else {}
+    norms = [name.rpartition(".")[0] for name in names if role(name) == "norm"]
     asked = {compute_dtype(precision, norm) for norm in norms} - {precision.compute, "fp32"}
     if asked:
         what = f"norms are set to compute in {', '.join(sorted(asked))}"

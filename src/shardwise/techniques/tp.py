@@ -109,14 +109,18 @@ def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, 
     lora, found = plan.lora, {}
     if lora is not None and lora.nf4:
         found["nf4 stores rows"] = NF4_BLOCK
-    names = [name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight")]
-    trained = any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
-    if lora is not None:  # of an adapter it is A
-        trained = not lora.targets or layer in lora.targets
     rows = spec.hidden_size if lora is None else lora.rank
-    if plan.optim.name == "adamw8bit" and trained and quantised((rows, columns)):
+    if plan.optim.name == "adamw8bit" and quantised((rows, columns)) and _trains(spec, plan, layer):
         found["adamw8bit keeps the moments of rows"] = BLOCK
     return found
+
+
+def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
+    """Whether what reads the cut columns of ``layer`` is trained in any block: of an adapter, A does."""
+    if plan.lora is not None:
+        return not plan.lora.targets or layer in plan.lora.targets
+    names = (name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight"))
+    return any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
 
 
 def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
