@@ -35,7 +35,8 @@ def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
 def test_beside_every_strategy(ranks: RankPool, sequence: bool) -> None:
     plans = [
         plan(strategy, 2, 2, sequence=sequence, remat=remat, accumulation=accumulation)

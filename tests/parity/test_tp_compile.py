@@ -17,6 +17,8 @@ from tests.parity.test_fp64 import holds
 from tests.parity.test_tp import EVEN, QWEN_EVEN, plan
 from tests.parity.test_tp_adapters import OLMO
 
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
+
 
 def trained(rank: int, world: int, spec: ModelSpec, of: Plan) -> tuple[parity.Trace, int, int]:
     """With how many graphs were made, and how often one was broken."""
@@ -33,28 +35,21 @@ def compiled_holds(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
     holds([parity.compare(right, [trace for trace, *_ in found])], [of])
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
     compiled_holds(ranks, EVEN, plan("ddp", 1, 2, sequence=sequence))
 
 
-@pytest.mark.prove
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_beside_zero3(ranks: RankPool, remat: str) -> None:
     compiled_holds(ranks, EVEN, plan("zero3", 2, 2, sequence=True, remat=remat, accumulation=2))
 
 
-@pytest.mark.prove
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("spec", [GEMMA, QWEN_EVEN, OLMO], ids=lambda spec: spec.name)
 def test_models(ranks: RankPool, spec: ModelSpec) -> None:
     compiled_holds(ranks, spec, plan("ddp", 1, 2, sequence=True, remat="selective"))
 
 
-@pytest.mark.prove
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dora", [False, True], ids=["plain", "dora"])
 def test_adapters(ranks: RankPool, dora: bool) -> None:
     of = plan("ddp", 1, 2, sequence=True)

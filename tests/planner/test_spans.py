@@ -46,6 +46,7 @@ def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
     return techniques.cost(sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp), plan)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("dial", DIALS)
 def test_spans_come_to_what_events_come_to(dial: str, remat: str) -> None:

@@ -66,6 +66,7 @@ def flip_last(file: Path) -> None:
 # Layouts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS)
 def test_saved_in_any_layout_loads_bitwise_in_every_other(
     ranks: RankPool, tmp_path: Path, layout: str, world: int
