@@ -49,7 +49,7 @@ class ShardwiseError(Exception):
         super().__init__("\n\n".join(str(problem) for problem in problems))
         self.problems = problems
 
-    def __reduce__(self) -> tuple[type[ShardwiseError], tuple[Problem, ...]]:
+    def __reduce__(self) -> tuple[type[ShardwiseError], tuple[object, ...]]:
         return type(self), self.problems  # so that one rank can tell the others
 
     def as_dict(self) -> dict[str, object]:

@@ -30,7 +30,7 @@ from shardwise.errors import (
 )
 from shardwise.launch.worker import is_worker, speak_in_turn
 
-Refused = typer.BadParameter.__mro__[2]
+Refused: type[Any] = typer.BadParameter.__mro__[2]
 """ClickException: click's, or that of the copy of click in newer versions of typer."""
 
 COMMANDS = {
@@ -50,7 +50,8 @@ class Commands(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = dict.fromkeys(COMMANDS)
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:

@@ -107,7 +107,7 @@ def _facts(history: History) -> dict[str, Any]:
 
 def _lines(a: History, b: History) -> list[str]:
     one, two = _facts(a), _facts(b)
-    rows = [("", one["run"], two["run"], "B to A")]
+    rows: list[tuple[str, ...]] = [("", one["run"], two["run"], "B to A")]
     rows.append(("state", *("finished" if facts["finished"] else "not finished" for facts in (one, two)), ""))
     for label, key in (("ranks", "ranks"), ("steps", "steps"), ("tokens", "tokens"), ("skipped", "skipped_steps")):
         rows.append((label, *(_show(facts[key], ",") for facts in (one, two)), ""))
@@ -116,7 +116,8 @@ def _lines(a: History, b: History) -> list[str]:
         found = [facts[label.replace(" ", "_")] for facts in (one, two)]
         pair = [tuple(point.values()) if point else None for point in found]
         shown = [f"{_show(point[1], '.4f')} (step {point[0]:,})" if point else "-" for point in pair]
-        rows.append((label, *shown, _change(*(point and point[1] for point in pair))))
+        before, after = (point[1] if point else None for point in pair)
+        rows.append((label, *shown, _change(before, after)))
     rows.append(_row("tokens/s", one["tokens_per_s"], two["tokens_per_s"], ",.0f"))
     rows.append(_row("step time, s", one["step_s"], two["step_s"], ".4f"))
     memory = [facts["memory_bytes"] for facts in (one, two)]

@@ -42,7 +42,7 @@ def draw(curves: Sequence[Curve], target: Path) -> None:
     axes = figure.subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"})
     for curve in curves:
         steps, losses = np.reshape(curve.line, (-1, 2)).T
-        (line,) = axes.plot(steps, smooth(losses), label=curve.name)
+        (line,) = axes.plot(steps, smooth(losses.tolist()), label=curve.name)
         axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
         axes.plot(*np.reshape(curve.marks, (-1, 2)).T, "o", color=line.get_color())
     axes.legend(title="lines: mean of nearby steps; faint: each step; dots: validation")

@@ -64,8 +64,8 @@ def stages(hidden: bool) -> Iterator[_Stages]:
     columns = (TextColumn("{task.description:<10}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hidden = hidden or not sys.stderr.isatty()
     # or bars of libraries, such as datasets' own, would be printed as lines above ours
-    mine = {"console": Console(stderr=True), "transient": True, "redirect_stderr": False}
-    with Progress(*columns, **mine, disable=hidden) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stderr=False, disable=hidden) as bar:
         yield _Stages(bar)
 
 

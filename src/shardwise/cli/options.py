@@ -45,7 +45,7 @@ def add_command(
         return run(options(**values))
 
     parameters, kind = [], inspect.Parameter.KEYWORD_ONLY
-    for item in sorted(fields(options), key=lambda item: item.kw_only):
+    for item in sorted(fields(options), key=lambda item: bool(item.kw_only)):
         default = inspect.Parameter.empty if item.default is MISSING else item.default
         default = default if item.default_factory is MISSING else []
         parameters.append(inspect.Parameter(item.name, kind, default=default, annotation=hints[item.name]))

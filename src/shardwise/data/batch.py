@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,13 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """A copy on ``device``, asynchronous if the memory is pinned."""
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
     def pinned(self) -> MicroBatch:
         """A copy in pinned memory."""
-        return replace(self, **{name: value.pin_memory() for name, value in self.tensors().items()})
+        pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self.tensors().items()}
+        return replace(self, **pinned)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""

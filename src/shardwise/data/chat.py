@@ -161,7 +161,8 @@ def _first_token(encoding: Encoding, at: int, end: int) -> int:
     for character in range(at, end):
         token = encoding.char_to_token(character)
         if token is not None:
-            begin, _ = encoding.token_to_chars(token)
+            found = encoding.token_to_chars(token)
+            begin = at if found is None else found[0]
             while begin < at:  # the token began earlier, or is one of several for this character
                 token += 1
                 found = encoding.token_to_chars(token) if token < len(encoding.ids) else None

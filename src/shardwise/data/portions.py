@@ -56,7 +56,7 @@ class Portions:
     def __init__(self, recipe: Recipe, data: Data, root: Path, leader: bool) -> None:
         self.recipe, self.data, self.root, self.leader = recipe, data, root, leader
         self._file = root / "stream.json"
-        kept = {"data": True, "method": True, "run": {"seed"}, "train": {"seq_len"}}
+        kept: dict[str, bool | set[str]] = {"data": True, "method": True, "run": {"seed"}, "train": {"seq_len"}}
         settings = recipe.model_dump(mode="json", include=kept, exclude={"data": {"cache", "num_proc"}})
         with whole.lock(self._file):
             if not (root / "portion-00000").is_dir():

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.distributed_c10d import GroupName
 
 
 def forget_sharding() -> None:
@@ -86,9 +87,9 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 def group_size(name: str) -> int:
     """How many ranks the process group of this name has."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name).size()
+    return _resolve_process_group(cast("GroupName", name)).size()
 
 
 def set_timeout(group: Any, timeout_s: float, nccl_timeout_s: float | None = None) -> None:

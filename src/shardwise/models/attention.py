@@ -136,7 +136,8 @@ def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tens
     grad = _heads_inside(grad)  # a kernel may take it for granted that the last dim is contiguous
     grads = kernel.backward(grad, saved, rule)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
-    return *(_heads_inside(x) for x in grads), grad_sinks
+    grad_q, grad_k, grad_v = (_heads_inside(x) for x in grads)
+    return grad_q, grad_k, grad_v, grad_sinks
 
 
 def _heads_inside(x: Tensor) -> Tensor:
@@ -208,11 +209,13 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out, _ = self.inner(q, k, v, mask)
-        return self.o(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o(out.transpose(1, 2).flatten(2))
+        return projected
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""
         tensors = (mask.documents, mask.sinks, mask.positions)
-        return attention(
+        found: tuple[Tensor, Tensor] = attention(
             q, k, v, *tensors, mask.causal, mask.window, mask.longest, *(mask.soft_cap, mask.scale, mask.kernel)
         )
+        return found

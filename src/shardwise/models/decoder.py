@@ -83,7 +83,8 @@ class Decoder(nn.Module):
             return hidden
         hidden = self.normed(hidden)
         if finish is not None:
-            return self.head(hidden, finish)
+            finished: Tensor = self.head(hidden, finish)
+            return finished
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def embedded(self, ids: Tensor) -> Tensor:

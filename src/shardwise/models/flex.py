@@ -30,11 +30,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
 def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     with differentiable_inside_operations(), torch.enable_grad():
-        tensors = [x.detach().requires_grad_() for x in saved[:3]]
-        out, lse = forward(*tensors, rule)
+        q, k, v = (x.detach().requires_grad_() for x in saved[:3])
+        out, lse = forward(q, k, v, rule)
         if rule.sinks is not None:
             out, _ = blockwise.with_sinks(out, lse, rule.sinks)
-        dq, dk, dv = torch.autograd.grad(out, tensors, grad)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
     return dq, dk, dv
 
 

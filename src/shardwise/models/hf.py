@@ -249,12 +249,13 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
     found = find_weights(directory)
     embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
     whole = tuple(slice(0, size) for size in embed.shape)
-    tied = spec.tie_word_embeddings and head is not None
 
     def read(name: str, entry: Entry) -> Tensor:
         return entry.read_finite(name_in_files(name, spec), whole)
 
-    if tied and (head.shape != embed.shape or not torch.equal(read("head.weight", head), read("embed.weight", embed))):
+    if not spec.tie_word_embeddings or head is None:
+        return
+    if head.shape != embed.shape or not torch.equal(read("head.weight", head), read("embed.weight", embed)):
         what = "head and embedding differ in the files, but the config says that they are tied"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 

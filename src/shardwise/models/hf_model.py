@@ -47,13 +47,14 @@ class HFDecoder(nn.Module):
             self.add_module(name, whole.get_submodule(path))
         self.head = Head(spec.hidden_size, spec.vocab_size)
         if spec.tie_word_embeddings:
-            self.head.weight = self.embed.weight
+            self.head.weight = self.get_parameter("embed.weight")
 
     def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
         """As :meth:`Decoder.forward`."""
         hidden = self.normed(ids, positions, mask)
         if finish is not None:
-            return self.head(hidden, finish)
+            finished: Tensor = self.head(hidden, finish)
+            return finished
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:
@@ -86,7 +87,7 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         refuse(name, f"model_type {kind!r} is not a causal language model of transformers")
     try:
         settled = CONFIG_MAPPING[kind].from_dict(config).to_dict()

@@ -89,7 +89,8 @@ class _RMSNormFunction(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
     """x / rms(x) * weight over the last dim of x [..,d], weight [d]; ``plus_one``: times 1 + weight."""
-    return _RMSNormFunction.apply(x, weight.to(x.dtype), eps, plus_one)[0]
+    normed: Tensor = _RMSNormFunction.apply(x, weight.to(x.dtype), eps, plus_one)[0]
+    return normed
 
 
 class RMSNorm(nn.Module):
@@ -125,7 +126,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element."""
-    return _SwiGLU.apply(gate, up)
+    gated: Tensor = _SwiGLU.apply(gate, up)
+    return gated
 
 
 class _GeGLU(torch.autograd.Function):
@@ -148,7 +150,8 @@ class _GeGLU(torch.autograd.Function):
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, with gelu's approximation by tanh."""
-    return _GeGLU.apply(gate, up)
+    gated: Tensor = _GeGLU.apply(gate, up)
+    return gated
 
 
 GATES = {"silu": swiglu, "gelu_tanh": geglu}
@@ -159,7 +162,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rotated = 2 * cos.shape[-1]
     if rotated < x.shape[-1]:
         return torch.cat([_rotate(x[..., :rotated], cos, sin, sign), x[..., rotated:]], -1)
-    pairs = x.unflatten(-1, (2, -1))
+    pairs: Tensor = x.unflatten(-1, (2, -1))
     first, second = pairs.unbind(-2)
     out = pairs * cos.unsqueeze(-2)
     out[..., 0, :].addcmul_(second, sin, value=-sign)
@@ -180,13 +183,15 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1.0), None, None
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """x[b,s,h,e] rotated by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
     rotated and the rest is left."""
-    return _Rotate.apply(x, *rotary)
+    rotated: Tensor = _Rotate.apply(x, *rotary)
+    return rotated
 
 
 class MLP(nn.Module):
@@ -200,7 +205,8 @@ class MLP(nn.Module):
         self.gated = GATES[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate(x), self.up(x)))
+        out: Tensor = self.down(self.gated(self.gate(x), self.up(x)))
+        return out
 
 
 class Head(nn.Linear):

@@ -24,8 +24,9 @@ from shardwise.spec.plan import Lora
 from shardwise.spec.recipe import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BESIDE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
-_BESIDE += ("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
+_BESIDE: tuple[str, ...] = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
+_BESIDE += ("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config")
+_BESIDE += ("kasa_config", "monteclora_config")
 _FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the model unchanged. PiSSA, OLoRA, CorDA, LoftQ and others subtract the adapter's initial
 value from the model's weights, so that it belongs to another model than the one that its config names."""

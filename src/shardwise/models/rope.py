@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError, Problem
 
 Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
-REQUIRED: dict[str, tuple[str, ...]] = {
+REQUIRED: dict[Kind, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -65,12 +65,13 @@ def unsupported(what: str, name: str, fix: str) -> ConfigError:
 def read(values: dict[str, Any], longest: int, original: int | None, name: str) -> RopeScaling | None:
     """The scaling that ``rope_parameters`` or ``rope_scaling`` of a config mean, ``longest`` being its
     max_position_embeddings and ``original`` what the config itself says of the trained length."""
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
+    asked = values.get("rope_type", values.get("type", "default"))
+    if asked == "default":
         return None
-    kind = "longrope" if kind == "su" else kind  # its name when Phi-3 came out
-    if kind not in REQUIRED:
-        raise unsupported(f"rope scaling {kind!r} is not supported", name, f"one of: default, {', '.join(REQUIRED)}")
+    kinds: dict[str, Kind] = {"su": "longrope", **{known: known for known in REQUIRED}}  # su: as Phi-3 called it
+    kind = kinds.get(asked)
+    if kind is None:
+        raise unsupported(f"rope scaling {asked!r} is not supported", name, f"one of: default, {', '.join(REQUIRED)}")
     if missing := [key for key in REQUIRED[kind] if key not in values]:
         what = f"rope scaling {kind!r} lacks {', '.join(missing)}"
         raise unsupported(what, name, "take the values from the model's own config.json")

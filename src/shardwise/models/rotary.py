@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.models.config import ModelSpec, RopeScaling
+from shardwise.models.config import ModelSpec
 from shardwise.models.layers import Rotary, accumulation_dtype
+from shardwise.models.rope import RopeScaling
 
 
 def rotary_tables(

@@ -178,7 +178,7 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, to be written as {shape}")
             flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -29,9 +29,9 @@ from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
-from shardwise.runtime.passes import finish_of
+from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import StepRules, step
+from shardwise.runtime.step import step
 from shardwise.spec.plan import Dtype, Lora, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
 from shardwise.techniques import lora, nf4
@@ -213,7 +213,8 @@ def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
     for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
-        found[f"{layer}weight"] = dequantise(*(weights[layer + kept] for kept in NF4_PARTS), torch.float64)
+        codes, sizes, groups = (weights[layer + kept] for kept in NF4_PARTS)
+        found[f"{layer}weight"] = dequantise(codes, sizes, groups, torch.float64)
     return found
 
 
@@ -286,7 +287,7 @@ def plain(job: Workload) -> Trace:
 def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
     """Every parameter by canonical name, whole, with its first value; adapters behind the model's own."""
     shapes = parameter_shapes(job.spec) | ({} if job.lora is None else lora.adapters(job.spec, job.lora))
-    parameters = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, shape in shapes.items():
         value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)
         if name.endswith(".lora_m"):

@@ -219,7 +219,7 @@ def perform(rank: int, job: Task, directory: Path) -> Any:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=2 * job.timeout_s + 10)  # past the job's own: a hang is shown by every rank's stacks
-    fresh = dist.FileStore(str(directory / job.name), job.world)
+    fresh = dist.FileStore(str(directory / job.name), job.world)  # type: ignore[attr-defined]  # imported, not exported
     dist.init_process_group("gloo", store=fresh, rank=rank, world_size=job.world, timeout=timeout)
     try:
         dist.barrier()  # or a rank with little to do may leave while another still connects to it

@@ -31,9 +31,10 @@ from shardwise.interop.torch_private import (
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors
+from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.passes import finish_of
+from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.watch.measure import CONTROL_BYTES, collective, group_name, payload_bytes
 from shardwise.spec.layout import Layout
@@ -94,7 +95,7 @@ class WorldCounter(TorchDispatchMode):
         if stored is not None:
             self._count(stored.index, size)
             if self.fake is None:
-                storage.fill_(UNWRITTEN)
+                storage.fill_(UNWRITTEN)  # type: ignore[attr-defined]  # torch does not declare it
 
     def _count(self, index: int, size: int) -> None:
         self.alive_bytes += size - self.sizes.get(index, 0)
@@ -137,7 +138,7 @@ class WorldCounter(TorchDispatchMode):
                 if new:
                     self._count(stored.index, stored.bytes)
                 if new and self.fake is None and "empty" in func.__name__:
-                    tensor.untyped_storage().fill_(UNWRITTEN)
+                    tensor.untyped_storage().fill_(UNWRITTEN)  # type: ignore[attr-defined]
         return out
 
 
@@ -154,7 +155,7 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
             with tracker.fake or nullcontext(), tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
                 method = Method(name="dpo") if plan.loss == "dpo" else Method()
-                rules = steps.StepRules(plan, groups, settings, 100, finish_of(method, plan))
+                rules = StepRules(plan, groups, settings, 100, finish_of(method, plan))
                 _step(state, rules, 1)  # FSDP2 sets itself up in its first forward
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
@@ -173,7 +174,7 @@ def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -
     return techniques.apply(parts, plan, groups, fill)
 
 
-def _measured_step(state: TrainState, rules: steps.StepRules, tracker: WorldCounter) -> Measured:
+def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -> Measured:
     result = Measured()
     before: list[int] = []
 
@@ -195,17 +196,18 @@ def _measured_step(state: TrainState, rules: steps.StepRules, tracker: WorldCoun
     return result
 
 
-def _step(state: TrainState, rules: steps.StepRules, micro_batches: int) -> None:
+def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
     plan = rules.plan
     shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
-    batches = [
-        MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)), None, 0) for _ in range(micro_batches)
-    ]
+    batches = []
+    for _ in range(micro_batches):
+        ids, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        batches.append(MicroBatch(ids, labels, positions, None, 0))
     if plan.loss == "dpo":
         for batch in batches:
             batch.answers, batch.references = torch.zeros(shape, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
 
-    steps.reduce.count_supervised(rules.meshes, 1)
+    reduce.count_supervised(rules.meshes, 1)
     steps.step(state, batches, 1, rules)
 
 

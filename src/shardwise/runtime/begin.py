@@ -16,13 +16,12 @@ from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.job import Job
-from shardwise.runtime.passes import announce_reduce, finish_of
+from shardwise.runtime.passes import StepRules, announce_reduce, finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.report.header import header
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import StepRules
 from shardwise.runtime.watch.guard import Guard, Ownership
 from shardwise.runtime.watch.metrics import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.watch.trackers import Subject, track

@@ -90,4 +90,5 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
     shard.reshard(parts)
     job.meshes.total(sums)
     *totals, count = sums.tolist()
-    return Preference(*(total / count if count else math.nan for total in totals), int(count))
+    loss, accuracy, margin = (total / count if count else math.nan for total in totals)
+    return Preference(loss, accuracy, margin, int(count))

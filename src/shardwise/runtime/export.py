@@ -133,7 +133,8 @@ def merge(model: Model, adapters: Lora) -> str:
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
             continue
-        delta = lora.scale(adapters) * (module.lora_b.weight.float() @ module.lora_a.weight.float())
+        down, up = (module.get_parameter(f"{part}.weight").float() for part in ("lora_a", "lora_b"))
+        delta = lora.scale(adapters) * (up @ down)
         wide = module.weight.float() + delta
         if adapters.dora:
             wide *= (module.lora_m.float() / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)

@@ -10,8 +10,9 @@ import torch
 
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import Problem, TrainingError, first_line
+from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import StepRules, accumulate
+from shardwise.runtime.step import accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import optim, shard

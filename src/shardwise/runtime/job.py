@@ -162,7 +162,7 @@ def settle(job: Job, meshes: Meshes) -> Job:
     torch.set_float32_matmul_precision(job.plan.precision.matmul)
     if job.plan.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.plan.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of a module
     if job.rank == 0 and not (job.directory / "run.json").exists():
         write_run(job)
     return job

@@ -189,7 +189,7 @@ def _check_tensor_parallel(module: nn.Module, plan: Plan) -> None:
 
 
 def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
-    named = dict(module.named_modules())
+    named: dict[str, nn.Module] = dict(module.named_modules())
     if name not in named:
         near = get_close_matches(name, named, 1)
         fix = f"did you mean `{near[0]}`?" if near else "a name from model.named_modules()"
@@ -219,7 +219,7 @@ def _autocast(module: nn.Module, dtype: torch.dtype) -> None:
         with torch.autocast(device, dtype):
             return plain(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def optimizer(

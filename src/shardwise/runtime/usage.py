@@ -50,7 +50,8 @@ class Usage:
         if self.ranks == 1:
             return
         self._watch("", module)
-        for name, unit in module.named_modules():
+        units: dict[str, nn.Module] = dict(module.named_modules())
+        for name, unit in units.items():
             if isinstance(unit, FSDPModule):
                 unit.register_forward_pre_hook(partial(self._enter, name))
                 unit.register_forward_hook(partial(self._leave, name))

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.torch_private import abort_groups, set_timeout
@@ -149,7 +150,7 @@ def told_by_first(make: Callable[[], str]) -> str:
 def _store() -> Any:
     """The store, cached: where rank 0 serves it, it would end with its last reference."""
     me = process()
-    return dist.FileStore(me.store, me.world_size) if me.store else next(dist.rendezvous("env://"))[0]
+    return FileStore(me.store, me.world_size) if me.store else next(rendezvous("env://"))[0]
 
 
 def _keep_to_ourselves(me: Process) -> None:

@@ -336,7 +336,7 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
     For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does;
     prints to stderr what was wrong with newer ones.
     """
-    problems = []
+    problems: list[Problem] = []
     for _, directory in locate(Path(path)):
         try:
             record = manifest.check(directory)

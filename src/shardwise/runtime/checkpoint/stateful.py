@@ -63,9 +63,9 @@ def decode(value: Any) -> Any:
     """The inverse of :func:`encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return value
-    kind, inner = next(iter(value.items()), ("", None))
+    kind, inner = next(iter(value.items()))
     if kind == "$float":
         return float(inner)
     if kind == "$tuple":

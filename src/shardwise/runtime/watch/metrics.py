@@ -193,7 +193,7 @@ class Log:
             self.seconds.append(elapsed_s)
         self.skipped += stats.skipped
         rate = stats.tokens / elapsed_s
-        record = {
+        record: dict[str, Any] = {
             "step": stats.step,
             "tokens": stats.total_tokens,
             "loss": stats.loss,

@@ -119,8 +119,8 @@ class Trackio:
     def __init__(self, subject: Subject) -> None:
         import trackio
 
-        unwatched = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        run = {"name": subject.name, "resume": "allow" if subject.first_step else "never"}
+        unwatched: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        run: dict[str, Any] = {"name": subject.name, "resume": "allow" if subject.first_step else "never"}
         self._run: Any = trackio.init(project=PROJECT, config=dict(subject.config), **run, **unwatched)
 
     def row(self, step: int, values: Values) -> None:
