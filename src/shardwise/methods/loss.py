@@ -195,8 +195,7 @@ def linear_cross_entropy(
     factors = None if factors is None else factors.reshape(-1)
     weight, rows = vocabulary.rows(head.weight, head.vocabulary)
     rule = _LossSettings(chunk_tokens, head.soft_cap, rows)
-    loss: Tensor = _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
-    return loss
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
 
 
 @torch.no_grad()

@@ -209,13 +209,11 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out, _ = self.inner(q, k, v, mask)
-        projected: Tensor = self.o(out.transpose(1, 2).flatten(2))
-        return projected
+        return self.o(out.transpose(1, 2).flatten(2))
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""
         tensors = (mask.documents, mask.sinks, mask.positions)
-        found: tuple[Tensor, Tensor] = attention(
+        return attention(
             q, k, v, *tensors, mask.causal, mask.window, mask.longest, *(mask.soft_cap, mask.scale, mask.kernel)
         )
-        return found

@@ -102,8 +102,7 @@ def _pairs(tokens: _TokenPlaces, rule: Rule, rows: slice, blocks: list[slice]) -
 
 def _grouped(q: Tensor, kv_heads: int, wide: torch.dtype) -> Tensor:
     """[b,h,s,e] -> [b,hk,h/hk,s,e]: the queries beside the key head that they share."""
-    grouped: Tensor = q.to(wide).unflatten(1, (kv_heads, -1))
-    return grouped
+    return q.to(wide).unflatten(1, (kv_heads, -1))
 
 
 def _scale(q: Tensor, rule: Rule) -> float:

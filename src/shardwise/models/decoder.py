@@ -83,8 +83,7 @@ class Decoder(nn.Module):
             return hidden
         hidden = self.normed(hidden)
         if finish is not None:
-            finished: Tensor = self.head(hidden, finish)
-            return finished
+            return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def embedded(self, ids: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
         return _cuda_forward(q, k, v, rule)
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     if rule.documents is None:
-        found: tuple[Tensor, Tensor] = flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
-        return found
+        return flash(q, k, v, 0.0, rule.causal, scale=rule.scale)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     with _highest():
         for row, tokens in _segments(q, rule.documents):
@@ -46,8 +45,7 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
         return _cuda_backward(grad, saved, rule)
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
     if rule.documents is None:
-        found: tuple[Tensor, Tensor, Tensor] = flash(grad, *saved, 0.0, rule.causal, scale=rule.scale)
-        return found
+        return flash(grad, *saved, 0.0, rule.causal, scale=rule.scale)
     grads = tuple(torch.empty_like(x) for x in saved[:3])
     with _highest():
         for row, tokens in _segments(grad, rule.documents):

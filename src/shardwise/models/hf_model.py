@@ -53,8 +53,7 @@ class HFDecoder(nn.Module):
         """As :meth:`Decoder.forward`."""
         hidden = self.normed(ids, positions, mask)
         if finish is not None:
-            finished: Tensor = self.head(hidden, finish)
-            return finished
+            return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
     def normed(self, ids: Tensor, positions: Tensor, mask: MaskSpec) -> Tensor:

@@ -89,8 +89,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
     """x / rms(x) * weight over the last dim of x [..,d], weight [d]; ``plus_one``: times 1 + weight."""
-    normed: Tensor = _RMSNormFunction.apply(x, weight.to(x.dtype), eps, plus_one)[0]
-    return normed
+    return _RMSNormFunction.apply(x, weight.to(x.dtype), eps, plus_one)[0]
 
 
 class RMSNorm(nn.Module):
@@ -126,8 +125,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element."""
-    gated: Tensor = _SwiGLU.apply(gate, up)
-    return gated
+    return _SwiGLU.apply(gate, up)
 
 
 class _GeGLU(torch.autograd.Function):
@@ -150,8 +148,7 @@ class _GeGLU(torch.autograd.Function):
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, with gelu's approximation by tanh."""
-    gated: Tensor = _GeGLU.apply(gate, up)
-    return gated
+    return _GeGLU.apply(gate, up)
 
 
 GATES = {"silu": swiglu, "gelu_tanh": geglu}
@@ -162,7 +159,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rotated = 2 * cos.shape[-1]
     if rotated < x.shape[-1]:
         return torch.cat([_rotate(x[..., :rotated], cos, sin, sign), x[..., rotated:]], -1)
-    pairs: Tensor = x.unflatten(-1, (2, -1))
+    pairs = x.unflatten(-1, (2, -1))
     first, second = pairs.unbind(-2)
     out = pairs * cos.unsqueeze(-2)
     out[..., 0, :].addcmul_(second, sin, value=-sign)
@@ -190,8 +187,7 @@ class _Rotate(torch.autograd.Function):
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """x[b,s,h,e] rotated by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
     rotated and the rest is left."""
-    rotated: Tensor = _Rotate.apply(x, *rotary)
-    return rotated
+    return _Rotate.apply(x, *rotary)
 
 
 class MLP(nn.Module):
@@ -205,8 +201,7 @@ class MLP(nn.Module):
         self.gated = GATES[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.gated(self.gate(x), self.up(x)))
-        return out
+        return self.down(self.gated(self.gate(x), self.up(x)))
 
 
 class Head(nn.Linear):

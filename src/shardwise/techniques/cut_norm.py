@@ -16,7 +16,7 @@ from shardwise.techniques.crossing import Group
 def cut_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
     """x / rms(row) * weight for this rank's columns x [..,n] and weight [n], as many on every rank of ``group``;
     statistics in fp32 (fp64 for fp64)."""
-    return _CutNorm.apply(x, weight.to(x.dtype), eps, group)[0]  # type: ignore[no-any-return]
+    return _CutNorm.apply(x, weight.to(x.dtype), eps, group)[0]
 
 
 class _CutNorm(torch.autograd.Function):

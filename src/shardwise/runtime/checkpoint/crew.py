@@ -112,7 +112,7 @@ class Crew:
         result, error = scatter(things, self.group) if self.size > 1 else things[0]
         if error is not None:
             raise RankError({0: error})
-        return result  # type: ignore[no-any-return]
+        return result
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; the list of results on the first rank, an empty one elsewhere.

@@ -373,4 +373,4 @@ def _dtype(item: WriteItem) -> torch.dtype:
 
 
 def _item_bytes(item: WriteItem) -> int:
-    return int(prod(_data(item).chunk.sizes)) * _dtype(item).itemsize
+    return prod(_data(item).chunk.sizes) * _dtype(item).itemsize

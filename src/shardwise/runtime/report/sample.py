@@ -43,8 +43,7 @@ def first_prompt(store: TokenStore) -> list[int]:
     if store.split.packs is not None:
         begin, end, _ = store.sample(0)
         asked = int(store.read_mask(begin, end).argmax())
-    ids: list[int] = store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
-    return ids
+    return store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
 
 
 def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
