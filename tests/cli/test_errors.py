@@ -316,9 +316,11 @@ def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
 
 
 def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
-    pattern = 'precision.modules={"*attention_norm": bf16}'
-    code, _, err = shardwise("train", "--nproc", "1", "--dry-run", "precision.compute=fp32", pattern)
-    assert code == 78 and err.startswith("error[PLAN012]: norms are set to compute in bf16")
+    for compute, norms in (("fp32", "bf16"), ("fp64", "fp32")):
+        words = f"precision.compute={compute}", f'precision.modules={{"*attention_norm": {norms}}}'
+        code, _, err = shardwise("train", "--nproc", "1", "--dry-run", f"precision.weights={compute}", *words)
+        assert code == 78 and err.startswith(f"error[PLAN012]: norms are set to compute in {norms}")
+        assert f"fix:   {compute}\n" in err
 
 
 def test_products_that_torch_does_not_know(shardwise: Run) -> None:

@@ -127,6 +127,14 @@ def test_configs_survive_transformers(seed: int) -> None:
     assert from_hf(SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "bare") == from_hf(bare.to_dict(), "bare")
 
 
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+def test_a_list_of_special_tokens_is_read_and_written(key: str) -> None:
+    """As a tuple: a search keeps what it has read of a model, and finds it by the spec."""
+    spec = from_hf(SMALL | {key: [0, 2]}, "x")
+    assert hash(spec) == hash(from_hf(SMALL | {key: [0, 2]}, "x"))
+    assert json.loads(json.dumps(to_hf(spec)))[key] == [0, 2]
+
+
 def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
     rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     old = from_hf(SMALL | {"rope_theta": 5e5, "rope_scaling": rope | {"rope_type": "llama3"}}, "x")

@@ -54,9 +54,9 @@ class ModelSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02
-    bos_token_id: int | None = None
+    bos_token_id: int | tuple[int, ...] | None = None
     eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
+    pad_token_id: int | tuple[int, ...] | None = None
     attention_output_bias: bool | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -225,7 +225,6 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     if wrong:
         raise ConfigError(*wrong)
     heads = config["num_attention_heads"]
-    eos = config.get("eos_token_id")
     longest = int(number(config, "max_position_embeddings", 2048, name))
     theta, scaling = _rope(config, longest, name)
     fields: dict[str, Any] = {key: bool(config.get(key, False)) for key in family.biases}
@@ -239,9 +238,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         "max_position_embeddings": longest,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "initializer_range": number(config, "initializer_range", 0.02, name),
-        "bos_token_id": config.get("bos_token_id"),
-        "pad_token_id": config.get("pad_token_id"),
-        "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
+        **{key: tuple(ids) if isinstance(ids := config.get(key), list) else ids for key in TOKENS},
     }
     spec = ModelSpec(name=name, family=model_type, **fields | family.fields | family.read(config, name))
     if found := problems(spec):

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import TOKENS, ModelSpec
 from shardwise.models.decoder import Decoder
-from shardwise.models.hf_spec import HFModel, check_foreign, refuse
+from shardwise.models.hf_spec import HFModel, check_supported, refuse
 from shardwise.models.layers import Finish, Head, soft_cap
 from shardwise.models.roles import is_linear, role
 
@@ -90,7 +90,7 @@ def read(config: dict[str, Any], name: str) -> ModelSpec:
         refuse(name, f"model_type {kind!r} is not a causal language model of transformers")
     try:
         settled = CONFIG_MAPPING[kind].from_dict(config).to_dict()
-        check_foreign(config | settled, name)
+        check_supported(config | settled, name)
         return examine(settled, name)
     except ConfigError:
         raise
@@ -259,8 +259,7 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
         max_position_embeddings=text.max_position_embeddings,
         tie_word_embeddings=tied,
         initializer_range=text.to_dict().get("initializer_range") or 0.02,
-        **{key: text.to_dict().get(key) for key in ("bos_token_id", "pad_token_id")},
-        eos_token_id=tuple(eos) if isinstance(eos := text.eos_token_id, list) else eos,
+        **{key: tuple(ids) if isinstance(ids := text.to_dict().get(key), list) else ids for key in TOKENS},
         sliding_window=max(windows, default=None),
         layer_types=tuple(f"{'full' if w is None else 'sliding'}_attention" for w in seen.windows) if mixed else (),
         logits_scaling=scaling,

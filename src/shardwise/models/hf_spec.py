@@ -54,7 +54,7 @@ def refuse(name: str, what: str) -> NoReturn:
     raise unsupported(f"not supported: {what}", name, fix)
 
 
-def check_foreign(config: dict[str, Any], name: str) -> None:
+def check_supported(config: dict[str, Any], name: str) -> None:
     """Raise MOD001 for what its config alone shows not to be served, PLAN008 for ids that it has not."""
     kind, types = config["model_type"], config.get("layer_types")
     if config.get("quantization_config"):

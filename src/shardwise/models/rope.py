@@ -18,6 +18,8 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
 }
 """The keys that each kind requires."""
+OLD_NAMES: dict[str, Kind] = {"su": "longrope"}
+"""As Phi-3 called it when it came out."""
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -68,7 +70,7 @@ def read(values: dict[str, Any], longest: int, original: int | None, name: str) 
     asked = values.get("rope_type", values.get("type", "default"))
     if asked == "default":
         return None
-    kinds: dict[str, Kind] = {"su": "longrope", **{known: known for known in REQUIRED}}  # su: as Phi-3 called it
+    kinds: dict[str, Kind] = {known: known for known in REQUIRED} | OLD_NAMES
     kind = kinds.get(asked)
     if kind is None:
         raise unsupported(f"rope scaling {asked!r} is not supported", name, f"one of: default, {', '.join(REQUIRED)}")

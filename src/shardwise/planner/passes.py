@@ -6,8 +6,8 @@ The same for every block of a kind, for every micro-batch and for every way to s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
 from shardwise.planner.events import Compute, Event, Free, Key, Make, Send, WeightsCall
@@ -18,16 +18,16 @@ from shardwise.spec.sheet import Op, Sheet, Unit
 from shardwise.techniques.tp_units import SEND
 
 OUTPUT, GRADIENT = "output", "gradient of output"
-
-
 Told = Event | WeightsCall
+"""What a pass is told in."""
 
 
 @dataclass(frozen=True)
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
-    a pass of a unit comes to. ``recomputes``: some block does. ``loss`` is what the loss does forward and backward;
-    with the workspaces of kernels where ``kind`` is cuda."""
+    a pass of a unit comes to. ``b`` sequences of ``s`` tokens are computed in the dtype ``compute`` on devices of
+    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``loss``: what the loss does in its
+    forward and in its backward."""
 
     stem: Unit
     tail: Unit
@@ -38,14 +38,22 @@ class Passes:
     kind: Kind
     compute: Dtype
     deterministic: bool
-    loss: tuple[tuple[Told, ...], tuple[Told, ...]]
+    loss: tuple[tuple[Told, ...], tuple[Told, ...]] = field(hash=False)  # many, of a long sequence
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind) -> Passes:
-        recomputes = any(sheet.blocks[kind].recompute for kind in set(sheet.order))
-        sizes = plan.batch.micro_batch_size, plan.batch.seq_len
-        computed = plan.precision.compute, plan.deterministic
-        return cls(sheet.stem, sheet.tail, sheet.tied, recomputes, *sizes, kind, *computed, _loss(sheet, plan, kind))
+        return cls(
+            stem=sheet.stem,
+            tail=sheet.tail,
+            tied=sheet.tied,
+            recomputes=any(sheet.blocks[block].recompute for block in set(sheet.order)),
+            b=plan.batch.micro_batch_size,
+            s=plan.batch.seq_len,
+            kind=kind,
+            compute=plan.precision.compute,
+            deterministic=plan.deterministic,
+            loss=_loss(sheet, plan, kind),
+        )
 
     def forward(self, unit: Unit) -> Iterator[Told]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
@@ -153,6 +161,10 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Told, ...], tuple
             yield Make((0, GRADIENT), "logits", output.bytes(plan.batch.micro_batch_size, plan.batch.seq_len))
 
     return tuple(forward()), tuple(backward())
+
+
+Pass = Callable[[Passes, Unit], Iterator[Told]]
+"""One of the methods of ``Passes``."""
 
 
 class _Local:

@@ -7,12 +7,12 @@ a few blocks and micro-batches, and of a run that goes on as it has gone on it r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 from math import lcm
 
 from shardwise.planner.events import Event, Mark, Send, WeightsCall
-from shardwise.planner.passes import Passes, Told
+from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
@@ -93,10 +93,10 @@ class _Step:
             weights.after_backward(name)
         weights.end()
 
-    def play(self, told: Callable[[Passes, Unit], Iterator[Told]], unit: Unit, name: Hashable) -> None:
+    def play(self, which: Pass, unit: Unit, name: Hashable) -> None:
         """A pass of a unit, with what its weights add."""
         place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
-        for piece in self.tape.pieces(told, self.passes, unit):
+        for piece in self.tape.pieces(which, self.passes, unit):
             if isinstance(piece, WeightsCall):
                 self.call(piece, unit, name)
             else:

@@ -3,11 +3,11 @@ spans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 
 from shardwise.planner.events import Event, Free, Key, Make, Mark, WeightsCall
-from shardwise.planner.passes import Passes, Told
+from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import KEPT_UNITS, Unit
 
@@ -54,9 +54,9 @@ class Tape:
         """So many bytes are made; freed, where it is negative."""
         self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
 
-    def pieces(self, told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit) -> Iterable[Piece]:
+    def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         """What is played of this pass of a unit."""
-        return told(passes, unit)
+        return which(passes, unit)
 
     def play(self, piece: Event | Span, place: int) -> None:
         """Add an event of the pass of a unit, whose keys are (0, what) of the unit itself and (-1, what) of the unit
@@ -99,22 +99,20 @@ class Folding(Tape):
     def change(self, key: Key, category: str, size: int) -> None:
         self.span.moves(category, size)
 
-    def pieces(self, told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit) -> Iterable[Piece]:
-        return _folded(told, passes, unit)
+    def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
+        return _folded(which, passes, unit)
 
     def play(self, piece: Event | Span, place: int) -> None:
         assert isinstance(piece, Span)
         self.span.goes_on(piece)
 
 
-@lru_cache(maxsize=4 * KEPT_UNITS)
-def _folded(
-    told: Callable[[Passes, Unit], Iterator[Told]], passes: Passes, unit: Unit
-) -> tuple[WeightsCall | Span, ...]:
-    """Calls, and a span for the events between two of them."""
+@lru_cache(maxsize=4 * KEPT_UNITS)  # two passes of each unit, for two sizes of micro-batches
+def _folded(which: Pass, passes: Passes, unit: Unit) -> tuple[WeightsCall | Span, ...]:
+    """Calls, and a span for the events between two of them. Plans share them: they are not to be changed."""
     span = Span()
     found: list[WeightsCall | Span] = [span]
-    for piece in told(passes, unit):
+    for piece in which(passes, unit):
         if isinstance(piece, WeightsCall):
             span = Span()
             found += (piece, span)

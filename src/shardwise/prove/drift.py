@@ -56,12 +56,12 @@ class Drift:
 
 def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
     """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
-    with is not that of the events one by one."""
-    costed = techniques.cost(replace(sheet, rank=rank), plan)
+    with, that of rank 0, is not that of the events one by one."""
+    costed, first = (techniques.cost(replace(sheet, rank=which), plan) for which in (rank, 0))
     events = schedule(costed, plan, rank, device)
     span, at = fold(events), moments(events)
-    if rank == 0:
-        assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
+    priced = fold(schedule(first, plan, 0, device)) if rank else span
+    assert same(folded(first, plan, device), priced), "the repeated spans of blocks are not what the events come to"
     sent: Counter[tuple[str, str, int]] = Counter()
     for send, calls in span.sent.items():
         sent[send.axis, send.kind, send.bytes] += calls

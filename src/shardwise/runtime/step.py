@@ -54,8 +54,8 @@ class Launched:
         scale = state.scale.value
         state.book(skipped, scaling)
         norm = (squares**0.5 if squares >= 0 else squares) / scale
-        told, end_s = scale if state.scale.enabled else None, self.figures.arrival_s
-        return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, loss_scale=told, end_s=end_s)
+        shown, end_s = scale if state.scale.enabled else None, self.figures.arrival_s
+        return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, loss_scale=shown, end_s=end_s)
 
 
 def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> StepStats:

@@ -166,7 +166,7 @@ class Unit:
         return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``sizes`` are those that it is bound to: under tensor parallelism a rank's own.

@@ -118,8 +118,8 @@ def _without_tables(stem: Unit) -> Unit:
 
 def _rotates_back(block: Unit) -> bool:
     """Whether the gradient of q or k is used, for which backward needs the rotation tables."""
-    turned = {tensor for op in block.backward if op.kind == "attention" for tensor in op.allocates[:2]}
-    return any(not turned.isdisjoint(op.reads) for op in block.backward)
+    rotated = {tensor for op in block.backward if op.kind == "attention" for tensor in op.allocates[:2]}
+    return any(not rotated.isdisjoint(op.reads) for op in block.backward)
 
 
 def _held(unit: Unit, plan: Plan, prefix: str) -> frozenset[str]:

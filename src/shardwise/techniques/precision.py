@@ -89,10 +89,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN012", what + precision.compute, "precision.modules", fix))
     names = parameter_shapes(spec) if precision.modules else {}
     norms = [name.rpartition(".")[0] for name in names if role(name) == "norm"]
-    asked = {compute_dtype(precision, norm) for norm in norms} - {precision.compute, "fp32"}
-    if asked:
+    able = dict.fromkeys(("fp32", precision.compute) if precision.compute in ("bf16", "fp16") else (precision.compute,))
+    if asked := {compute_dtype(precision, norm) for norm in norms} - set(able):
         what = f"norms are set to compute in {', '.join(sorted(asked))}"
-        problems.append(Problem("PLAN012", what, "precision.modules", f"fp32 or {precision.compute}"))
+        problems.append(Problem("PLAN012", what, "precision.modules", " or ".join(able)))
     return problems
 
 

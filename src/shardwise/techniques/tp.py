@@ -149,9 +149,10 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
             found[name] = nf4_shapes(copies * rows, 2 * columns)["groups"]
         return tuple(found.items())
 
-    crossing = tp_units.Crossing(ranks, plan.batch.micro_batch_size * plan.batch.seq_len, plan.sequence_parallel)
+    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    crossing = tp_units.Crossing(ranks, tokens if plan.sequence_parallel else 0)
     stem = tp_units.stem(sheet.stem, crossing, stop - start)
-    tail = tp_units.tail(sheet.tail, crossing, 0 if sheet.tied else stop - start)
+    tail = tp_units.tail(sheet.tail, crossing, None if sheet.tied else stop - start)
     blocks = tuple(tp_units.block(block, crossing, own(block), heads_apart=sheet.heads_apart) for block in sheet.blocks)
     sheet = replace(sheet, stem=stem, blocks=blocks, tail=tail)
     return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))

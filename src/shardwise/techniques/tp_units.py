@@ -26,11 +26,11 @@ TOKENS = frozenset({"b", "s", "b*s"})
 
 @dataclass(frozen=True)
 class Crossing:
-    """``ranks`` that have a micro-batch of ``tokens`` together; ``cut``: each has its own tokens of the stream."""
+    """``ranks`` that compute a block together, and of how many ``tokens`` each has its own in the stream; 0: all ranks
+    have all tokens."""
 
     ranks: int
-    tokens: int
-    cut: bool
+    tokens: int = 0
 
 
 class _CrossedDraft(Draft):
@@ -38,8 +38,8 @@ class _CrossedDraft(Draft):
 
     def __init__(self, unit: Unit, crossing: Crossing) -> None:
         super().__init__(unit)
-        self.ranks, self.cut, self.share = crossing.ranks, crossing.cut, ceil(crossing.tokens / crossing.ranks)
-        self.uneven = self.cut and crossing.tokens % self.ranks > 0
+        self.ranks, self.cut, self.share = crossing.ranks, crossing.tokens > 0, ceil(crossing.tokens / crossing.ranks)
+        self.uneven = crossing.tokens % self.ranks > 0
 
     def stream(self, index: int) -> bool:
         """Whether the tensor has a place for every token and is not inside."""
@@ -298,9 +298,9 @@ def _look_up_backward(draft: _CrossedDraft, gradient: int, kept: tuple[int, int]
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def tail(unit: Unit, crossing: Crossing, rows: int) -> Unit:
-    """The last norm, after which every rank's part of the output layer reads all tokens; of an output layer that is
-    not the embedding, a rank has so many ``rows``, or with 0 there is none."""
+def tail(unit: Unit, crossing: Crossing, rows: int | None) -> Unit:
+    """The last norm, after which every rank's part of the output layer reads all tokens; ``rows``: how many a rank has
+    of it, None where the output layer is the embedding."""
     draft = _CrossedDraft(unit, crossing)
     output, given = unit.output, unit.gradient_in
     if draft.cut:
@@ -314,8 +314,9 @@ def tail(unit: Unit, crossing: Crossing, rows: int) -> Unit:
         after = [_with(op, {given: total}) for op in draft.backward]
         draft.backward = [*draft.sums(given, total, (given,)), *after]
     draft.cut_stream()
-    *norms, head = unit.weights
-    weights = (*norms, replace(head, shape=(rows, head.shape[1]))) if rows else unit.weights
+    weights = list(unit.weights)
+    if rows is not None:
+        weights[-1] = replace(weights[-1], shape=(rows, weights[-1].shape[1]))
     return replace(draft.done(weights), output=output)
 
 
