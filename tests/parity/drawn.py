@@ -1,5 +1,6 @@
-"""Parity of models in which nothing begins at zero. As they are drawn, biases are zero and so is an adapter's B: a bias
-that every rank adds, or a sum that the gradient of A lacks, would not be seen in the first step."""
+"""Parity of models in which nothing begins at zero, and no norm at one. As they are drawn, biases are zero and so is an
+adapter's B, and a norm's weights are all alike: a bias that every rank adds, a sum that the gradient of A lacks, or the
+wrong slice of a norm would not be seen in the first step."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ fill = init.fill
 
 
 def random_fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
-    if role(name) in ("bias", "lora_b"):
-        return init._normal(name, shape, part, seed).mul_(DEVIATION)
-    return fill(name, shape, part, seed, spec)
+    begun = fill(name, shape, part, seed, spec)
+    if role(name) in ("bias", "lora_b", "norm"):
+        begun += init._normal(name, shape, part, seed).mul_(DEVIATION)
+    return begun
 
 
 def drawn() -> AbstractContextManager[Any]:
