@@ -13,7 +13,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from shardwise.models import init
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import role
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
@@ -28,6 +28,12 @@ def random_fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: in
     if role(name) in ("bias", "lora_b", "norm"):
         begun += init._normal(name, shape, part, seed).mul_(DEVIATION)
     return begun
+
+
+def whole(name: str, spec: ModelSpec) -> Tensor:
+    """What the parameter begins as under seed 0."""
+    shape = parameter_shapes(spec)[name]
+    return random_fill(name, shape, [slice(0, size) for size in shape], 0, spec)
 
 
 def drawn() -> AbstractContextManager[Any]:
