@@ -13,9 +13,10 @@ from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reduce import count_supervised
+from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.plan import Batch, Lora, Plan, Shard
 from shardwise.spec.recipe import Checkpoint, Method, Recipe, Run
 from shardwise.techniques.meshes import meshes
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
@@ -27,21 +28,24 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Side:
-    """A layout that a run is saved from, or goes on under: two data-parallel ranks of ``tp`` each."""
+    """A layout that a run is saved from, or goes on under: two data-parallel ranks of ``tp`` each. ``lora``: what it
+    trains, if not the model."""
 
     tp: int
     strategy: str
+    lora: Lora | None = None
 
     @property
     def plan(self) -> Plan:
         layout = Layout(dp_replicate=2, tp=self.tp) if self.strategy == "ddp" else Layout(dp_shard=2, tp=self.tp)
         plan = Plan(layout, Batch(ROWS // 2, 1, SEQ_LEN), Shard(self.strategy), FP64)  # type: ignore[arg-type]
-        return replace(plan, sequence_parallel=self.tp > 1)
+        return replace(plan, sequence_parallel=self.tp > 1, lora=self.lora)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Losses of the steps; weights and moments, whole, before them and after."""
+    """Losses of the steps; weights and moments, whole, before them and after; of adapters, what is frozen below them
+    too, which no checkpoint holds."""
 
     losses: list[float]
     before: dict[str, Tensor]
@@ -60,7 +64,7 @@ def go(rank: int, world: int, spec: ModelSpec, side: Side, directory: str, first
         assert facts is not None
         state.load_facts(facts)
         assert state.step == first
-    before, losses = whole(state.tensors()), []
+    before, losses = whole(state), []
     rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
     for number in range(first, first + STEPS):
         batches = parity.share_of_rank(parity.batch_rows(job, number), groups, of)
@@ -69,8 +73,9 @@ def go(rank: int, world: int, spec: ModelSpec, side: Side, directory: str, first
     if not first:
         checkpoints.save(state.tensors(), state.facts(), STEPS)
         assert [event.kind for event in checkpoints.wait()][:1] == ["committed"]
-    return Stretch(losses, before, whole(state.tensors()))
+    return Stretch(losses, before, whole(state))
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: parity.full(tensor) for name, tensor in tensors.items()}
+def whole(state: TrainState) -> dict[str, Tensor]:
+    frozen = {f"frozen.{name}": value for name, value in state.parameters().items() if not value.requires_grad}
+    return {name: parity.full(tensor.detach()) for name, tensor in (state.tensors() | frozen).items()}

@@ -14,11 +14,11 @@ import torch
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Plan, Precision
+from shardwise.spec.plan import Lora, Plan, Precision
 from tests.parity import drawn, moved_ranks, test_dpo
 from tests.parity.cases import BF16, FP32
 from tests.parity.moved_ranks import Side
-from tests.parity.pairwise import EVERY, LAYOUTS, MODELS, Case, covering
+from tests.parity.pairwise import EVERY, LAYOUTS, LORA, MODELS, Case, covering
 from tests.parity.test_fp64 import holds
 
 CASES = covering()
@@ -124,21 +124,44 @@ def test_every_move_is_made() -> None:
         assert len(counted) == 9 and set(counted.values()) == {2}
 
 
+ODD = replace(MODELS["biased"], hidden_size=17, intermediate_size=28)
+"""Beside 67 ids: columns and, with 4 ranks, shares of rows that two data-parallel ranks do not divide."""
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tp", DEGREES)
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp: int) -> None:
-    """Weights and moments are what was saved, bit by bit; losses those of a run that nothing has cut, to 1e-9. Of a
-    biased model with two key heads and 67 ids."""
-    spec = MODELS["biased"]
-    right = drawn.plain(parity.job_of(spec, Side(1, "ddp").plan, 2 * moved_ranks.STEPS)).losses
+    """Of a biased model with two key heads and sizes that ranks do not divide."""
     for source in [Side(tp, strategy) for strategy in STRATEGIES]:
-        directory, world = str(tmp_path / source.strategy), source.plan.layout.world
-        begun = eight.run(moved_ranks.go, spec, source, directory, 0, world=world)
-        for target in [after for before, after in MOVES if before == source]:
-            world = target.plan.layout.world
-            for found in eight.run(moved_ranks.go, spec, target, directory, moved_ranks.STEPS, world=world):
-                saved = begun[0].after
-                assert found.before.keys() == saved.keys() and any("exp_avg_sq" in name for name in saved)
-                assert all(torch.equal(found.before[name], value) for name, value in saved.items()), (source, target)
-                assert [*begun[0].losses, *found.losses] == pytest.approx(right, rel=1e-9), (source, target)
+        moves(eight, tmp_path / source.strategy, ODD, source, [after for before, after in MOVES if before == source])
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("spec", "lora"),
+    [(ODD, LORA["adapters"]), (MODELS["four bits"], replace(LORA["four bits"], dora=True))],
+    ids=["adapters", "four bits and magnitudes"],
+)
+def test_adapters_go_on_under_another_layout(eight: RankPool, tmp_path: Path, spec: ModelSpec, lora: Lora) -> None:
+    """From both axes to either and neither, and back; the frozen model, which is made anew, is the same too."""
+    both, others = Side(2, "zero3", lora), [Side(1, "ddp", lora), Side(4, "ddp", lora), Side(4, "zero3", lora)]
+    moves(eight, tmp_path / "from", spec, both, others)
+    moves(eight, tmp_path / "to", spec, Side(1, "zero3", lora), [both])
+
+
+def moves(eight: RankPool, directory: Path, spec: ModelSpec, source: Side, targets: list[Side]) -> None:
+    """Weights and moments are what was saved, bit by bit; losses those of a run that nothing has cut, to 1e-9."""
+    right = drawn.plain(parity.job_of(spec, source.plan, 2 * moved_ranks.STEPS)).losses
+    begun = eight.run(moved_ranks.go, spec, source, str(directory), 0, world=source.plan.layout.world)
+    saved = begun[0].after
+    assert any("exp_avg_sq" in name for name in saved)
+    for other in begun:
+        assert all(torch.equal(other.after[name], value) for name, value in saved.items()), source
+    for target in targets:
+        world = target.plan.layout.world
+        for found in eight.run(moved_ranks.go, spec, target, str(directory), moved_ranks.STEPS, world=world):
+            assert found.before.keys() == saved.keys()
+            assert all(torch.equal(found.before[name], value) for name, value in saved.items()), (source, target)
+            assert [*begun[0].losses, *found.losses] == pytest.approx(right, rel=1e-9), (source, target)
