@@ -78,6 +78,7 @@ def test_an_export_is_the_same_from_any_layout(train: Callable[..., int]) -> Non
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+ONLY = "`parallel.tp=1`, the only number that serves this model, with these settings, on 2 devices"
 WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 
 
@@ -91,21 +92,21 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
             ["parallel.tp=2"],
             "PLAN022",
             "2 does not divide its 3 query heads",
-            "one of 1, 3",
+            ONLY,
         ),
         (
             MODEL | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
             ["parallel.tp=2"],
             "PLAN022",
             "2 does not divide its 3 key heads, nor do they divide 2",
-            "one of 1, 3, 6",
+            ONLY,
         ),
         (
             MODEL | {"intermediate_size": 49},
             ["parallel.tp=2"],
             "PLAN022",
             "2 does not divide `intermediate_size` 49",
-            "one of 1",
+            ONLY,
         ),
         (GPT2, ["parallel.tp=2"], "PLAN022", "runs in transformers' own modules", "parallel.tp=1"),
         (
@@ -113,14 +114,14 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
             ["parallel.tp=2", "optim.name=adamw8bit"],
             "PLAN022",
             "in blocks of 256, and of `o` a rank would have 64 columns",
-            "one of 1",
+            ONLY,
         ),
         (
             WIDE | {"intermediate_size": 192},
             ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4"],
             "PLAN022",
             "nf4 stores rows in blocks of 64, and of `down` a rank would have 96 columns",
-            "one of 1",
+            ONLY,
         ),
         (
             WIDE,
@@ -145,6 +146,18 @@ def test_what_cannot_be_is_told_before_anything_starts(
     told = capfd.readouterr().err
     assert f"error[{code}]" in told and said in told and fix in told[told.index("fix:") :]
     assert not Path("runs/never").exists()
+
+
+def test_the_numbers_that_a_refusal_names_are_accepted(
+    train: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each divides the devices as well as the model."""
+    six = MODEL | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+    words = ["--nproc", "6", "--dry-run", "train.global_batch_size=12"]
+    assert train(*words, "parallel.tp=2", model=six) == 78
+    assert "one of 1, 3, 6" in capfd.readouterr().err
+    for legal in (1, 3, 6):
+        assert train(*words, f"parallel.tp={legal}", model=six) == 0
 
 
 def test_a_group_over_several_nodes_is_legal_and_warned_of(

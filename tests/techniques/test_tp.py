@@ -18,6 +18,7 @@ from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
 
 LLAMA = load_spec("Llama-3-8B")
 CLUSTER = parse_cluster("8xH100")
+ONLY = "`parallel.tp=1`, the only number that serves this model, with these settings, on {} devices"
 
 
 def states(spec: ModelSpec, ranks: int, adapters: Lora | None = None) -> dict[str, tp.State]:
@@ -83,10 +84,33 @@ def test_what_cannot_be_shared_is_refused(spec: ModelSpec, ranks: int, what: str
     assert not tp.check(spec, Plan(), CLUSTER)
 
 
-def test_the_fix_names_every_number_of_ranks_that_serves() -> None:
-    [problem] = tp.check(LLAMA, Plan(Layout(tp=3)), CLUSTER)
-    assert problem.fix == "one of 1, 2, 4, 8, 16, 32"
-    assert not tp.check(LLAMA, Plan(Layout(tp=8)), CLUSTER)
+@pytest.mark.parametrize(
+    ("spec", "ranks", "devices", "fix"),
+    [
+        (LLAMA, 3, "3x8xH100", "one of 1, 2, 4, 8"),
+        (LLAMA, 3, "3x1xH100", ONLY.format(3)),
+        (replace(LLAMA, num_attention_heads=6, num_key_value_heads=3), 4, "2x8xH100", ONLY.format(16)),
+        (
+            replace(LLAMA, num_attention_heads=6, num_key_value_heads=3, intermediate_size=90),
+            4,
+            "3x4xH100",
+            "one of 1, 3, 6",
+        ),
+    ],
+)
+def test_the_fix_names_every_number_of_ranks_that_serves(spec: ModelSpec, ranks: int, devices: str, fix: str) -> None:
+    """The model as well as the devices; and each of them is then accepted."""
+    cluster = parse_cluster(devices)
+    [problem] = tp.check(spec, Plan(Layout(dp_shard=cluster.world // ranks, tp=ranks)), cluster)
+    assert problem.fix == fix
+    for legal in map(int, fix.removeprefix("one of ").split(", ") if fix.startswith("one of") else "1"):
+        assert cluster.world % legal == 0
+        assert not tp.check(spec, Plan(Layout(dp_shard=cluster.world // legal, tp=legal)), cluster)
+
+
+def test_without_a_cluster_the_plan_says_how_many_devices() -> None:
+    [problem] = tp.check(LLAMA, Plan(Layout(dp_shard=4, tp=3)))
+    assert problem.fix == "one of 1, 2, 4"
 
 
 def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:

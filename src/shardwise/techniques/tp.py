@@ -76,9 +76,13 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     odd = _odd(spec, plan, ranks)
     if not odd:
         return []
-    legal = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _odd(spec, plan, n)]
+    devices = plan.layout.world if cluster is None else cluster.world
+    legal = [str(n) for n in range(2, devices + 1) if devices % n == 0 and not _odd(spec, plan, n)]
+    fix = f"one of 1, {', '.join(legal)}"
+    if not legal:
+        fix = f"`parallel.tp=1`, the only number that serves this model, with these settings, on {devices} devices"
     what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
-    return [Problem("PLAN022", what, "parallel.tp", f"one of {', '.join(legal)}")]
+    return [Problem("PLAN022", what, "parallel.tp", fix)]
 
 
 def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
