@@ -12,7 +12,12 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.models.tensorfile import entries
+from shardwise.prove.pool import RankPool
+from shardwise.runtime.report.sample import shown
+from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_plan
+from shardwise.spec.plan import Plan, Precision, Shard
+from tests.cli import moved_ranks
 from tests.runtime.small_run import write_text
 
 MODEL = {
@@ -24,6 +29,8 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+PROMPT = "line 1"
 
 
 @pytest.fixture
@@ -38,6 +45,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         "precision.compute=fp32",
         "run.device=cpu",
         "run.timeout_s=60",
+        f"evaluate.sample_prompt={PROMPT}",
     ]
     return lambda *given, model=MODEL: main(["train", f"model.config={json.dumps(model)}", *words, *given])
 
@@ -47,7 +55,8 @@ def lines(run: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_that_of_one_process(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
-    """Losses and norms within 1e-5, validation too: sums are taken in another order, in fp32."""
+    """Losses and norms within 1e-5, validation too: sums are taken in another order, in fp32. The sample is what one
+    process writes from the exported weights with the same draws (two tokens, all that these ranks write)."""
     assert train("--nproc", "1", "--run", "one") == 0
     capfd.readouterr()
     assert train("--nproc", "2", "--run", "two", "parallel.tp=2") == 0
@@ -63,18 +72,47 @@ def test_a_run_is_that_of_one_process(train: Callable[..., int], capfd: pytest.C
     assert ours.keys() == others.keys()
     for name, entry in others.items():
         assert (ours[name].read() - entry.read()).abs().max() < 1e-4, name
+    settings = ["--tokens", "2", "--temperature", "0.6", "--seed", "0", "--json"]
+    assert main(["generate", "runs/two", "--prompt", PROMPT, *settings]) == 0
+    text = json.loads(capfd.readouterr().out)["text"]
+    assert text and f"sample  {shown(f'{PROMPT}|{text}')}\n" in told
 
 
-def test_an_export_is_the_same_from_any_layout(train: Callable[..., int]) -> None:
-    """Bit by bit: a run goes on from what tensor-parallel ranks saved, without a step, and leaves the same model."""
+LAYOUTS = {
+    "one process": (1, Layout(), "ddp"),
+    "zero3": (2, Layout(dp_shard=2), "zero3"),
+    "ddp": (2, Layout(dp_replicate=2), "ddp"),
+    "tp": (2, Layout(tp=2), "ddp"),
+    "tp x zero3": (4, Layout(dp_shard=2, tp=2), "zero3"),
+}
+
+
+def test_an_export_and_a_text_are_the_same_from_any_layout(
+    train: Callable[..., int], ranks: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What two tensor-parallel ranks saved is loaded into each of the layouts, and exported from there: every file is
+    the run's own, bit by bit. So is that of the command, which loads it whole; and the text, of greedy choices."""
     assert train("--nproc", "2", "--run", "a", "parallel.tp=2") == 0
-    before = Path("runs/a/hf/model.safetensors").read_bytes()
-    for words in (["parallel.tp=1", "parallel.strategy=zero3"], ["parallel.tp=2", "parallel.sequence_parallel=false"]):
-        Path("runs/a/hf/model.safetensors").unlink()
-        assert train("--nproc", "2", "--run", "a", "--resume", *words) == 0
-        if not Path("runs/a/hf/model.safetensors").exists():
-            assert main(["export", "runs/a"]) == 0
-        assert Path("runs/a/hf/model.safetensors").read_bytes() == before
+    run = Path("runs/a").absolute()
+    expected = contents(run / "hf")
+    assert "model.safetensors" in expected and "config.json" in expected
+    assert main(["export", "runs/a", "--out", "whole"]) == 0
+    assert contents(Path("whole")) == expected
+    capfd.readouterr()
+    assert main(["generate", "whole", "--prompt", PROMPT, "--tokens", "24", "--json"]) == 0
+    text = json.loads(capfd.readouterr().out)["text"]
+    assert text
+    for name, (world, layout, strategy) in LAYOUTS.items():
+        plan = Plan(layout, shard=Shard(strategy), precision=Precision("fp32"), sequence_parallel=layout.tp > 1)  # type: ignore[arg-type]
+        target = Path(name).absolute()
+        arguments = str(run), plan, str(target), PROMPT, 24
+        assert ranks.run(moved_ranks.load_and_export, *arguments, world=world) == [text] * world, name
+        assert contents(target) == expected, name
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a model's directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}

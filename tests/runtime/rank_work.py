@@ -229,10 +229,20 @@ def why_not_read(rank: int, ranks: int, source: str, plan: Plan) -> str:
 
 
 def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) -> tuple[list[int], bool]:
-    """What a sharded model writes after three ids, and whether its weights are shards afterwards."""
+    """What a sharded model writes after three ids, and whether its weights are afterwards the shards that they were."""
     state = state_of(plan, OptimSection())
+    before = parts_of(state)
     ids = generate.generate(state.parts, [1, 2, 3], sampling, CPU)
-    return ids, all(isinstance(parameter, DTensor) for parameter in state.parameters().values())
+    return ids, parts_of(state) == before
+
+
+def parts_of(state: TrainState) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """How each parameter is divided, and the shape of this rank's part; every one is a DTensor."""
+    found = {}
+    for name, parameter in state.parameters().items():
+        assert isinstance(parameter, DTensor), name
+        found[name] = parameter.placements, tuple(parameter.to_local().shape)
+    return found
 
 
 def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:

@@ -147,9 +147,11 @@ def test_a_sharded_model_writes_what_a_whole_one_writes(ranks: RankPool) -> None
         for strategy in ("zero2", "zero3"):
             plan = plan_of(Layout(dp_shard=2), strategy, fp64)
             assert ranks.run(rank_work.generated, plan, sampling, world=2) == [(expected, True)] * 2
-        for sequence_parallel in (False, True):  # of texts that two ranks do not divide
-            plan = replace(plan_of(Layout(tp=2), "ddp", fp64), sequence_parallel=sequence_parallel)
-            assert ranks.run(rank_work.generated, plan, sampling, world=2) == [(expected, True)] * 2
+        for layout, strategy in ((Layout(tp=2), "ddp"), (Layout(dp_shard=2, tp=2), "zero3")):
+            for sequence_parallel in (False, True):  # of texts that two ranks do not divide
+                plan = replace(plan_of(layout, strategy, fp64), sequence_parallel=sequence_parallel)
+                found = ranks.run(rank_work.generated, plan, sampling, world=layout.world)
+                assert found == [(expected, True)] * layout.world
 
 
 def test_generation_ends_at_the_end_of_text() -> None:
