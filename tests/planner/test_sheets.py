@@ -13,7 +13,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.families import FULL, SLIDING
+from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.planner import sheets, ship
 from shardwise.planner.features import templates
 from shardwise.planner.passes import seen
@@ -22,6 +22,7 @@ from shardwise.planner.trace import trace
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Sheet
+from tests.models.families import config_of
 from tests.models.hf_models import spec_of as hf_spec_of
 
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
@@ -79,21 +80,49 @@ def test_units_of_other_code_are_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert sheets.shipped.__wrapped__() == {}
 
 
+PLANS = """
+import json, sys
+from pathlib import Path
+from shardwise.cli.app import main
+from shardwise.models.config import from_hf, parameter_count
+from shardwise.planner.sheets import sheet_of
+
+for path in sorted(Path("models").iterdir()):
+    code = main(["plan", f"model.path={path}", *sys.argv[1:]])
+    assert code == 0, (path.name, code)
+    assert "torch" not in sys.modules, path.name
+    spec = from_hf(json.loads((path / "config.json").read_text()), path.name)
+    sheet = sheet_of(spec, "wide")
+    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in sheet.repeated())
+    assert total == parameter_count(spec), (path.name, total)
+    assert "torch" not in sys.modules, path.name
+"""
+"""Of every model under ``models``."""
+
+
 @pytest.mark.parametrize("more", [[], ["lora=8", "lora.dropout=0.1", "lora.dora=true"]], ids=["whole", "adapters"])
 def test_any_model_of_a_family_has_a_sheet_without_torch(more: list[str], tmp_path: Path) -> None:
-    """One whose config.json nobody has seen before, too; and its tensors are those of its numbers."""
-    unknown = {"model_type": "qwen3", "vocab_size": 1234, "hidden_size": 96, "intermediate_size": 200}
+    """Of every family one whose config.json nobody has seen before, with the family's defaults, and one with every
+    feature at work; its weights are as many as the model's."""
+    unknown = {"vocab_size": 1234, "hidden_size": 96, "intermediate_size": 200, "pad_token_id": None}
     unknown |= {"num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
-    (tmp_path / "config.json").write_text(json.dumps(unknown | {"attention_bias": True}))
+    for family in FAMILIES:
+        plain, featured = unknown | {"model_type": family}, config_of(family) | {"vocab_size": 1234}
+        for name, config in {family: plain, f"{family}-featured": featured}.items():
+            (tmp_path / "models" / name).mkdir(parents=True)
+            (tmp_path / "models" / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "a.txt").write_text("one two three\n" * 4000)
-    words = ["plan", "model.path=.", "data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100", *more]
-    program = f"import sys; from shardwise.cli.app import main; code = main({words!r}); "
-    program += "sys.exit(code or ('torch' in sys.modules) * 99)"
+    words = ["data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100", *more]
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PLANS, *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert not (tmp_path / ".cache" / "shardwise" / "sheets").exists()
 
 
