@@ -93,6 +93,18 @@ def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_orde
     assert "cannot be resumed with train.seq_len 77 (was 2048), run.seed 3 (was 0): " in what
 
 
+def test_a_setting_that_an_older_version_did_not_have_is_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "a", step=20)
+    settings = rundir._settings(load_recipe(None))
+    older = {key: value for key, value in settings.items() if key != "parallel.sequence_parallel"}
+    monkeypatch.setattr(rundir, "_facts", lambda directory: {"settings": older})
+    assert rundir.changes(tmp_path / "a", load_recipe(None)) == {}
+    off = load_recipe(None, ["parallel.sequence_parallel=false"])
+    assert rundir.changes(tmp_path / "a", off) == {"parallel.sequence_parallel": "False (was True)"}
+
+
 def test_a_run_that_is_finished_has_nothing_to_do(tmp_path: Path) -> None:
     run = tmp_path / "a"
     make_run(run, "train.max_steps=20", step=20)

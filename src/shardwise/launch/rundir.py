@@ -142,6 +142,8 @@ def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
         old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
     except ShardwiseError as error:
         return {"recipe.yaml": f"which cannot be read: {error.problems[0].what}"}
+    defaults = _settings(Recipe())  # a key that an older version did not have
+    old |= {key: defaults.get(key) for key in new if key not in old}
     compared = [key for key in {**old, **new} if not key.startswith("run.") or key == "run.seed"]
     return {key: f"{new.get(key)} (was {old.get(key)})" for key in compared if old.get(key) != new.get(key)}
 
