@@ -48,6 +48,6 @@ def test_an_adapted_block_on_paper_is_the_block_that_ran(
         sheet = technique.cost(sheet, plan)
     paper = sheet.blocks[-1]
     ran = traced(spec, plan, which, monkeypatch)
-    for passes in ("forward", "forward_plain", "backward"):
-        wanted, seen = (told(unit, vars(unit)[passes], which) for unit in (ran, paper))
-        assert seen == wanted, passes
+    wanted, seen = told(ran, which), told(paper, which)
+    for what, each in wanted.items():
+        assert seen[what] == each, what

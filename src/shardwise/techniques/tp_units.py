@@ -21,6 +21,8 @@ ROW_PRODUCTS = ("o", "down")
 """Roles of products whose inputs are cut."""
 STATISTICS = ("aten.linalg_vector_norm", "aten.sum.dim_IntList")
 """Operations that make a number a token in a norm, forward and backward."""
+SPREAD = "aten.slice_backward"
+"""The operation that puts the gradient of some rows among zeros for the others."""
 TOKENS = frozenset({"b", "s", "b*s"})
 
 
@@ -128,7 +130,9 @@ def _join(draft: _CrossedDraft, *, heads_apart: bool) -> None:
             cut_rows = op.name == "dora" and op.weight.split(".")[-2] in ROW_PRODUCTS
             a_token = op.name in STATISTICS and draft.has_tokens(new[0]) and draft.tensors[new[0]].inside
             if cut_rows or (a_token and not heads_apart):
-                made.append(Op(SEND, "all_reduce", (), (), new))
+                late = tuple(t for t in op.frees if a_token and t not in op.reads)  # what is done in place reads it
+                made[-1] = replace(op, frees=tuple(t for t in op.frees if t not in late))
+                made.append(Op(SEND, "all_reduce", (), late, new))
         ops[:] = made
 
 
@@ -146,7 +150,7 @@ def _leave(draft: _CrossedDraft) -> None:
         bias = ""
         for op in ops:
             if op.weight in biases:
-                bias, op = op.weight, replace(op, weight=op.weight.replace("bias", "weight"))
+                bias, op = op.weight, replace(op, name="aten.mm", weight=op.weight.replace("bias", "weight"))
             held += op.allocates if op.name == "all_gather" else ()
             if op.kind == "matmul" and op.weight.split(".")[-2] in ROW_PRODUCTS:
                 own = []
@@ -167,8 +171,26 @@ def _leave(draft: _CrossedDraft) -> None:
                 made += draft.sums(part, left[part], frees)
             held, bias = [], ""
         ops[:] = made
-    draft.backward = [_with(op, left) for op in draft.backward]
+    draft.backward = _unbiased([_with(op, left) for op in draft.backward], draft.gradients, biases)
     draft.saved = {left.get(tensor, tensor) for tensor in draft.saved}
+
+
+def _unbiased(backward: list[Op], gradients: dict[str, int], biases: set[str]) -> list[Op]:
+    """Where a bias is added after the sum, its gradient comes first; then the weight's, as without a bias."""
+    ops = list(backward)
+    for bias in biases:
+        weight = bias.replace("bias", "weight")
+        wanted = (gradients.get(bias), gradients.get(weight))
+        node = [i for i, op in enumerate(ops) if op.weight == weight or set(wanted).intersection(op.allocates)]
+        if not node:
+            continue
+        run = sorted((ops[i] for i in node), key=lambda op: [*wanted, *op.allocates].index(op.allocates[0]))
+        frees = tuple(t for op in run for t in op.frees)
+        run = [replace(op, frees=()) for op in run]
+        run[-1] = replace(run[-1], frees=frees)
+        assert node == list(range(node[0], node[0] + len(node)))
+        ops[node[0] : node[0] + len(node)] = run
+    return ops
 
 
 def _keep(draft: _CrossedDraft, entered: dict[int, int]) -> None:
@@ -187,23 +209,30 @@ def _leave_backward(draft: _CrossedDraft, entered: dict[int, int]) -> None:
     if not draft.cut:
         return
     wholes: dict[int, int] = {}
+    late: dict[int, list[int]] = {}  # what is free after which operation
     made: list[Op] = []
     for index, op in enumerate(draft.backward):
-        frees = _renamed(op.frees, entered)
-        if not draft.enters(op):
-            made.append(replace(op, frees=frees))
-            continue
-        reads = _renamed(op.reads, entered)
-        for share in reads:
-            if draft.stream(share):
-                readers = [i for i, o in enumerate(draft.backward) if draft.enters(o) and share in o.reads]
-                freed = any(share in draft.backward[i].frees for i in readers)
+        reads, frees = op.reads, _renamed(op.frees, entered)
+        if draft.enters(op):
+            reads = _renamed(reads, entered)
+            for share in filter(draft.stream, reads):
+                frees = tuple(t for t in frees if t != share)
                 if share not in wholes:
+                    readers = [i for i, o in enumerate(draft.backward) if draft.enters(o) and share in o.reads]
+                    freed = any(share in draft.backward[i].frees for i in readers)
                     wholes[share] = draft.gathered(share)
                     made.append(Op(SEND, "all_gather", (wholes[share],), (share,) * freed, (share,)))
-                frees = tuple(t for t in frees if t != share) + (wholes[share],) * (index == readers[-1])
-        made.append(replace(op, reads=_renamed(reads, wholes), frees=frees))
+                    late.setdefault(_last_of_gain(draft.backward, readers), []).append(wholes[share])
+            reads = _renamed(reads, wholes)
+        made.append(replace(op, reads=reads, frees=(*frees, *late.get(index, ()))))
     draft.backward = made
+
+
+def _last_of_gain(backward: list[Op], readers: list[int]) -> int:
+    """The last of the operations that hold a gradient because ``readers`` read it: DoRA's gain, once it has multiplied
+    the gradient, sums the one product over the tokens."""
+    after, made = backward[readers[-1] + 1], {t for i in readers for t in backward[i].allocates}
+    return readers[-1] + (after.name == STATISTICS[1] and not made.isdisjoint(after.reads))
 
 
 def _enter_backward(draft: _CrossedDraft) -> None:
@@ -245,13 +274,35 @@ def _add_inside_first(draft: _CrossedDraft) -> None:
 
 
 def _spread(draft: _CrossedDraft, whole: dict[str, tuple[int, ...]]) -> None:
-    """Puts the gradient of the rows that were used among zeros for the others."""
-    for name, shape in whole.items():
-        used = draft.gradients.get(name)
-        if used is not None:
-            draft.gradients[name] = spread = draft.like(used, inside=False, shape=shape)
-            place = next(i for i, op in enumerate(draft.backward) if used in op.allocates)
-            draft.backward.insert(place + 1, Op("elementwise", "aten.slice_backward", (spread,), (used,), (used,)))
+    """Puts the gradient of the rows that were used among zeros for the others, once all of its layer's are there."""
+    parts: dict[str, list[str]] = {}
+    for name in whole:
+        parts.setdefault(name.rpartition(".")[0], []).append(name)
+    for layer, names in parts.items():
+        used = {name: draft.gradients[name] for name in names if name in draft.gradients}
+        spread = []
+        for name, part in used.items():
+            if any(op.name == SPREAD and part in op.allocates for op in draft.backward):  # of all rows, as yet
+                draft.tensors[part] = replace(draft.tensors[part], shape=whole[name])
+                continue
+            draft.gradients[name] = made = draft.like(part, inside=False, shape=whole[name])
+            spread.append(Op("elementwise", SPREAD, (made,), (part,), (part,)))
+        if spread:
+            place = _end_of_layer(draft.backward, layer, {t for op in spread for t in op.reads})
+            draft.backward[place:place] = spread
+
+
+def _end_of_layer(backward: list[Op], layer: str, gradients: set[int]) -> int:
+    """Behind the first run of operations that make the gradients of a layer's weights and input, and add the latter to
+    others."""
+    own = [op.weight == f"{layer}.weight" or bool(gradients.intersection(op.allocates)) for op in backward]
+    made = {t for op, is_own in zip(backward, own, strict=True) if is_own for t in op.allocates}
+    end = own.index(True)
+    while end < len(backward) and (
+        own[end] or (backward[end].name == "aten.add.Tensor" and made.intersection(backward[end].reads))
+    ):
+        end += 1
+    return end
 
 
 @lru_cache(maxsize=KEPT_UNITS)
