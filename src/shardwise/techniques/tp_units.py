@@ -182,13 +182,12 @@ def _unbiased(backward: list[Op], gradients: dict[str, int], biases: set[str]) -
         weight = bias.replace("bias", "weight")
         wanted = (gradients.get(bias), gradients.get(weight))
         node = [i for i, op in enumerate(ops) if op.weight == weight or set(wanted).intersection(op.allocates)]
-        if not node:
+        if not node or node != list(range(node[0], node[-1] + 1)):  # with casts between them they keep their order
             continue
         run = sorted((ops[i] for i in node), key=lambda op: [*wanted, *op.allocates].index(op.allocates[0]))
         frees = tuple(t for op in run for t in op.frees)
         run = [replace(op, frees=()) for op in run]
         run[-1] = replace(run[-1], frees=frees)
-        assert node == list(range(node[0], node[0] + len(node)))
         ops[node[0] : node[0] + len(node)] = run
     return ops
 
