@@ -38,6 +38,19 @@ MODELS = {
     "multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "norms over whole projections": {"norm_placement": "after", "qk_norm": "projection", "num_key_value_heads": 8},
     "one key head": {"num_key_value_heads": 1, "partial_rotary_factor": 0.5},
+    "windows": {"sliding_window": 16, "layer_types": ("sliding_attention", "full_attention")},
+    "gemma": {
+        "activation": "gelu_tanh",
+        "norm_placement": "both",
+        "norm_plus_one": True,
+        "tie_word_embeddings": True,
+        "attention_soft_cap": 2.0,
+        "final_soft_cap": 3.0,
+        "embedding_multiplier": 4.0,
+        "sliding_window": 5,
+        "layer_types": ("full_attention", "sliding_attention"),
+        "local_rope_theta": 10.0,
+    },
 }
 MODULES = (("*norm", "fp32"), ("layers.0.mlp.*", "fp32"), ("*.q", "fp32"), ("*.o", "fp32"))
 OTHERS: dict[str, dict[str, object]] = {
@@ -83,7 +96,7 @@ def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat:
     check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]))
 
 
-@pytest.mark.matrix(13)
+@pytest.mark.matrix(11)  # of ten cases a model, so that each model, strategy and way of splitting the stream is met
 @pytest.mark.parametrize("sequence", SEQUENCE)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("model", MODELS)

@@ -155,3 +155,10 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))
     found = {weight.name: tp_state.whole_shape(weight, sheet, 8) for unit in sheet.units for weight in unit.weights}
     assert found == {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention.sinks", "layers.0.mlp.router.weight", "layers.0.mlp_norm.bias"])
+def test_an_unknown_parameter_is_refused(name: str) -> None:
+    """With and without asserts: whole on every rank, its gradient would be too small and nobody would be told."""
+    with pytest.raises(ValueError, match=f"does not know how to cut `{name}`: add what it is to .*tp_state.state"):
+        tp_state.state(name, 4, 2)

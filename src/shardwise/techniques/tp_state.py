@@ -29,8 +29,8 @@ class State:
 
 
 def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) -> State:
-    """The technique's one fact, by canonical name. ``heads_apart``: queries and keys are normalised head by head, not
-    over the whole projection."""
+    """The technique's one fact, by canonical name; a name of which it does not know is a ValueError. ``heads_apart``:
+    queries and keys are normalised head by head, not over the whole projection."""
     layer, _, word = name.rpartition(".")
     *_, place = layer.split(".")
     if word == "lora_m":  # a number for each output of its layer
@@ -50,7 +50,8 @@ def state(name: str, key_heads: int, ranks: int, *, heads_apart: bool = True) ->
         return State(1, inside=True) if word in ("weight", "codes", "sizes") else State(None, inside=False)
     if place in TABLES:
         return State(0, inside=True)
-    assert role(name) == "norm", name
+    if word != "weight" or role(name) != "norm":
+        raise ValueError(f"tensor parallelism does not know how to cut `{name}`: add what it is to {__name__}.state")
     if place in ("q_norm", "k_norm"):
         return State(None if heads_apart else 0, inside=True)
     return State(None, inside=False)
