@@ -7,19 +7,20 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_775,
-    "models": 2_700,
-    "data": 3_100,
-    "methods": 400,
-    "techniques": 3_525,
-    "planner": 2_975,
-    "runtime": 4_575,
-    "prove": 900,
-    "launch": 650,
-    "interop": 525,
-    "cli": 1_675,
+    "spec": 1_900,
+    "models": 3_300,
+    "data": 3_150,
+    "distributed": 500,
+    "methods": 450,
+    "techniques": 4_200,
+    "planner": 2_800,
+    "runtime": 4_800,
+    "prove": 1_000,
+    "launch": 1_300,
+    "interop": 1_600,
+    "cli": 2_000,
 }
-"""Lines of code by package: docs/decisions/0006. One is raised only by taking from another."""
+"""Lines of code by package: docs/decisions/0013. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 
