@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -47,7 +48,6 @@ from shardwise.spec.cluster import Cluster, local_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import optim
-from shardwise.techniques.slices import local
 
 WARM_UP = 3
 SEQ_LEN = 4096

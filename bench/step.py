@@ -46,6 +46,7 @@ import torch.distributed as dist
 import versions
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import meshes
 from shardwise.models import hf, init
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes, to_hf
 from shardwise.planner import search
@@ -58,7 +59,6 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Matmul, Plan
 from shardwise.spec.recipe import Method, OptimSection, Parallel, PrecisionSection, Recipe, Recompute, Run, Train
-from shardwise.techniques.meshes import meshes
 
 SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
 SEQ_LEN = 512

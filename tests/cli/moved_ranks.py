@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from shardwise.data.tokens import open_directory
+from shardwise.distributed.meshes import meshes
 from shardwise.models.resolve import resolve
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
@@ -16,7 +17,6 @@ from shardwise.runtime.job import read_run
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.meshes import meshes
 
 CPU = torch.device("cpu")
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.world import Measured, Sent
@@ -25,8 +27,6 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.watch.measure import CONTROL_BYTES, Meter, state_bytes
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
-from shardwise.techniques.meshes import meshes
-from shardwise.techniques.slices import local
 
 CPU = torch.device("cpu")
 SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter", "all_reduce": "all_reduce"}

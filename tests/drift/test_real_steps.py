@@ -12,6 +12,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of, variant
@@ -23,7 +24,6 @@ from shardwise.runtime.watch.measure import Meter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.techniques.meshes import meshes
 from tests.runtime.rank_work import rules_of
 
 SPEC = ModelSpec("real-steps", 2048, 256, 704, 6, 8, 4, 32)

@@ -129,7 +129,7 @@ def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
 
 def hashes(state: Any) -> list[str]:
     """Of this rank's slices of the weights, and of the moments."""
-    from shardwise.techniques.slices import local
+    from shardwise.distributed.slices import local
 
     weights, moments = hashlib.sha256(), hashlib.sha256()
     for name, tensor in state.tensors().items():

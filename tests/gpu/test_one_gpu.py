@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.models import attention, blockwise, kernels
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
@@ -26,7 +27,6 @@ from shardwise.runtime.transfer import Upload
 from shardwise.spec import plan as plans
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Method, OptimSection, Recipe
-from shardwise.techniques.meshes import Meshes
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -21,6 +21,7 @@ from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, evaluation
+from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Output, linear_cross_entropy
 from shardwise.models.config import ModelSpec, from_hf
@@ -30,7 +31,6 @@ from shardwise.runtime import passes
 from shardwise.runtime.evaluate import evaluate_pairs
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Data, Method, Recipe, TokenizerSection
-from shardwise.techniques.meshes import Meshes
 from tests.methods.test_loss import inputs, reference
 from tests.models.llama import pair, random_config
 

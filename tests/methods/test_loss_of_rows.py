@@ -11,15 +11,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.distributed.fake_world import fake_world
 from shardwise.methods import head as paper
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import WorldCounter, fake_world
+from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
+from tests.distributed import vocabulary_ranks as rows
+from tests.distributed.vocabulary_ranks import Case, Found
 from tests.models.llama import relative
-from tests.techniques import vocabulary_ranks as rows
-from tests.techniques.vocabulary_ranks import Case, Found
 
 CASES = [
     Case(ids, padded, cap, labels, chunk)

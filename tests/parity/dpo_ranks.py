@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.data.pack import Packs
 from shardwise.data.store import load
 from shardwise.data.stream import EvaluationBatch, evaluation, stream
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.runtime import reduce
@@ -28,7 +29,6 @@ from shardwise.runtime.reference import refer
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run
-from shardwise.techniques.meshes import meshes
 from tests.parity.drawn import drawn
 
 CPU = torch.device("cpu")

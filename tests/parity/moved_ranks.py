@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.runtime.build import build
@@ -18,7 +19,6 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Shard
 from shardwise.spec.recipe import Checkpoint, Method, Recipe, Run
-from shardwise.techniques.meshes import meshes
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
 from tests.parity.drawn import drawn
 

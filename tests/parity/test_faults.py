@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.slices import local
 from shardwise.methods import pretrain
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
@@ -25,7 +26,6 @@ from shardwise.runtime import passes, reduce
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.replicas import Replicas
-from shardwise.techniques.slices import local
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]
@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("ddp", 2, FP64, accumulation=4),
     ),
     "two ranks read the same rows": (
-        lambda plan: patch("shardwise.techniques.meshes.Meshes.index", lambda self, group: 0),
+        lambda plan: patch("shardwise.distributed.meshes.Meshes.index", lambda self, group: 0),
         plan("zero3", 2, FP64),
     ),
 }

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.prove import parity
@@ -25,9 +27,7 @@ from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.recipe import Method, Recipe, Run
 from shardwise.techniques.fourbit import quantise
 from shardwise.techniques.lora import adapters
-from shardwise.techniques.meshes import meshes
 from shardwise.techniques.quantised import NF4_PARTS
-from shardwise.techniques.slices import local
 from tests.parity import drawn
 from tests.parity.cases import GEMMA, QWEN
 from tests.parity.test_fp64 import holds

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.models.peft import CONFIG, WEIGHTS
 from shardwise.models.tensorfile import entries
@@ -22,7 +23,6 @@ from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Checkpoint, LoraSection, Method, Recipe, Run
-from shardwise.techniques.meshes import meshes
 from tests.parity.drawn import drawn
 from tests.parity.test_tp import plan
 from tests.parity.test_tp_adapters import BIASED, WIDE

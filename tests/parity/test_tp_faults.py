@@ -12,12 +12,13 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor, distributed, nn
 
+from shardwise.distributed import collectives
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
 from shardwise.spec.plan import Lora, Plan
-from shardwise.techniques import crossing, tp
+from shardwise.techniques import tp
 from tests.parity import drawn
 from tests.parity.cases import TIED
 from tests.parity.test_tp import EVEN, plan
@@ -64,7 +65,7 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
         WHOLE,
     ),
     "the gradient of a column product's input is not reduced": (
-        lambda: patch.object(crossing, "enter", own_sum),
+        lambda: patch.object(collectives, "enter", own_sum),
         EVEN,
         WHOLE,
     ),
@@ -74,7 +75,7 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
         WHOLE,
     ),
     "a product that is saved is summed in place": (
-        lambda: patch.object(crossing, "summed", summed_in_place),
+        lambda: patch.object(collectives, "summed", summed_in_place),
         EVEN,
         plan("ddp", 1, 2, sequence=False, remat="selective"),
     ),

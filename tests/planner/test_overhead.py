@@ -11,6 +11,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.cli.render import memory_lines
+from shardwise.distributed.fake_world import fake_world
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner import overhead
@@ -18,7 +19,6 @@ from shardwise.planner.events import Compute, Free, Make
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of, variant
-from shardwise.prove.world import fake_world
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard

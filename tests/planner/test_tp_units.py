@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.fake_world import fake_world
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.planner import record, trace
 from shardwise.planner.sheets import sheet_of
-from shardwise.prove.world import fake_world
 from shardwise.runtime.watch.measure import collective, payload_bytes
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard

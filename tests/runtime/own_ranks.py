@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from examples import transformers_loop, vision_loop
+from shardwise.distributed.meshes import Meshes, meshes
+from shardwise.distributed.slices import local, local_slice, replication
 from shardwise.errors import TrainingError
 from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
@@ -25,8 +27,6 @@ from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.spec.plan import Plan
 from shardwise.techniques import shard
-from shardwise.techniques.meshes import Meshes, meshes
-from shardwise.techniques.slices import local, local_slice, replication
 from tests.parity.cases import UNTIED as ODD
 from tests.runtime.checkpoint.checkpoint_ranks import changed
 

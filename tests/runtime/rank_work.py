@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import local, local_slice
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import agree, build, exchange, export, generate, reduce
@@ -30,8 +32,6 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques import optim
-from shardwise.techniques.meshes import meshes
-from shardwise.techniques.slices import local, local_slice
 from tests.parity.cases import TIED, UNTIED
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.models import attention, hf
 from shardwise.models.blockwise import Rule
 from shardwise.models.decoder import Decoder
@@ -21,7 +22,6 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Precision, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import fourbit
-from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.quantised import NF4_PARTS
 from tests.models import hf_models
 from tests.parity.cases import TIED, UNTIED

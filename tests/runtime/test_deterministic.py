@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
@@ -18,7 +19,6 @@ from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules
 from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.techniques.meshes import Meshes
 from tests.runtime.small_run import numbers, plan, recipe, train_here
 
 SPEC = ModelSpec("deterministic", 64, 32, 48, 2, 2, 1, 16, tie_word_embeddings=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import TrainingError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
@@ -16,7 +17,6 @@ from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules
 from shardwise.spec.plan import Batch, Optim, Plan, Precision
 from shardwise.spec.recipe import Method, OptimSection, Recipe
-from shardwise.techniques.meshes import Meshes
 
 SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
 CUDA = (

@@ -10,6 +10,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.models.decoder import Decoder
 from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.passes import StepRules, finish_of, infer, score_of
@@ -18,7 +19,6 @@ from shardwise.runtime.step import step
 from shardwise.spec.plan import Batch, Lora, Plan, Remat
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques import optim
-from shardwise.techniques.meshes import Meshes
 from tests.models.families import spec_of
 
 KINDS = ("sliding_attention", "full_attention", "full_attention", "sliding_attention")

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed import torch_private
 from shardwise.errors import ConfigError
-from shardwise.interop import torch_private
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.agree import difference
 from shardwise.runtime.world import device_of, from_first, process, take_device, told_by_first, world

@@ -47,16 +47,12 @@ WITH_TORCH = {
     "shardwise.planner.ship",
     "shardwise.techniques.adapter",
     "shardwise.techniques.constants",
-    "shardwise.techniques.crossing",
     "shardwise.techniques.cut_norm",
     "shardwise.techniques.dora",
     "shardwise.techniques.dropout",
     "shardwise.techniques.fourbit",
     "shardwise.techniques.moments",
     "shardwise.techniques.rounding",
-    "shardwise.techniques.meshes",
-    "shardwise.techniques.slices",
-    "shardwise.techniques.vocabulary",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 
@@ -142,10 +138,10 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     found = [
         offence
         for source in sources()
-        if source.name != "shardwise.interop.torch_private"
+        if source.name != "shardwise.distributed.torch_private"
         for offence in [*private_imports(source), *private_attributes(source)]
     ]
-    report(found, "private names of torch are used in interop/torch_private.py only")
+    report(found, "private names of torch are used in distributed/torch_private.py only")
 
 
 UNDERSCORED_BUT_DOCUMENTED = ("torch.utils._python_dispatch", "torch.utils._pytree", "torch._subclasses.fake_tensor")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.techniques.dropout import dropped
-from tests.techniques.crossing_ranks import kept
+from tests.distributed.collective_ranks import kept
 
 SHARE, SHAPE = 0.4, (64, 100)
 

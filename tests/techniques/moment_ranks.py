@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import local, local_slice
 from shardwise.runtime import own
-from shardwise.techniques.meshes import meshes
 from shardwise.techniques.moments import AdamW8bit
 from shardwise.techniques.rounding import RoundedAdamW
-from shardwise.techniques.slices import local, local_slice
 from tests.runtime.checkpoint.checkpoint_ranks import columns
 from tests.runtime.own_ranks import started
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import nn
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
@@ -19,7 +20,6 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.meshes import Meshes
 
 
 class RecipeWithNarrow(Recipe):

@@ -12,6 +12,7 @@ import torch
 from shardwise import techniques
 from shardwise.cli import decide
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import ConfigError
 from shardwise.methods.loss import logits
 from shardwise.models.config import ModelSpec, parameter_shapes
@@ -22,7 +23,6 @@ from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.plan import Batch, Precision
-from shardwise.techniques.meshes import Meshes
 from tests.drift.test_drift import layout, sheet
 from tests.style.source import ROOT
 from tests.techniques import narrow

@@ -3,7 +3,7 @@
 Gradients of the hidden states and of the weight are made in the forward pass, while a chunk's logits are at hand; the
 backward pass scales them (Hsu et al., "Liger Kernel", 2024). So a loss can be propagated once.
 
-Where ranks hold rows of the weight each (techniques/vocabulary.py), a rank computes the logits of its own rows. What
+Where ranks hold rows of the weight each (distributed/vocabulary.py), a rank computes the logits of its own rows. What
 the others need of them are three numbers a token: the greatest logit, the sum of the exponentials, the label's logit.
 The loss is then the same on every rank; the gradient of hidden is this rank's part of a sum.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed import vocabulary
+from shardwise.distributed.vocabulary import Rows
 from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
-from shardwise.techniques import vocabulary
-from shardwise.techniques.vocabulary import Rows
 
 IGNORED = -100
 Finish = Callable[[Tensor, "Output", MicroBatch, float], Tensor]

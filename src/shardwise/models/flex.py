@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from shardwise.interop.torch_private import differentiable_inside_operations
+from shardwise.distributed.torch_private import differentiable_inside_operations
 from shardwise.models import blockwise
 from shardwise.models.blockwise import Rule, Saved
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE, Sample
+from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.methods.pretrain import mask
 from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes
@@ -37,7 +38,6 @@ from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.fourbit import dequantise, quantise
-from shardwise.techniques.meshes import Meshes, meshes
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")

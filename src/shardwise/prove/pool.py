@@ -29,7 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from shardwise.interop.torch_private import forget_sharding
+from shardwise.distributed.torch_private import forget_sharding
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "shardwise.prove.pool")
 AFTER_FIRST_FAILURE_S = 2.0

@@ -8,8 +8,7 @@ Memory that nobody writes, such as what other ranks would have sent, holds small
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
-from shardwise.interop.torch_private import (
-    fake_store,
-    forget_sharding,
-    fresh_sharding_propagation,
-    group_size,
-    watch_resizes,
-)
+from shardwise.distributed.fake_world import fake_world
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import local
+from shardwise.distributed.torch_private import group_size, watch_resizes
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors
@@ -37,12 +33,9 @@ from shardwise.runtime.build import allocate
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.watch.measure import CONTROL_BYTES, collective, group_name, payload_bytes
-from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import optim
-from shardwise.techniques.meshes import Meshes, meshes
-from shardwise.techniques.slices import local
 
 SMALL = 2**20
 """Up to this many parameters, real tensors are faster than fake ones."""
@@ -52,18 +45,6 @@ UNWRITTEN = 0x2C
 
 Sent = Counter[tuple[str, str, int]]
 """(axis, kind, bytes of one call) -> calls."""
-
-
-@contextmanager
-def fake_world(layout: Layout, rank: int = 0) -> Iterator[Meshes]:
-    """A default process group of ``layout.world`` ranks, this process being ``rank``, whose collectives do nothing."""
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=layout.world)
-    try:
-        with fresh_sharding_propagation():
-            yield meshes(layout, "cpu")
-    finally:
-        dist.destroy_process_group()
-        forget_sharding()
 
 
 @dataclass

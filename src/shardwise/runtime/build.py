@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import techniques
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import local, local_slice
 from shardwise.models import attention, hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import HFDecoder, model_of
@@ -18,9 +20,7 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import fourbit, optim
-from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.quantised import NF4_PARTS
-from shardwise.techniques.slices import local, local_slice
 
 
 def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> TrainState:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
@@ -29,7 +30,6 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora, nf4
 from shardwise.techniques import precision as precisions
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.meshes import Meshes
 
 
 def export(

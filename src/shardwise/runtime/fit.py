@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.slices import local
 from shardwise.errors import Problem, TrainingError, first_line
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
@@ -16,7 +17,6 @@ from shardwise.runtime.step import accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import optim, shard
-from shardwise.techniques.slices import local
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA ")
 """Texts of a RuntimeError that mean that memory ran out: torch's on a CPU; CUDA's, from its driver; those of cuBLAS,

@@ -25,6 +25,7 @@ from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
 from shardwise.data.stream import Share, evaluated
 from shardwise.data.whole import write_whole
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
@@ -34,7 +35,6 @@ from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques.meshes import Meshes
 
 KEPT = ("data",)
 """The keys of :func:`identity`."""

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.torch_private import complete_accumulated
 from shardwise.errors import ConfigError, DataError, Problem
-from shardwise.interop.torch_private import complete_accumulated
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
@@ -57,7 +58,6 @@ from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
 from shardwise.techniques import tp as tp_technique
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.meshes import Meshes
 from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()

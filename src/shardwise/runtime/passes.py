@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Finish, Output, Score
 from shardwise.models.blocks import blocks, with_head
@@ -17,7 +18,6 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import shard
-from shardwise.techniques.meshes import Meshes
 
 
 @dataclass(frozen=True)

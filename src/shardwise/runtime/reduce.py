@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.techniques.meshes import Meshes
-from shardwise.techniques.slices import local, replication
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import local, replication
 
 
 def count_supervised(meshes: Meshes, tokens: int, stop: bool = False) -> tuple[int, bool]:

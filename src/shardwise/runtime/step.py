@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
 from shardwise.runtime import passes, reduce
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
 from shardwise.techniques import optim, shard, tp
-from shardwise.techniques.meshes import Meshes
 
 
 @dataclass(frozen=True)

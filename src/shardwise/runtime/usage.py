@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem, TrainingError
 from shardwise.runtime.exchange import all_gather
 from shardwise.runtime.watch.guard import StopRequest
-from shardwise.techniques.meshes import Meshes
 
 
 class Usage:

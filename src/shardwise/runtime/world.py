@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from shardwise.distributed.meshes import Meshes, meshes
+from shardwise.distributed.torch_private import abort_groups, set_timeout
 from shardwise.errors import ConfigError, Problem
-from shardwise.interop.torch_private import abort_groups, set_timeout
 from shardwise.runtime import exchange
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
-from shardwise.techniques.meshes import Meshes, meshes
 
 DeviceKind = Literal["cpu", "cuda"]
 T = TypeVar("T")

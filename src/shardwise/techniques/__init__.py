@@ -28,7 +28,7 @@ from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, r
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 ORDER: tuple[ModuleType, ...] = (lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.distributed.slices import local
 from shardwise.spec.plan import Lora
 from shardwise.techniques.dora import WHOLE, LayerShare, row_norms
 from shardwise.techniques.dropout import dropped
-from shardwise.techniques.slices import local
 
 Norms = Callable[[nn.Module, float, LayerShare], torch.Tensor]
 

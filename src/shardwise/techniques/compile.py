@@ -25,7 +25,7 @@ from shardwise.spec.sheet import Sheet
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 RECOMPILE_LIMIT = 64
 """How many graphs of a block torch compiles before it gives up (8 by default). A run needs more, but a bounded number:

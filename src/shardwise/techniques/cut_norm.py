@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.distributed.collectives import Group
 from shardwise.models.layers import accumulation_dtype
-from shardwise.techniques.crossing import Group
 
 
 def cut_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.distributed.slices import local
 from shardwise.techniques.fourbit import MatrixPiece, dequantise
 from shardwise.techniques.quantised import NF4_PARTS, nf4_rows_at_once
-from shardwise.techniques.slices import local
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from shardwise.techniques.pruning import prune
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 
 def frozen(name: str, plan: Plan) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.slices import local
 from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import BLOCK, quantised
 from shardwise.techniques.rounding import Kept, RoundedAdamW, draw
-from shardwise.techniques.slices import local
 
 DECADES = 7
 

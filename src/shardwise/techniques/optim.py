@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 UNDECAYED = frozenset({"norm", "bias", "lora_m"})
 """Roles without weight decay unless a group of the recipe says otherwise."""

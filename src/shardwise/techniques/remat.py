@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 
 Mode = Literal["none", "selective", "full"]

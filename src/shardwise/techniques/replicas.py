@@ -58,7 +58,7 @@ class Replicas:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup, bucket_bytes: int, wire: torch.dtype
     ) -> None:
-        from shardwise.techniques.slices import local
+        from shardwise.distributed.slices import local
 
         parameters = {name: p for name, p in named if p.requires_grad}
         sizes = [(name, local(p).numel() * p.element_size()) for name, p in parameters.items()]
@@ -88,7 +88,7 @@ class Replicas:
         import torch
         from torch import distributed
 
-        from shardwise.techniques.slices import local
+        from shardwise.distributed.slices import local
 
         gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         if len(bucket) == 1 and gradients[0].is_contiguous():
@@ -110,7 +110,7 @@ class Replicas:
             return
         while len(self._sent) < len(self.buckets):
             self._send(self.buckets[len(self._sent)])
-        from shardwise.techniques.slices import local
+        from shardwise.distributed.slices import local
 
         for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
@@ -123,7 +123,7 @@ class Replicas:
 
 def _pieces(flat: torch.Tensor, bucket: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Each parameter with its part of a flat bucket, a view."""
-    from shardwise.techniques.slices import local
+    from shardwise.distributed.slices import local
 
     offset = 0
     for parameter in bucket:

@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.techniques.slices import local, local_slice
+from shardwise.distributed.slices import local, local_slice
 
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers."""

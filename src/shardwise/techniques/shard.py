@@ -39,7 +39,7 @@ from shardwise.techniques.replicas import Replicas
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 _REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank of a group computes some heads, and some columns of the MLP, for the same tokens.
 
-    weights of                  cut along        what crosses the edge (techniques/crossing.py)
+    weights of                  cut along        what crosses the edge (distributed/collectives.py)
     q, k, v, gate, up           rows (outputs)   enter: the residual stream, before them
     o, down                     columns (inputs) leave: the sum of the ranks' products, after them
     embedding, output layer     rows (ids)       leave after the one, enter before the other
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardwise.techniques.meshes import Meshes
+    from shardwise.distributed.meshes import Meshes
 
 
 def _state(name: str, spec: ModelSpec, ranks: int) -> State:
@@ -199,7 +199,7 @@ def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     import torch
     from torch import distributed
 
-    from shardwise.techniques.slices import local
+    from shardwise.distributed.slices import local
 
     gradients: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
@@ -245,9 +245,9 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     """Give layers a forward that computes with local weights, with ``enter`` and ``leave`` around each pair."""
     from torch import nn
 
+    from shardwise.distributed import vocabulary
+    from shardwise.distributed.collectives import enter, leave
     from shardwise.models.layers import RMSNorm, rms_norm
-    from shardwise.techniques import vocabulary
-    from shardwise.techniques.crossing import enter, leave
     from shardwise.techniques.dora import LayerShare
 
     group, spec, sequence_parallel = meshes.groups["tp"], _spec(part), plan.sequence_parallel

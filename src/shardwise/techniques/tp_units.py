@@ -1,9 +1,9 @@
 """Tensor parallelism on paper: what crosses the edge between the residual stream and a rank's heads and columns.
 
 A rank computes what a smaller model would, with its share of the heads and columns, and its sheet comes with those
-sizes. What is added here are the operations of techniques/crossing.py and vocabulary.py: where a product reads a tensor
-of the stream, and where the stream reads what a product left inside. With sequence parallelism tensors of the stream
-have places for a rank's own tokens only.
+sizes. What is added here are the operations of distributed/collectives.py and vocabulary.py: where a product reads a
+tensor of the stream, and where the stream reads what a product left inside. With sequence parallelism tensors of the
+stream have places for a rank's own tokens only.
 """
 
 from __future__ import annotations

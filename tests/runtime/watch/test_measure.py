@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.distributed.meshes import Meshes
 from shardwise.models.config import parameter_count
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.evaluate import Validation
@@ -17,7 +18,6 @@ from shardwise.runtime.watch.measure import Memory, Meter, resident_bytes, retur
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Estimate, Plan, Shard, Traffic
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.meshes import Meshes
 from tests.parity.cases import TIED
 from tests.runtime import rank_work
 

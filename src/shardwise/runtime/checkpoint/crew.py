@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed.torch_private import set_timeout
 from shardwise.errors import ShardwiseError
-from shardwise.interop.torch_private import set_timeout
 from shardwise.runtime.checkpoint.commit import MaybeCommitted
 from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
 from shardwise.runtime.exchange import broadcast, gather, may_travel, scatter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.interop.torch_private import recorded_collectives
+from shardwise.distributed.torch_private import recorded_collectives
 
 NCCL = "nccl"
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.techniques.compile import suspended
-from shardwise.techniques.meshes import Meshes
-from shardwise.techniques.slices import local
 
 KINDS = {
     "allreduce_": "all_reduce",

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwise.interop.torch_private import keep_memory_history, write_memory_history
+from shardwise.distributed.torch_private import keep_memory_history, write_memory_history
 from shardwise.runtime.report.warn import only_reports
 
 

@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.interop.torch_private import is_strided
+from shardwise.distributed.torch_private import is_strided
 from shardwise.spec.layout import cut
 
 

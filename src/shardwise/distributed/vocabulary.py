@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from shardwise.distributed.collectives import Group, stacked
 from shardwise.spec.layout import cut
-from shardwise.techniques.crossing import Group, stacked
 
 
 @dataclass(frozen=True)

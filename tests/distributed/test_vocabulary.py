@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardwise.distributed import vocabulary
 from shardwise.prove.pool import RankPool
-from shardwise.techniques import vocabulary
-from tests.techniques import vocabulary_ranks as rows
-from tests.techniques.crossing_ranks import share
+from tests.distributed import vocabulary_ranks as rows
+from tests.distributed.collective_ranks import share
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed import vocabulary
+from shardwise.distributed.collectives import enter, leave
+from shardwise.distributed.meshes import meshes
 from shardwise.methods import dpo, loss
 from shardwise.methods.loss import IGNORED, Output
 from shardwise.models.layers import Head
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.recipe import Method
-from shardwise.techniques import vocabulary
-from shardwise.techniques.crossing import enter, leave
-from shardwise.techniques.meshes import meshes
-from tests.techniques.crossing_ranks import share
+from tests.distributed.collective_ranks import share
 
 HIDDEN, SHAPE = 16, (3, 7)
 

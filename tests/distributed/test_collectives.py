@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.distributed.fake_world import fake_world
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import WorldCounter, fake_world
+from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
-from tests.techniques import crossing_ranks as crossings
+from tests.distributed import collective_ranks as crossings
 
 EVEN, ODD = (2, 4), (1, 5)
 """Tokens that 2 and 4 ranks divide, and tokens that neither does."""

@@ -1,4 +1,4 @@
-"""What the ranks of tests/techniques/test_crossing.py do."""
+"""What the ranks of tests/distributed/test_collectives.py do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.techniques import crossing
-from shardwise.techniques.crossing import enter, leave
+from shardwise.distributed import collectives
+from shardwise.distributed.collectives import enter, leave
 
 WIDTH, INNER = 6, 8
 
@@ -87,9 +87,9 @@ def ours(
     rank: int, world: int, how: str, tokens: tuple[int, ...], cut: bool, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
     """As :func:`whole`; of a cut stream this rank's tokens, of the weights its columns and rows."""
-    plain = crossing.summed
+    plain = collectives.summed
     if how == "in place":
-        crossing.summed = sum_in_place
+        collectives.summed = sum_in_place
     try:
         *inputs, slope = tensors(tokens, dtype)
         stream, column, row = inputs[0], inputs[1].chunk(world)[rank].clone(), inputs[2].chunk(world, 1)[rank].clone()
@@ -102,7 +102,7 @@ def ours(
         assert all(map(torch.equal, before, (x.detach() for x in given)))
         return [out.detach(), *(x.grad for x in given)]
     finally:
-        crossing.summed = plain
+        collectives.summed = plain
 
 
 def expected(rank: int, world: int, tokens: tuple[int, ...], cut: bool, dtype: torch.dtype) -> list[Tensor]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed.fake_world import fake_world
+from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import fake_world
 from shardwise.spec.layout import GROUPS, Layout
-from shardwise.techniques.meshes import Meshes, meshes
 
 TP, HYBRID = Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=2)
 

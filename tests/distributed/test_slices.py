@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import local, local_slice, replication
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
-from shardwise.techniques.meshes import meshes
-from shardwise.techniques.slices import local, local_slice, replication
 
 TENSOR_PARALLEL, BOTH = Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, tp=2)
 
