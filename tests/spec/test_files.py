@@ -1,7 +1,8 @@
-"""Only regular files are opened."""
+"""Only regular files are opened, and only as much is read as such a file can hold."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -47,3 +48,16 @@ def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"text")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert read_regular(tmp_path / "b") == b"text"
+
+
+def test_a_file_that_is_larger_than_its_kind_can_be_is_not_read(tmp_path: Path) -> None:
+    endless = tmp_path / "run.json"
+    endless.touch()
+    os.truncate(endless, 2**42)
+    with pytest.raises(OSError, match="it is larger than 268,435,456 bytes") as raised:
+        read_regular(endless)
+    assert raised.value.errno == errno.EFBIG
+    os.truncate(endless, 10)
+    assert read_regular(endless, most_bytes=10) == bytes(10)
+    with pytest.raises(OSError, match="it is larger than 9 bytes"):
+        read_regular(endless, most_bytes=9)

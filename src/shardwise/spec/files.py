@@ -1,4 +1,5 @@
-"""Opens regular files only: opening a named pipe that somebody put in place of a file would block for ever."""
+"""Opens and reads what somebody else may have put there: regular files only, for opening a named pipe would block for
+ever, and no more of them than such a file can be."""
 
 from __future__ import annotations
 
@@ -7,6 +8,13 @@ import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+NOTE_BYTES = 2**20
+"""Of what a process notes down about itself: run.json, exit.json, an owner's file."""
+TABLE_BYTES = 2**28
+"""Of what grows with a model, a vocabulary or a data set: manifests, indices, tokenizers, configurations."""
+LOG_BYTES = 2**31
+"""Of what grows with the steps of a run: metrics.jsonl, events.jsonl. Some four million lines."""
 
 
 def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -27,7 +35,10 @@ def open_regular(path: str | Path) -> BinaryIO:
     return open(path, "rb", opener=regular)
 
 
-def read_regular(path: str | Path) -> bytes:
-    """All of a regular file."""
+def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:
+    """All of a regular file. Raises OSError (EFBIG) for one larger than ``most_bytes``, of which nothing is read: a
+    sparse file of a terabyte takes no room on a disk."""
     with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes (limit)", str(path))
         return file.read()
