@@ -7,6 +7,9 @@ import sys
 from importlib import import_module
 from types import FrameType
 
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the working directory, where ``-m`` looks first, under a user's own torchrun too
+
 from shardwise.launch.worker import is_worker
 
 

@@ -26,6 +26,7 @@ from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 from tests.data.conftest import prose
+from tests.traps import set_traps, sprung
 
 Settings = Callable[..., Data]
 BATCH, BYTES = 4, 2000
@@ -208,8 +209,10 @@ def test_what_a_slower_rank_still_reads_is_not_deleted(recipe: Recipe, tmp_path:
 def test_a_process_of_its_own_prepares_ahead(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     source = Portions(recipe, recipe.data, tmp_path / "stream", leader=True)
+    monkeypatch.chdir(set_traps(tmp_path / "traps"))
     assert source.turn(0, BATCH) and source._ahead is not None
     source._ahead.join(60)
+    assert sprung(tmp_path / "traps") == [], "code of the working directory was run"
     assert source._ahead.exitcode == 0 and (tmp_path / "stream" / "portion-00001").is_dir()
     assert len(visits(tmp_path / "stream")) == 1
 

@@ -20,6 +20,7 @@ from shardwise.data.store import Prepared
 from shardwise.errors import DataError, OutputError
 from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.conftest import prose
+from tests.traps import set_traps, sprung
 
 Make = Callable[..., Data]
 
@@ -69,7 +70,9 @@ def test_parallel_equals_serial(corpus: Path, settings: Make, monkeypatch: pytes
     monkeypatch.setattr(read, "UNIT_BYTES", 2000)
     told: list[tuple[str, int, int]] = []
     serial = prepare(settings(corpus), progress=lambda *said: told.append(said))
+    monkeypatch.chdir(set_traps(corpus.parent / "traps"))
     parallel = prepare(settings(corpus, num_proc=3), force=True)
+    assert sprung(corpus.parent / "traps") == [], "code of the working directory was run"
     assert contents(serial) == contents(parallel)
     assert serial.manifest == parallel.manifest
     total = sum(path.stat().st_size for path in corpus.rglob("*.*"))

@@ -18,6 +18,7 @@ from shardwise.launch import local
 from shardwise.launch.local import launch
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.watch.outcome import read_exit
+from tests.traps import set_traps, sprung
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = "tests.launch.fake_rank"
@@ -60,6 +61,14 @@ def test_ranks_get_their_environment_and_leave_ours_alone(tmp_path: Path) -> Non
         assert words[2] == f"OMP_NUM_THREADS={threads}" and words[3].startswith(f"{STORE}=/")
     assert dict(os.environ) == before and LAUNCHER not in os.environ
     assert signal.getsignal(signal.SIGTERM) is handlers
+
+
+def test_ranks_run_no_code_of_the_directory_that_they_are_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(set_traps(tmp_path / "traps"))
+    assert launch([str(tmp_path), "fine"], 2, tmp_path, module=RANK).exit_code == 0
+    assert sprung(tmp_path / "traps") == []
 
 
 def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ def test_each_node_has_its_line() -> None:
     found = lines(2, 8, ["runs/a b/recipe.yaml", "--plan", "runs/a b/plan.yaml"], port=1234)
     assert len(found) == 2
     for node, line in enumerate(found):
-        gloo, nccl, torchrun, *words = shlex.split(line.replace("$FIRST_NODE", "host-a").replace("$INTERFACE", "ib0"))
+        safe, gloo, nccl, torchrun, *words = shlex.split(
+            line.replace("$FIRST_NODE", "host-a").replace("$INTERFACE", "ib0")
+        )
         assert (gloo, nccl, torchrun) == ("GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0", "torchrun")
+        assert safe == "PYTHONSAFEPATH=1", "or `-m` would run what lies where the command is given"
         parsed = get_args_parser().parse_args(words)
         assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank) == ("2", "8", node)
         assert (parsed.module, parsed.training_script) == (True, "shardwise")

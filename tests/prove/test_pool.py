@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from shardwise.prove.pool import RankFailure, RankPool
 from tests.parity.test_tp import plan
 from tests.prove import rank_work
+from tests.traps import set_traps, sprung
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -111,7 +113,7 @@ def test_a_world_larger_than_the_pool_is_refused(ranks: RankPool) -> None:
         ranks.run(rank_work.nothing, world=5)
 
 
-def test_ranks_end_when_their_parent_is_killed() -> None:
+def test_ranks_end_when_their_parent_is_killed_and_run_no_code_of_its_directory(tmp_path: Path) -> None:
     """Even those inside a collective: rank 0 waits in a barrier and rank 1 sleeps when the parent goes."""
     program = (
         "import os, threading\n"
@@ -125,7 +127,10 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         "    pool.run(rank_work.hang_on, 1, world=2)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    (script := tmp_path / "script.py").write_text(program)
+    command, traps = [sys.executable, str(script)], set_traps(tmp_path / "traps")
+    done = subprocess.run(command, cwd=traps, env=environment, capture_output=True, text=True, timeout=60)
+    assert sprung(traps) == []
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     assert ended(pids)

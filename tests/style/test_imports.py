@@ -134,6 +134,18 @@ def test_torch_is_not_loaded_by_what_must_start_fast() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_starts_processes_says_where_they_may_look_for_code() -> None:
+    """Or they would run what lies in the working directory."""
+    found = [
+        source.at(imported.line, f"{imported.module} without shardwise.spec.safe_path")
+        for source in sources()
+        for imported in imports(source)
+        if (imported.module == "subprocess" or imported.name in ("get_context", "ProcessPoolExecutor"))
+        and not any(other.module == "shardwise.spec.safe_path" for other in imports(source))
+    ]
+    report(found, "what starts Python processes keeps them from running code of the working directory")
+
+
 def test_private_names_of_torch_stand_in_one_file() -> None:
     found = [
         offence

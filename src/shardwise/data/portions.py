@@ -29,6 +29,7 @@ from shardwise.data.pack import Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.errors import DataError, Problem, ShardwiseError
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
+from shardwise.spec.safe_path import safe_path
 
 
 def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
@@ -141,7 +142,8 @@ class Portions:
         if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
             work = self._path(visit + 1), self._maker(visit + 1)
             self._ahead = get_context("spawn").Process(None, _make_ahead, name, work, daemon=True)
-            self._ahead.start()
+            with safe_path():
+                self._ahead.start()
 
 
 def _make(data: Data, sample_tokens: int | None, named: tuple[int, str | None], directory: Path) -> None:

@@ -25,6 +25,7 @@ from shardwise.data.read import SourcePart, pieces
 from shardwise.data.samples import SampleRules, encode, tokenizer_of
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.safe_path import safe_path
 
 SHARD_TOKENS = 2**27
 _FURTHER_UNITS = 64
@@ -170,7 +171,8 @@ def _results(
     ahead: deque[Future[dict[str, SplitPart]]] = deque()
     try:
         for unit, job in units:
-            ahead.append(pool.submit(tokenise, unit, job))
+            with safe_path():  # it may start a process
+                ahead.append(pool.submit(tokenise, unit, job))
             if len(ahead) > 2 * num_proc:
                 yield ahead.popleft().result
         while ahead:

@@ -25,6 +25,7 @@ from shardwise.runtime.watch.outcome import Exit, clear_exit, read_exit, write_e
 from shardwise.runtime.watch.signals import heeded
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
+from shardwise.spec.safe_path import SAFE_PATH
 from shardwise.spec.units import show_bytes
 
 SAVE_AND_STOP_S = 600.0
@@ -82,7 +83,8 @@ def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: st
 def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, LAUNCHER: os.getpid()}
     defaults = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), "TOKENIZERS_PARALLELISM": "false"}
-    return defaults | os.environ | {name: str(value) for name, value in places.items()} | {STORE: store}
+    ours = {name: str(value) for name, value in places.items()} | {STORE: store} | SAFE_PATH
+    return defaults | os.environ | ours
 
 
 class _Requests:

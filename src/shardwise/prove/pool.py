@@ -30,6 +30,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from shardwise.distributed.torch_private import forget_sharding
+from shardwise.spec.safe_path import safe_path
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "shardwise.prove.pool")
 AFTER_FIRST_FAILURE_S = 2.0
@@ -136,7 +137,8 @@ class RankPool:
             stacks.write_text("")
             seat = (rank, theirs, str(stacks))
             process = spawning.Process(target=serve, args=seat, name=f"rank-{rank}", daemon=True)
-            process.start()
+            with safe_path():
+                process.start()
             theirs.close()
             self._seats.append(Seat(process, ours, stacks))
 
