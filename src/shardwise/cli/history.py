@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.errors import MissingInputError, Problem
 from shardwise.spec.document import read
+from shardwise.spec.files import NOTE_BYTES, read_regular, regular_lines
 from shardwise.spec.keys import dotted
 from shardwise.spec.recipe import Recipe
 
@@ -92,18 +93,21 @@ def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[s
     if not path.is_file():
         return []
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
-            found.append(accept(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
-            if line.endswith(b"\n"):  # else it is still being written
-                unread.append(f"{path}:{number}")
+    try:
+        for number, line in enumerate(regular_lines(path), 1):
+            try:
+                found.append(accept(json.loads(line)))
+            except (ValueError, KeyError, TypeError):
+                if line.endswith(b"\n"):  # else it is still being written
+                    unread.append(f"{path}:{number}")
+    except OSError as error:
+        unread.append(f"{path} ({error.strerror})")
     return found
 
 
 def _identity(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path, NOTE_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -117,9 +121,9 @@ def _number(record: Mapping[str, Any], key: str) -> float:
 
 def _measured(path: Path) -> dict[str, str]:
     """The measured values of report.md: the third column of its table."""
-    if not path.is_file():
+    try:
+        lines = read_regular(path, NOTE_BYTES).decode(errors="replace").splitlines()
+    except OSError:
         return {}
-    rows = [
-        line.strip("| ").split(" | ") for line in path.read_text("utf-8", "replace").splitlines() if line[:2] == "| "
-    ]
+    rows = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
     return {row[0]: row[2].strip() for row in rows if len(row) > 2 and row[0] and not row[0].startswith("|")}

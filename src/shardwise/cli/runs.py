@@ -17,6 +17,7 @@ from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.rundir import newest_step
 from shardwise.runtime.watch.outcome import read_exit
+from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe
 from shardwise.spec.units import show_bytes
 
@@ -96,7 +97,7 @@ def _last(metrics: Path) -> dict[str, Any]:
     """The last whole line; empty where there is none."""
     if not metrics.is_file():
         return {}
-    with metrics.open("rb") as file:
+    with open_regular(metrics) as file:
         file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):

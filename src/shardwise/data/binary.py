@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from shardwise.data.read import SourcePart
 from shardwise.errors import DataError, Problem
+from shardwise.spec.files import read_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+_INDEX_BYTES = 2**34
+"""Twenty bytes a document."""
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -38,7 +41,7 @@ def _layout(path: Path) -> tuple[np.dtype[np.generic], NDArray[np.int64] | None]
         if size % 2:
             raise _fault(path, f"size {size:,} is not a multiple of 2 (uint16)")
         return np.dtype("<u2"), None
-    raw = index.read_bytes()
+    raw = read_regular(index, _INDEX_BYTES)
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
         raise _fault(index, f"it does not start like a Megatron index, but with {raw[:9]!r}")
     _, version, code, sequences, documents = _HEADER.unpack_from(raw)

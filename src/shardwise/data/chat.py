@@ -29,6 +29,7 @@ from shardwise.data.formats import ROLES, Conversation, Segment
 from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, Problem
+from shardwise.spec.files import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -77,7 +78,7 @@ class Encoder:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
-        content = json.loads((tokenizer / "tokenizer.json").read_bytes())
+        content = json.loads(read_regular(tokenizer / "tokenizer.json"))
         added = [token for token in content.get("added_tokens") or () if token["special"]]
         # Nothing may be added around the text, and offsets must refer to whole tokens.
         content.update(post_processor=None, truncation=None, padding=None)

@@ -28,6 +28,7 @@ from shardwise.data.order import Indices, Order, permute
 from shardwise.data.pack import Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.errors import DataError, Problem, ShardwiseError
+from shardwise.spec.files import MANIFEST_BYTES, read_regular
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 from shardwise.spec.safe_path import safe_path
 
@@ -63,7 +64,7 @@ class Portions:
             if not (root / "portion-00000").is_dir():
                 laid = lay(recipe.data, recipe.run.seed, recipe.sample_tokens is not None)
                 whole.write_whole(self._file, json.dumps({"settings": settings, "portions": laid, "visits": []}))
-        self._told = json.loads(self._file.read_text(encoding="utf-8"))
+        self._told = json.loads(read_regular(self._file, MANIFEST_BYTES))
         if self._told["settings"] != settings:
             what, fix = "the run was started with other data or other streaming settings", "run.name=another-name"
             raise DataError(Problem("DATA013", what, str(self._file), fix))

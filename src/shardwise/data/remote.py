@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from shardwise.data.source import digest
 from shardwise.data.whole import once, write_whole
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem, UnavailableError
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.recipe import Data
 
 Progress = Callable[[str, int, int], None]
@@ -64,7 +65,7 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0, said: Progress | None =
             return name
         note = cache / "fetched" / f"{digest(name)}.json"
         if note.is_file() and time.time() - note.stat().st_mtime < trust_s:
-            return str(json.loads(note.read_text(encoding="utf-8")))
+            return str(json.loads(read_regular(note, NOTE_BYTES)))
         fetched = cache / "fetched"
         found = str(_fetch_dataset(name, fetched) if _is_dataset(name) else _fetch_files(name, fetched, said))
         write_whole(note, json.dumps(found))

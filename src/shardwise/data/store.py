@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.spec.files import open_regular, read_regular
+from shardwise.spec.files import MANIFEST_BYTES, open_regular, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -117,7 +117,7 @@ def _read_manifest(path: Path) -> DataManifest:
         return DataError(Problem("DATA013", f"the manifest of the prepared data is damaged: {why}", str(path), _REDO))
 
     try:
-        body = json.loads(read_regular(path))
+        body = json.loads(read_regular(path, MANIFEST_BYTES))
         stored = body.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise damaged("it is not the JSON that was written") from error

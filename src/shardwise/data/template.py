@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shardwise.data.formats import REASONING
 from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, PolicyError, Problem
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import NOTE_BYTES, read_regular
 
 _NO_TOOLS = (
     "{% if tools or messages | selectattr('tool_calls') | list %}"
@@ -182,7 +182,7 @@ def find_template(named: str | None, tokenizer: Path) -> str:
     path = Path(named).expanduser() if named is not None else tokenizer / "chat_template.jinja"
     if path.is_file():
         try:
-            return read_regular(path).decode()
+            return read_regular(path, NOTE_BYTES).decode()
         except UnicodeDecodeError as error:
             fix = "save it as UTF-8, or data.chat_template=<another>"
             raise DataError(Problem("CHAT001", f"the chat template {path.name} is not UTF-8", _WHERE, fix)) from error

@@ -17,7 +17,7 @@ import xxhash
 
 from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem, first_line
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.hub import fetch
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def read_facts(file: Path) -> dict[str, Any]:
         return {}
     why = "it is not a JSON object"
     try:
-        if isinstance(facts := json.loads(read_regular(file)), dict):
+        if isinstance(facts := json.loads(read_regular(file, NOTE_BYTES)), dict):
             return facts
     except UnicodeDecodeError:
         why = "it is not UTF-8"

@@ -28,6 +28,7 @@ from secrets import token_hex
 
 from shardwise.errors import OutputError, Problem
 from shardwise.runtime.checkpoint.manifest import train_again
+from shardwise.spec.files import NOTE_BYTES, read_regular
 
 _FILE = re.compile(r"\.owner-(\d+)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -190,7 +191,7 @@ def holder(directory: Path) -> tuple[Owner, bool | None] | None:
 def _outlive(path: Path, mine: Owner, say: Callable[[str], None], pace: Pace) -> None:
     """Return when the owner in ``path`` is dead, or the file gone. Raises OUT005 if it lives."""
     try:
-        text = path.read_bytes()
+        text = read_regular(path, NOTE_BYTES)
         owner = _parse(text)
         alive = _alive(owner) if owner else None
         if alive is False or (
@@ -199,7 +200,7 @@ def _outlive(path: Path, mine: Owner, say: Callable[[str], None], pace: Pace) ->
             return
         for look in range(0 if alive else math.ceil(pace.stale_s / pace.look_s)):
             pace.sleep(pace.look_s)
-            now = path.read_bytes()
+            now = read_regular(path, NOTE_BYTES)
             if now != text:
                 owner, alive = _parse(now), True
                 break
@@ -262,14 +263,14 @@ def _numbers(directory: Path) -> list[int]:
 def _owner(directory: Path) -> tuple[int, Owner | None]:
     """The highest number, and what its file says: None if there is none, or if it is just being written."""
     number = max(_numbers(directory), default=0)
-    return number, _parse(_path(directory, number).read_bytes()) if number else None
+    return number, _parse(read_regular(_path(directory, number), NOTE_BYTES)) if number else None
 
 
 def _newest(directory: Path) -> tuple[int, bytes]:
     """The highest number and the bytes of its file, which change with every beat; nothing where they cannot be read."""
     with suppress(OSError):
         number = max(_numbers(directory), default=0)
-        return number, _path(directory, number).read_bytes()
+        return number, read_regular(_path(directory, number), NOTE_BYTES)
     return 0, b""
 
 

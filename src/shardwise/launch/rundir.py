@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -27,6 +28,7 @@ from shardwise.runtime.checkpoint.manifest import (
     train_again,
 )
 from shardwise.runtime.watch.outcome import read_exit
+from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
@@ -188,6 +190,17 @@ def check_writable(directory: Path) -> None:
         raise OutputError(_unwritable(directory, error)) from None
 
 
+def check_kinds(directory: Path) -> None:
+    """Raise OutputError (OUT002) where a named pipe or a device lies in a run's directory, or in one of it: whoever
+    opened it, to read or to write, would wait for ever."""
+    for path in (*directory.glob("*"), *directory.glob("*/*")):
+        with suppress(FileNotFoundError):  # a link to nowhere, or it has just gone
+            mode = path.stat().st_mode
+            if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                what = f"{path} is {kind_of(mode)}, not a regular file"
+                raise OutputError(Problem("OUT002", what, f"{path}", "remove it, or use another `--run`"))
+
+
 @contextmanager
 def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Iterator[Claim]:
     """Own ``directory`` for the length of the block; remove it afterwards if it is empty and was created here. Raises
@@ -195,9 +208,10 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
     new = [path for path in (directory, directory.parent) if not path.exists()]
     check_writable(directory)
     try:
+        check_kinds(directory)
         claim = owner.claim(directory, token, say)
     except OSError as error:
-        raise OutputError(_unwritable(directory, error)) from None
+        raise OutputError(_unwritable(Path(error.filename or directory), error)) from None
     try:
         yield claim
     finally:

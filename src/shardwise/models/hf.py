@@ -21,6 +21,7 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
+from shardwise.spec.files import read_regular
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -150,7 +151,7 @@ def _exists(path: Path) -> bool:
 
 def _indexed(directory: Path) -> dict[str, Entry]:
     path = _checked(directory, INDEX)
-    places = tensorfile.parse_json(path, path.read_bytes()).get("weight_map")
+    places = tensorfile.parse_json(path, read_regular(path)).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))

@@ -12,7 +12,7 @@ from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
 from shardwise.models.numbers import check_numbers
 from shardwise.spec.complaints import show_value
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.hub import fetch
 
 
@@ -65,7 +65,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         fix = "a directory that holds config.json as transformers' save_pretrained writes it"
         raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
     try:
-        config = json.loads(read_regular(path))
+        config = json.loads(read_regular(path, NOTE_BYTES))
         if not isinstance(config, dict):
             raise ValueError(f"it holds {show_value(config)}, not an object")
         return config

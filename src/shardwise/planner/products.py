@@ -19,6 +19,7 @@ import xxhash
 
 from shardwise.data.whole import write_whole
 from shardwise.spec.cluster import Products
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.host import processor
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def measured(cache_directory: Path = CACHE) -> Products:
     identity = [FORMAT, processor(), torch]
     path = cache_directory / f"{xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())}.json"
     with suppress(OSError, ValueError, TypeError):  # a cache that cannot be read is made again
-        return Products(**json.loads(path.read_text(encoding="utf-8"))["products"])
+        return Products(**json.loads(read_regular(path, NOTE_BYTES))["products"])
     found = measure()
     with suppress(OSError):  # without a cache the next plan measures again
         record = {"processor": processor().splitlines(), "torch": torch, "products": asdict(found)}

@@ -23,6 +23,7 @@ import xxhash
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.planner.features import What, assembled, joined, name_of
+from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Precision
 from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
 from shardwise.techniques.cells import NAMES
@@ -141,7 +142,7 @@ def shipped() -> dict[str, str]:
 
 def _cached(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_regular(path))
     except (OSError, ValueError):
         return None  # a cache that cannot be read is made again
 

@@ -32,7 +32,7 @@ from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime.checkpoint import manifest
 from shardwise.runtime.checkpoint.manifest import Rejected, candidates
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -175,7 +175,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     path, state = directory / "run.json", "is missing"
     if there := path.exists():
         try:
-            run: dict[str, Any] = json.loads(read_regular(path))
+            run: dict[str, Any] = json.loads(read_regular(path, NOTE_BYTES))
             return {key: run[key] for key in ("run_id", *KEPT)}
         except (OSError, ValueError, KeyError, TypeError) as error:
             state = f"cannot be read ({str(error) or type(error).__name__}), and was renamed to run.json.damaged"

@@ -19,6 +19,7 @@ from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError, Problem, first_line
+from shardwise.spec.files import open_regular
 
 KeyPath = tuple[str | int, ...]
 MAX_BYTES = 2**18
@@ -65,16 +66,13 @@ def resolve(text: str) -> Any:
 def read(path: Path) -> Document:
     """Read a file. Raises MissingInputError (CFG011), ConfigError (CFG007) or PolicyError (SEC001 to SEC003)."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             content = stream.read(MAX_BYTES + 1)
-    except IsADirectoryError:
-        what = f"{path} is a directory, not a file"
-        raise MissingInputError(Problem("CFG011", what, fix="name the YAML file")) from None
     except (OSError, ValueError) as error:
         beside = path.parent if os.path.isdir(path.parent) else Path(os.devnull)
         there = [*beside.glob("*.yaml"), *(recipe.parent for recipe in beside.glob("*/recipe.yaml"))]
         near = ", ".join(sorted(map(str, there))[:5])
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.args[-1])
         fix = f"there are: {near}" if near else "check the path"
         raise MissingInputError(Problem("CFG011", f"cannot read {path}: {reason}", fix=fix)) from None
     if len(content) > MAX_BYTES:

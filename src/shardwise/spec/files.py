@@ -6,15 +6,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-NOTE_BYTES = 2**20
-"""Of what a process notes down about itself: run.json, exit.json, an owner's file."""
+NOTE_BYTES = 2**24
+"""Of what a process notes down about itself (run.json, exit.json, an owner's file), and of configurations."""
 TABLE_BYTES = 2**28
-"""Of what grows with a model, a vocabulary or a data set: manifests, indices, tokenizers, configurations."""
+"""Of what grows with a model or a vocabulary: indices of weights, tokenizers."""
+MANIFEST_BYTES = 2**31
+"""Of what lists the slices of every rank, or the files of a data set: some seventeen million of them."""
 LOG_BYTES = 2**31
 """Of what grows with the steps of a run: metrics.jsonl, events.jsonl. Some four million lines."""
+LINE_BYTES = 2**20
 
 
 def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -25,9 +29,13 @@ def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
+    raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(path))
+
+
+def kind_of(mode: int) -> str:
+    """What ``stat`` calls anything but a regular file, in words."""
     words = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-    kind = words.get(stat.S_IFMT(mode), "something else")
-    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return words.get(stat.S_IFMT(mode), "something else")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -39,6 +47,19 @@ def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:
     """All of a regular file. Raises OSError (EFBIG) for one larger than ``most_bytes``, of which nothing is read: a
     sparse file of a terabyte takes no room on a disk."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes (limit)", str(path))
+        _check_size(file, path, most_bytes)
         return file.read()
+
+
+def regular_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a log, each with its end. Raises OSError as :func:`read_regular`; a line of more than a MiB, which
+    none is, comes in pieces."""
+    with open_regular(path) as file:
+        _check_size(file, path, LOG_BYTES)
+        while line := file.readline(LINE_BYTES):
+            yield line
+
+
+def _check_size(file: BinaryIO, path: str | Path, most_bytes: int) -> None:
+    if os.fstat(file.fileno()).st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes (limit)", str(path))

@@ -28,7 +28,7 @@ import xxhash
 
 from shardwise.errors import DataError, Problem
 from shardwise.spec.file_kind import recognise
-from shardwise.spec.files import read_regular, regular
+from shardwise.spec.files import MANIFEST_BYTES, read_regular, regular
 from shardwise.spec.units import typed
 
 FORMAT = 1
@@ -159,7 +159,7 @@ def read(directory: str | Path) -> Manifest:
     """The manifest of a committed checkpoint, checked against its hash and the directory's name."""
     path = Path(directory) / MANIFEST
     try:
-        manifest = parse(read_regular(path), str(path))
+        manifest = parse(read_regular(path, MANIFEST_BYTES), str(path))
     except FileNotFoundError:
         what = "this checkpoint was never committed (no manifest)"
         raise Rejected(Problem("CKPT008", what, str(directory))) from None

@@ -11,6 +11,7 @@ from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import Job
 from shardwise.runtime.report.warn import failure, only_reports, warn
 from shardwise.runtime.state import TrainState
+from shardwise.spec.files import NOTE_BYTES, read_regular
 
 PROMPT_TOKENS, MOST_TOKENS = 16, 256
 SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
@@ -59,7 +60,7 @@ def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
 def earlier_sample(job: Job) -> str:
     """What :func:`keep_first_sample` stored; empty on ranks other than 0."""
     path = job.directory / "sample-before.txt"
-    return path.read_text("utf-8", "replace") if job.rank == 0 and path.exists() else ""
+    return read_regular(path, NOTE_BYTES).decode(errors="replace") if job.rank == 0 and path.exists() else ""
 
 
 def shown(text: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardwise.errors import Problem
 from shardwise.runtime.checkpoint.manifest import train_again
+from shardwise.spec.files import NOTE_BYTES, read_regular
 
 LAYOUT = struct.Struct("<8sqqqqddq16s48s64s")
 MAGIC = b"SHWPAGE1"
@@ -115,7 +116,7 @@ def read_pages(run_directory: Path, ranks: Iterable[int]) -> list[RankStatus]:
     found = []
     for number in ranks:
         try:
-            data = (run_directory / DIRECTORY / f"{number:05d}").read_bytes()
+            data = read_regular(run_directory / DIRECTORY / f"{number:05d}", NOTE_BYTES)
         except OSError:
             continue
         if len(data) != LAYOUT.size or not data.startswith(MAGIC):

@@ -25,6 +25,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.runtime.watch.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.watch.trackers import Outcome, Tracks
+from shardwise.spec.files import open_regular, regular_lines
 from shardwise.spec.plan import Plan
 from shardwise.techniques import lora
 from shardwise.techniques.freeze import frozen
@@ -86,8 +87,10 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8")
-        if path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._file.write("\n")
+        with open_regular(path) as file:
+            file.seek(max(0, self._file.tell() - 1))
+            if file.read(1) not in (b"", b"\n"):
+                self._file.write("\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         plain = {
@@ -106,7 +109,7 @@ def keep_until(path: Path, step: int) -> str:
     if not path.exists():
         return ""
     kept, unread = {}, 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in regular_lines(path):
         try:
             number = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):

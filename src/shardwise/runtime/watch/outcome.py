@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import NOTE_BYTES, read_regular
 
 Kind = Literal["done", "preempted", "error", "crash", "memory", "hang", "peer_lost"]
 NAME = "exit.json"
@@ -60,7 +60,7 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
 def read_exit(run_directory: Path) -> Exit | None:
     """The outcome, or None while there is none that can be read."""
     try:
-        return Exit(**json.loads(read_regular(run_directory / NAME)))
+        return Exit(**json.loads(read_regular(run_directory / NAME, NOTE_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from shardwise.errors import Problem, UnavailableError
 from shardwise.models.kernels import FA3_PACKAGE
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.recipe import Recipe
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -98,7 +99,7 @@ class MLflow:
         self._mlflow: Any = mlflow
         kept = subject.directory / "mlflow-run-id"
         if kept.exists():
-            mlflow.start_run(run_id=kept.read_text(encoding="utf-8").strip())
+            mlflow.start_run(run_id=read_regular(kept, NOTE_BYTES).decode().strip())
             return
         kept.write_text(mlflow.start_run(run_name=subject.name).info.run_id, encoding="utf-8")
         pairs = [(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in subject.config.items()]
