@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gzip
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from shardwise.data import convert
 from shardwise.data.convert import to_jsonl
 from shardwise.data.prepare import prepare
 from shardwise.data.source import find
-from shardwise.errors import DataError
+from shardwise.errors import DataError, OutputError
 from shardwise.spec.recipe import Data
 
 
@@ -139,3 +143,36 @@ def test_other_encodings_are_named_with_line_and_remedy(
     remedy = f"iconv -f {encoding} -t utf-8 {path} > a-utf8{path.suffix}"
     guess = ", if it is Latin-1" * (encoding == "latin1")
     assert (problem.code, problem.what, problem.fix) == ("DATA006", f"{name}{what}", remedy + guess)
+
+
+def packed(path: Path, records: int) -> Path:
+    """The same record again and again, which packs well."""
+    text = "ab " * 50
+    lines = f'{{"text": "{text}"}}\n'.encode() * records
+    if path.suffix == ".parquet":
+        return write(path, pa.table({"text": [text] * records}))
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else pa.compress(lines, "zstd", asbytes=True))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_that_is_made_to_fill_the_disk_is_refused(
+    tmp_path: Path, settings: Callable[..., Data], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path / name, 20_000)
+    monkeypatch.setattr(convert, "LEAST_BYTES", 10_000)
+    with pytest.raises(DataError, match=rf"DATA007.*{name}, [\d,]+ bytes, becomes more than 200 times as much text"):
+        prepare(settings(path))
+    assert not list((tmp_path / "cache").rglob("records.jsonl"))
+    monkeypatch.undo()
+    assert len(converted(path, tmp_path / "cache")) == 20_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_some_room_is_left_on_the_disk(
+    tmp_path: Path, settings: Callable[..., Data], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(OutputError, match=f"OUT002.*{name} becomes larger than the disk has room for"):
+        prepare(settings(packed(tmp_path / name, 20_000)))
+    assert not list((tmp_path / "cache").rglob("records.jsonl"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from shardwise.distributed import torch_private
 from shardwise.errors import ConfigError
 from shardwise.prove.pool import RankPool
+from shardwise.runtime import world as world_module
 from shardwise.runtime.agree import difference
 from shardwise.runtime.world import device_of, from_first, process, take_device, told_by_first, world
 from shardwise.spec.layout import Layout
@@ -154,3 +158,25 @@ def test_the_first_tells_before_there_is_a_process_group(monkeypatch: pytest.Mon
     assert told_by_first(lambda: "measured: 2 \u00d7") == "measured: 2 \u00d7"
     with world(Layout(), "cpu", 20.0):
         assert from_first(lambda: 3) == 3
+
+
+def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the home directory cannot be written; by torch it would then go where anybody can guess."""
+
+    def kept(**more: str) -> Path:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        world_module._keep_to_ourselves(replace(process(), **more))  # type: ignore[arg-type]
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert kept() == tmp_path / "home" / ".cache" / "shardwise" / "inductor"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    first, second = kept(), kept()
+    assert first != second and first.stat().st_mode & 0o777 == 0o700 and first.stat().st_uid == os.getuid()
+    assert kept(store=str(tmp_path / "store")) == tmp_path / "inductor", "ranks of one launcher share one"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    world_module._keep_to_ourselves(process())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    for made in (first, second):
+        made.rmdir()

@@ -8,9 +8,11 @@ jsonl, csv and tsv (a record of several lines is at its last line) and record n 
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import json
 import math
+import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +29,11 @@ from shardwise.errors import DataError, Problem, UnavailableError, first_line
 
 WHOLE_BYTES = 256 * 2**20
 """A json file is parsed whole, so it may not be larger."""
+MOST_TIMES, LEAST_BYTES = 200, 2**30
+"""A packed file may become so many times larger; text becomes three to ten times. Below ``LEAST_BYTES`` it does no
+harm."""
+ROOM = 0.9
+"""The share of the free disk that one file may take."""
 HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
 _NO_RECORD = object()
@@ -64,9 +71,10 @@ def head(source: Source, directory: Path) -> Source:
 
 
 def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> None:
-    suffix = source.path.suffix
+    suffix, room_bytes = source.path.suffix, int(ROOM * shutil.disk_usage(Path(out.name).parent).free)
     if suffix in (".gz", ".zst"):
-        _decompress(source, out, enough_bytes)
+        for _ in _decompress(source, out, enough_bytes):
+            _check_size(source, out, room_bytes)
         return
     reader = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}[suffix]
     for number, record in enumerate(reader(source), 1):
@@ -78,6 +86,20 @@ def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> 
             what = f"{source.name}:{number} holds {error}"
             raise DataError(Problem("DATA005", what, str(source.path), "leave the column out of the file")) from error
         out.write(line.encode("utf-8", "backslashreplace") + b"\n")  # a lone surrogate as JSON writes it: \udc80
+        if number % 1024 == 0:
+            _check_size(source, out, room_bytes)
+
+
+def _check_size(source: Source, out: IO[bytes], room_bytes: int) -> None:
+    """Raise DATA007 once the text of ``source`` is too large for the file, and OSError once it is for the disk: a file
+    of a few MB can be made to fill any."""
+    packed, size = source.path.stat().st_size, out.tell()
+    if size > max(LEAST_BYTES, MOST_TIMES * packed):
+        what = f"{source.name}, {packed:,} bytes, becomes more than {MOST_TIMES} times as much text"
+        fix = f"if that is what it should hold, unpack it yourself: data.path={source.path.with_suffix('')}"
+        raise DataError(Problem("DATA007", what, str(source.path), fix))
+    if size > room_bytes:
+        raise OSError(errno.ENOSPC, f"{source.name} becomes larger than the disk has room for", out.name)
 
 
 def _plain(value: Any) -> Any:
@@ -102,7 +124,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}, which is neither text nor number")
 
 
-def _decompress(source: Source, out: IO[bytes], enough_bytes: float) -> None:
+def _decompress(source: Source, out: IO[bytes], enough_bytes: float) -> Iterator[None]:
     lines = written = 0
     try:
         with gzip.open(source.path) if source.path.suffix == ".gz" else _zstd(source.path) as stream:
@@ -110,6 +132,7 @@ def _decompress(source: Source, out: IO[bytes], enough_bytes: float) -> None:
                 out.write(block)
                 written += len(block)
                 lines += block.count(b"\n")
+                yield
     except (EOFError, OSError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

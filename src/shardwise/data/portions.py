@@ -138,7 +138,8 @@ class Portions:
         """Delete portions that no visit in [visit, end) reads, except the first, and start preparing the next one."""
         for used in set(self.root.glob("portion-*")) - {self._path(number) for number in (0, *range(visit, end))}:
             # Renamed like an unfinished portion first: one that is deleted only half is then prepared again.
-            shutil.rmtree(used.rename(used.with_name(f".{used.name}.tmp")))
+            left = used.rename(used.with_name(f".{used.name}.tmp"))
+            shutil.rmtree(left, ignore_errors=True)  # the process that prepares may be deleting it too
         asked, name = self._ahead, str(visit + 1)
         if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
             work = self._path(visit + 1), self._maker(visit + 1)

@@ -167,11 +167,12 @@ def _results(
     if num_proc == 1 or len(units) <= 1:
         yield from (partial(tokenise, unit, job) for unit, job in units)
         return
-    pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), die_with_parent)
+    with safe_path():  # the pool has a process that looks after its locks
+        pool = ProcessPoolExecutor(min(num_proc, len(units)), get_context("spawn"), die_with_parent)
     ahead: deque[Future[dict[str, SplitPart]]] = deque()
     try:
         for unit, job in units:
-            with safe_path():  # it may start a process
+            with safe_path():  # this may start one that works
                 ahead.append(pool.submit(tokenise, unit, job))
             if len(ahead) > 2 * num_proc:
                 yield ahead.popleft().result

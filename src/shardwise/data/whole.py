@@ -6,17 +6,18 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
 
 def once(target: Path, make: Callable[[Path], None]) -> Path:
     """The directory ``target``. If it does not exist, one of the processes that ask for it calls
-    ``make(directory)``."""
+    ``make(directory)``. Its parent must hold nothing else than what is made so."""
     if not target.is_dir():
         with lock(target):
             if not target.is_dir():
+                remove_unfinished(target.parent)
                 with becoming(target) as directory:
                     make(directory)
     return target
@@ -30,6 +31,17 @@ def lock(target: Path) -> Iterator[None]:
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Delete what processes that were killed have left in ``parent`` half made, or replaced: what nobody holds the lock
+    of."""
+    for suffix in ("tmp", "old"):
+        for left in parent.glob(f".*.{suffix}"):
+            lock_file = left.with_suffix(".lock")
+            with suppress(OSError), lock_file.open("r+") as file:  # without a lock file it is none of ours
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

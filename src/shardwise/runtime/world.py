@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -160,9 +163,24 @@ def _keep_to_ourselves(me: Process) -> None:
     if me.world_size == me.local_world_size:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
-    home = Path.home()
-    if os.access(home, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / ".cache" / "shardwise" / "inductor"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_for_compiled_code(me))
+
+
+def _for_compiled_code(me: Process) -> Path:
+    """A directory that stays, in the user's home; where that cannot be written, one that goes with the run."""
+    with suppress(OSError, RuntimeError):  # the latter: nobody knows where it is
+        kept = Path.home() / ".cache" / "shardwise" / "inductor"
+        kept.mkdir(parents=True, exist_ok=True)
+        if os.access(kept, os.W_OK):
+            return kept
+    if me.store:  # in the directory that our launcher has made for its ranks alone, and will remove
+        shared = Path(me.store).parent / "inductor"
+        shared.mkdir(mode=0o700, exist_ok=True)
+        return shared
+    private = tempfile.mkdtemp(prefix="shardwise-inductor-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return Path(private)
 
 
 def from_first(make: Callable[[], T]) -> T:
