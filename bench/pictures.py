@@ -1,6 +1,8 @@
 """The pictures of the README: what `shardwise plan` and `shardwise train` print on a terminal, as SVG.
 
-python bench/pictures.py            # runs both (the quickstart takes minutes) and writes docs/pictures/
+python bench/pictures.py [plan] [train]     # runs both (the quickstart takes minutes) and writes docs/pictures/
+
+tests/bench/test_pictures.py compares them with what is printed today.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.text import Text
@@ -56,12 +59,22 @@ def draw(name: str, command: str, lines: list[str]) -> None:
         console.save_svg(str(TARGET / f"{name}.svg"), title="shardwise")
 
 
+def text_of(picture: Path) -> str:
+    """The lines of a picture, as text."""
+    lines: dict[int, list[tuple[float, str]]] = {}
+    for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        if found := re.search(r"-line-(\d+)\)$", element.get("clip-path", "")):
+            lines.setdefault(int(found[1]), []).append((float(element.get("x", "0")), element.text or ""))
+    return "\n".join("".join(text for _, text in sorted(lines[number])).rstrip() for number in sorted(lines))
+
+
 def main() -> None:
     TARGET.mkdir(exist_ok=True)
+    commands = {"plan": PLAN, "train": TRAIN}
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
-        draw("plan", PLAN, screen(PLAN))
-        draw("train", TRAIN, screen(TRAIN))
+        for name in sys.argv[1:] or commands:
+            draw(name, commands[name], screen(commands[name]))
 
 
 if __name__ == "__main__":
