@@ -164,7 +164,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = pairs * cos.unsqueeze(-2)
     out[..., 0, :].addcmul_(second, sin, value=-sign)
     out[..., 1, :].addcmul_(first, sin, value=sign)
-    return out.flatten(-2)
+    return out.flatten(-2).to(x.dtype)  # under autocast the tables are wider than what a projection made
 
 
 class _Rotate(torch.autograd.Function):
@@ -186,7 +186,7 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """x[b,s,h,e] rotated by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
-    rotated and the rest is left."""
+    rotated and the rest is left. The result has the dtype of x, whatever that of the tables."""
     return _Rotate.apply(x, *rotary)
 
 
