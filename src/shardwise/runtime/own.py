@@ -38,8 +38,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import complete_accumulated
@@ -49,6 +48,8 @@ from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.stateful import Objects
+from shardwise.runtime.own_optim import optimizer as optimizer
+from shardwise.runtime.own_optim import watch
 from shardwise.runtime.usage import Usage
 from shardwise.runtime.watch.guard import stop_requests
 from shardwise.spec.layout import Layout
@@ -58,7 +59,6 @@ from shardwise.techniques import compile as compilation
 from shardwise.techniques import remat, shard
 from shardwise.techniques import tp as tp_technique
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.optim import fresh_moments
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _STATES = "$states"
@@ -172,6 +172,7 @@ def parallelize(
         _autocast(module, torch_dtype(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))
     _PLANS[module] = plan
+    watch(module)
     return module
 
 
@@ -220,30 +221,6 @@ def _autocast(module: nn.Module, dtype: torch.dtype) -> None:
             return plain(*args, **kwargs)
 
     module.forward = forward
-
-
-def optimizer(
-    module: nn.Module,
-    *,
-    learning_rate: float = 3e-4,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-) -> Optimizer:
-    """Fused AdamW over the trained parameters of a parallelized module; vectors (norms, biases) are not decayed. Any
-    other of torch's optimizers, made after ``parallelize``, serves as well."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for parameter in sorted(trained, key=lambda parameter: parameter.ndim <= 1):
-        decay = weight_decay if parameter.ndim > 1 else 0.0
-        groups.setdefault((decay, isinstance(parameter, DTensor)), []).append(parameter)  # the kernel takes no mixture
-    given = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
-    made = AdamW(given, lr=learning_rate, betas=betas, eps=eps, fused=True)
-    for parameter in trained:
-        made.state[parameter] = fresh_moments(
-            parameter
-        )  # so that a checkpoint can be loaded into it before a first step
-    return made
 
 
 def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
