@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.runtime.build import load_weights
     from shardwise.runtime.own import Checkpoints, backward, clip_grad_norm, optimizer, parallelize, plan, world
     from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
     from shardwise.spec.load import dump_plan, dump_recipe, load_plan, load_recipe
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Problem", "ShardwiseError", "__version__"]
-__all__ += ["Checkpoints", "backward", "clip_grad_norm", "optimizer", "parallelize", "plan", "world"]
+__all__ += ["Checkpoints", "backward", "clip_grad_norm", "load_weights", "optimizer", "parallelize"]
+__all__ += ["plan", "world"]
 __all__ += ["Cluster", "Plan", "Recipe", "local_cluster", "parse_cluster"]
 __all__ += ["dump_plan", "dump_recipe", "load_plan", "load_recipe"]
 _PLACES = {
+    "runtime.build": ("load_weights",),
     "spec.cluster": ("Cluster", "local_cluster", "parse_cluster"),
     "spec.load": ("dump_plan", "dump_recipe", "load_plan", "load_recipe"),
     "spec.plan": ("Plan",),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import shardwise
 from examples import transformers_loop, vision_loop
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import local, local_slice, replication
@@ -343,6 +344,15 @@ def decoder(
                 checkpoints.save(steps)
                 checkpoints.close()
             return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def loaded(rank: int, world: int, strategy: str, settings: dict[str, Any], directory: str) -> dict[str, Tensor]:
+    """The whole weights of a decoder that was filled from ``directory`` once it was cut."""
+    with started(world):
+        plan = own.plan(strategy, **settings)  # type: ignore[arg-type]
+        model = own.parallelize(Decoder(UNTIED), plan, meshes(plan.layout, "cpu"))
+        shardwise.load_weights(model, directory)
+        return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
 def texts(step: int) -> Tensor:

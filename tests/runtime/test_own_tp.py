@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+import shardwise
+from shardwise.errors import ConfigError, DataError, MissingInputError
+from shardwise.models import hf
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
@@ -63,3 +67,28 @@ def test_a_degree_that_does_not_divide_the_processes(monkeypatch: pytest.MonkeyP
     asked: dict[str, Any] = {"tp": 3}
     with own_ranks.started(4), pytest.raises(ConfigError, match="tp 3 does not divide 4 processes"):
         own.plan("zero3", **asked)
+
+
+@pytest.mark.parametrize(("strategy", "settings"), [("zero3", {}), ("ddp", {"tp": 2})], ids=str)
+def test_a_decoder_gets_its_trained_weights(
+    ranks: RankPool, tmp_path: Path, strategy: str, settings: dict[str, Any]
+) -> None:
+    """Once it is cut, each process its slices; or before."""
+    trained = Decoder(own_ranks.UNTIED)
+    right = dict(trained.named_parameters())
+    hf.write_weights(tmp_path, own_ranks.UNTIED, lambda name: right[name].detach())
+    for found in ranks.run(own_ranks.loaded, strategy, settings, str(tmp_path), world=2, timeout_s=60):
+        assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+    other = Decoder(own_ranks.UNTIED)
+    shardwise.load_weights(other, tmp_path)
+    assert all(torch.equal(p, right[name]) for name, p in other.named_parameters())
+
+
+def test_weights_that_are_not_there_or_are_of_another_model(tmp_path: Path) -> None:
+    decoder = Decoder(own_ranks.UNTIED)
+    with pytest.raises(MissingInputError, match=r"CKPT001.*only known by its dimensions"):
+        shardwise.load_weights(decoder, "meta-llama/Llama-3.2-1B".rpartition("/")[2])
+    other = replace(own_ranks.UNTIED, intermediate_size=20)
+    hf.write_weights(tmp_path, other, lambda name: Decoder(other).get_parameter(name).detach())
+    with pytest.raises(DataError, match="CKPT002"):
+        shardwise.load_weights(decoder, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.distributed import torch_private
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, Problem
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import world as world_module
 from shardwise.runtime.agree import difference
@@ -180,3 +181,26 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, m
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     for made in (first, second):
         made.rmdir()
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_users_mistake_is_shown_without_a_traceback_and_by_the_first_rank_before_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: int
+) -> None:
+    """torchrun ends the other ranks while they wait. What is no mistake of the user's keeps its traceback."""
+    waited: list[float] = []
+    usual = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", usual)  # put back afterwards
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(world_module.time, "sleep", waited.append)
+    world_module.show_mistakes_once.__wrapped__()
+    for error in (ConfigError(Problem("PLAN022", "a Linear", "parallelize", "tp=1")), ValueError("a defect")):
+        try:
+            raise error
+        except type(error) as raised:
+            sys.excepthook(type(raised), raised, raised.__traceback__)
+        said = capsys.readouterr().err
+        assert ("Traceback" in said) is isinstance(error, ValueError)
+        if isinstance(error, ConfigError):
+            assert said.startswith("error[PLAN022]: a Linear") and f"called: {__file__}:" in said
+    assert waited == [world_module.FIRST_RANK_SPEAKS_S] * local_rank

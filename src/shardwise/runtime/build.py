@@ -14,6 +14,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local, local_slice
 from shardwise.models import attention, hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
@@ -85,6 +86,16 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
         adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
         for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
             put(parameters[name], values)
+
+
+def load_weights(decoder: Decoder, source: str | Path, revision: str | None = None) -> None:
+    """Fill Shardwise's decoder with the trained weights of ``source``: a directory or file of safetensors, or a Hub id.
+    Before ``parallelize`` or after it, when each process reads no more than its own slices. Raises MissingInputError
+    CKPT001 where there are no weights, DataError CKPT002 to CKPT004 for those of another model."""
+    parameters = dict(decoder.named_parameters())
+    wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
+    for name, values in hf.read_weights(hf.weights_directory(str(source), revision), wanted, decoder.spec):
+        put(parameters[name], values)
 
 
 def _put(parameters: Mapping[str, Tensor], name: str, values: Tensor) -> None:

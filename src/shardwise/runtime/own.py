@@ -94,6 +94,7 @@ def plan(
     unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's decoder, and read the same
     rows. Raises ConfigError for an unknown word, and for degrees that do not multiply to the number of processes.
     Without a recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    processes.show_mistakes_once()
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)

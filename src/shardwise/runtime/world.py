@@ -6,13 +6,17 @@ import atexit
 import os
 import shutil
 import socket
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -29,6 +33,7 @@ from shardwise.spec.layout import Layout
 
 DeviceKind = Literal["cpu", "cuda"]
 T = TypeVar("T")
+FIRST_RANK_SPEAKS_S = 5.0
 
 
 class Watch(Protocol):
@@ -187,6 +192,26 @@ def from_first(make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, on every rank."""
     made: T = exchange.broadcast(make() if dist.get_rank() == 0 else None)
     return made
+
+
+@cache
+def show_mistakes_once() -> None:
+    """From now on a ConfigError that ends the process is shown by the first rank of each node, without a traceback but
+    with the user's line. Every rank makes the same mistake; the others wait, for torchrun ends all with the first that
+    is gone, and speak if that rank does not."""
+    plain = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ConfigError):
+            return plain(kind, error, trace)
+        if process().local_rank:
+            time.sleep(FIRST_RANK_SPEAKS_S)
+        others = (str(Path(__file__).parents[1]), sys.base_prefix)
+        called = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(others)]
+        line = f"\ncalled: {called[-1].filename}:{called[-1].lineno}: {called[-1].line}" if called else ""
+        print(f"{error}{line}", file=sys.stderr, flush=True)
+
+    sys.excepthook = show
 
 
 def _wrong_world(layout: Layout, world_size: int) -> Problem:
