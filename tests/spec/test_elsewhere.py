@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 _TITLES = {
     "instead": "Written as another key",
-    "automatic": "Not needed: ignored with a notice",
+    "automatic": "Not needed: ignored",
     "missing": "Not supported",
 }
-_HEAD = """# Coming from axolotl, TRL, transformers, LLaMA-Factory or torchtune
+_HEAD = """# Coming from axolotl, TRL, transformers, DeepSpeed, LLaMA-Factory or torchtune
 
-A recipe accepts many of their keys unchanged, flat or in the right section, and says how it read them. For every other
-key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
-are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored with a notice.
+A recipe accepts many of their keys unchanged, flat or in the right section; `shardwise plan RECIPE --explain keys`
+lists how each was read. For every other key of their example configurations there is one answer, which is also printed
+when a recipe has such a key. Keys that are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored.
 
 `src/shardwise/spec/elsewhere.json` and `keys.json` are the tables from which this page is generated:
 `python -m tests.spec.test_elsewhere > docs/migrating.md`.
@@ -159,12 +159,146 @@ def test_what_to_write_instead_can_be_written() -> None:
             assert key in given or f"{key}.mode" in given, answer.write
 
 
+MEANT = [
+    (key, value, means) for a in elsewhere.answers() for value, means in a.accepts.items() for key in a.keys.split()
+]
+CLASH = {
+    "checkpoint.saves_per_epoch": "checkpoint.save_steps",
+    "evaluate.evals_per_epoch": "evaluate.eval_steps",
+    "method.name": "method",
+}
+BESIDE = {
+    "lora.rank": "4",
+    "lora.frozen": "nf4",
+    "checkpoint.save_steps": "5",
+    "evaluate.eval_steps": "5",
+    "method": "sft",
+    "train.max_steps": "9",
+}
+
+
+def test_what_is_said_of_a_value_is_true() -> None:
+    """Of each value in the table: ignored because it is done in any case, or because of a key that says the same, or
+    read as a setting; never as empty or turned off unless it is."""
+    for key, value, means in MEANT:
+        ours, colon, _ = means.partition(": ")
+        beside = dict(BESIDE) if not means.startswith("-") else {}
+        if colon and not means.startswith("="):
+            beside = {k: v for k, v in beside.items() if k not in (ours, CLASH.get(ours))}
+            loaded = read_recipe(None, [*(f"{k}={v}" for k, v in beside.items()), f"{key}={value}"])
+            assert loaded.renamed[0].endswith(f"is read as `{means}`"), (key, value)
+            assert ours in loaded.given, (key, value)
+            continue
+        loaded = read_recipe(None, [*(f"{k}={v}" for k, v in beside.items()), f"{key}={value}"])
+        (said,) = loaded.renamed
+        why = said.partition(" is ignored: ")[2]
+        if means.startswith("="):
+            assert why == means[1:]
+        else:
+            names = means.removeprefix("-").split()
+            assert why == "that is done in any case" if not names else why.startswith(f"`{names[0]}` "), (key, value)
+            assert set(names) <= KEYS.leaves.keys()
+    for answer in elsewhere.answers():
+        if answer.kind != "automatic":
+            told = {word: answer.meaning(word) for word in ("some", True, 7)}
+            assert "=it is empty" not in told.values() and "=it is turned off" not in told.values()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("adapter: lora", "`adapter: lora` needs `lora.rank`"),
+        ("adapter:\nlora_r: 8", "`adapter: null` contradicts `lora.rank`"),
+        ("finetuning_type: full\nlora_rank: 8", "`finetuning_type: full` contradicts `lora.rank`"),
+        ("use_peft: true", "`use_peft: true` needs `lora.rank`"),
+        ("save_strategy: steps", "`save_strategy: steps` needs `checkpoint.save_steps`"),
+        ("eval_strategy: no\neval_steps: 5", "`eval_strategy: no` contradicts `evaluate.eval_steps`"),
+    ],
+)
+def test_a_key_that_is_said_by_another_needs_that(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert [problem.what for problem in raised.value.problems] == [what]
+
+
+def test_no_key_of_another_system_is_taken_for_a_misspelling() -> None:
+    """A guess that is followed must not change what is trained: each names what the key's own answer names."""
+    guessed = {
+        key: near
+        for answer in elsewhere.answers()
+        for key in answer.keys.split()
+        if (near := KEYS.nearest(key)) and near not in answer.fix
+    }
+    assert guessed == {"local_rank": "lora.rank", "relora": "lora.rslora"}  # never shown: the answer is
+    foreign = (
+        "zero_optimization.stage",
+        "trainer.precision",
+        "quantization.bits",
+        "model.num_layers",
+        "callbacks.name",
+    )
+    assert [KEYS.nearest(key) for key in foreign] == [None] * len(foreign)
+
+
+def test_a_missing_letter_is_recognised_in_every_key() -> None:
+    names = [*KEYS.leaves, *(name for names in other_names().values() for name in names if "." not in name)]
+    for name in (name for name in names if len(name.rpartition(".")[2]) > 6):
+        middle = len(name) - len(name.rpartition(".")[2]) // 2
+        if name[middle] not in "0123456789_" and name[middle - 1] not in "_.":
+            assert KEYS.nearest(name[:middle] + name[middle + 1 :]) == KEYS.canonical(name), name
+
+
+def test_every_alias_is_of_one_key_and_takes_its_values() -> None:
+    names = [name for names in other_names().values() for name in names]
+    assert len(names) == len(set(names))
+    assert all(KEYS.canonical(name) == key for key, names in other_names().items() for name in names)
+
+
+def test_a_single_data_set_of_axolotl_is_read(tmp_path: Path) -> None:
+    text = """
+datasets:
+  - path: org/talks
+    type: chat_template
+    split: train
+    field_messages: turns
+    message_property_mappings: {role: from, content: value}
+chat_template: tokenizer_default
+"""
+    recipe = read(tmp_path, text).recipe
+    assert (recipe.data.path, recipe.method.name) == ("hf://datasets/org/talks", "sft")
+    data = recipe.data
+    assert (data.messages_key, data.role_key, data.content_key) == ("turns", "from", "value")
+    assert data.chat_template is None
+    local = read(tmp_path, "datasets: [{path: data/talks.jsonl, type: chat_template}]").recipe
+    assert local.data.path == "data/talks.jsonl"
+    with pytest.raises(ConfigError, match=r"datasets.type(.|\n)*not by a prompt of axolotl"):
+        read(tmp_path, "datasets: [{path: org/talks, type: alpaca}]")
+    with pytest.raises(ConfigError, match=r"unknown key `datasets`(.|\n)*several"):
+        read(tmp_path, "datasets: [{path: a, type: chat_template}, {path: b, type: chat_template}]")
+
+
+def test_an_example_of_trl(tmp_path: Path) -> None:
+    text = "dataset_name: trl-lib/Capybara\nassistant_only_loss: true\nuse_peft: true\nlora_r: 4\npadding_free: true\n"
+    recipe = read(tmp_path, text + "packing: true\nmax_length: 2048\n", "method=sft").recipe
+    assert (recipe.data.path, recipe.data.train_on) == ("hf://datasets/trl-lib/Capybara", "assistant")
+    assert (recipe.lora.rank, recipe.train.seq_len, recipe.data.packing) == (4, 2048, True)
+    assert read(tmp_path, "assistant_only_loss: false", "method=sft").recipe.data.train_on == "all"
+
+
+@pytest.mark.parametrize("key", ["parallel.pp", "parallel.cp", "parallel.ep", "pp", "pipeline_model_parallel_size"])
+def test_axes_that_come_later_are_told_as_such(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_recipe(None, [f"{key}=2"])
+    assert "pipeline (pp), context (cp) and expert parallelism (ep) are not supported yet" in str(raised.value)
+    assert read_recipe(None, [f"{key}=1"]).renamed[0].endswith("is ignored: that is done in any case")
+
+
 def test_every_key_gets_its_answer(tmp_path: Path) -> None:
     """Told as that of the key, never as a misspelling of another; off, it is left out."""
     expected = {key: answer for answer in elsewhere.answers() for key in answer.keys.split()}
     off = read(tmp_path, "".join(f"{key}:\n" for key in expected if "." not in key))
-    assert len(off.notices) == sum("." not in key for key in expected)
-    assert all(" is ignored: " in notice for notice in off.notices)
+    assert len(off.renamed) == sum("." not in key for key in expected)
+    assert all(" is ignored: " in notice for notice in off.renamed)
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, "".join(f"{key}: something\n" for key in expected if "." not in key))
     told = {p.what.split("`")[1]: (p.code, p.fix) for p in raised.value.problems}
@@ -203,7 +337,6 @@ def test_an_example_of_torchtune(tmp_path: Path) -> None:
         "model.lora_rank": "`lora.rank: 8`",
         "optimizer._component_": "`optim.name: adamw`",
         "batch_size": "`train.micro_batch_size: 4`",
-        "enable_activation_checkpointing": "`recompute: full`",
     }
 
 
@@ -221,7 +354,6 @@ def test_off_is_no_wish_for_the_default(tmp_path: Path) -> None:
         ("shuffle: false", "shuffle", "always shuffled"),
         ("shuffle_merged_datasets: false", "shuffle_merged_datasets", "always shuffled"),
         ("pretrain_multipack_attn: false", "pretrain_multipack_attn", "data.mask_documents: false"),
-        ("save_strategy: best", "save_strategy", "checkpoint.keep_best: true"),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "loss._component_", "method.name: dpo"),
         ("dataset: {_component_: torchtune.datasets.alpaca_dataset}", "dataset._component_", "data.path"),
     ],
@@ -276,8 +408,20 @@ def page() -> str:
             if answer.kind == kind:
                 keys = " ".join(f"`{key}`" for key in sorted(answer.keys.split()))
                 said = answer.say if kind == "missing" else answer.fix
+                for value, means in answer.accepts.items():
+                    said += f". `{value}`: {told(means)}"
                 text.append(f"| {keys} | {answer.of} | {said} |")
     return "\n".join(text) + "\n"
+
+
+def told(means: str) -> str:
+    """What ``accepts`` says of a value, in words."""
+    if means.startswith("=") or not means:
+        return f"ignored, {means[1:] or 'that is done in any case'}"
+    keys = " or ".join(f"`{key}`" for key in means.removeprefix("-").split())
+    return (
+        f"read as `{means}`" if ": " in means else f"ignored {'without' if means.startswith('-') else 'beside'} {keys}"
+    )
 
 
 if __name__ == "__main__":

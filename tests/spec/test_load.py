@@ -335,9 +335,46 @@ def test_names_that_other_systems_use_are_read_with_a_notice(tmp_path: Path) -> 
     assert (recipe.precision.compute, recipe.recompute.mode, recipe.train.max_steps) == ("bf16", "full", 1000)
     assert (recipe.train.micro_batch_size, recipe.optim.name, recipe.optim.schedule) == (4, "adamw", "linear")
     assert recipe.optim.warmup_steps == 10
-    assert f"{path}:2: `sequence_len` is read as `train.seq_len`" in loaded.notices
+    assert f"{path}:2: `sequence_len` is read as `train.seq_len`" in loaded.renamed
     assert f"{path}:2: `train.seq_len` 4k is 4,096 tokens" in loaded.notices
-    assert not any("warmup_steps" in notice for notice in loaded.notices)
+    assert not any("warmup_steps" in notice for notice in loaded.notices + loaded.renamed)
+
+
+def test_many_renamed_keys_are_counted_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("base_model: a/b\nsequence_len: 4k\nlr: 1e-3\nflash_attention: true\n")
+    loaded = read_recipe(tmp_path / "r.yaml")
+    assert len(loaded.renamed) == 4
+    assert loaded.told == (
+        *loaded.notices,
+        "3 keys are read under the names they have here, 1 are ignored: "
+        "`shardwise plan --explain keys` with this recipe lists them",
+    )
+    (tmp_path / "r.yaml").write_text("base_model: a/b\n")
+    loaded = read_recipe(tmp_path / "r.yaml")
+    assert loaded.told == loaded.renamed != ()
+
+
+def test_two_names_of_a_key_may_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("adapter: qlora\nload_in_4bit: true\nlora_r: 8\n")
+    assert load_recipe(tmp_path / "r.yaml").lora.frozen == "nf4"
+
+
+def test_a_name_in_several_sections_is_asked_for_in_full(complain: Complain) -> None:
+    (problem,) = complain("revision: main")
+    assert problem.fix == "in full: `model.revision` or `data.tokenizer.revision`"
+
+
+@pytest.mark.parametrize("text", ["rl: ipo", "stage: ppo", "rl: kto", "optimizer: adafactor", "optimizer: lion_8bit"])
+def test_another_value_is_no_misspelling(complain: Complain, text: str) -> None:
+    (problem,) = complain(text)
+    assert problem.fix.startswith("give one of")
+
+
+def test_a_section_on_the_command_line_may_be_a_mapping() -> None:
+    lora = load_recipe(None, ["lora={rank: 8, frozen: nf4}", "data={tokenizer: {path: x/y}}"])
+    assert (lora.lora.rank, lora.lora.frozen, lora.data.tokenizer.path) == (8, "nf4", "x/y")
+    with pytest.raises(ConfigError, match=r"unknown key `lora\.rang`"):
+        load_recipe(None, ["lora={rang: 8}"])
 
 
 def test_values_as_people_write_them() -> None:

@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,7 +13,7 @@ import typer
 
 from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.keys import SHORT, Keys, keys_of
+from shardwise.spec.keys import SHORT, Keys, keys_of, near
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
 from shardwise.spec.units import typed
@@ -115,8 +114,8 @@ def _flag(text: str, rest: list[str], keys: Keys, own: list[str]) -> str:
         return f"{name}=true"
     if not rest or rest[0].startswith("--"):
         if key is None:
-            near = next(iter(get_close_matches(name, own, 1, 0.8)), None) or keys.nearest(name)
-            fix = f"did you mean `--{near.replace('_', '-')}`?" if near else "`shardwise --help` lists them"
+            guess = near(name, own) or keys.nearest(name)
+            fix = f"did you mean `--{guess.replace('_', '-')}`?" if guess else "`shardwise --help` lists them"
             raise _misused(f"unknown option `--{text}`", fix)
         raise _misused(f"`--{text}` needs a value", f"`--{text} VALUE`")
     return f"{name}={rest.pop(0)}"

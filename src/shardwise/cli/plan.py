@@ -26,7 +26,7 @@ from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import typed
 
-TOPICS = ("memory", "network", "why")
+TOPICS = ("memory", "network", "why", "keys")
 
 
 @dataclass
@@ -44,7 +44,9 @@ class Options(Common):
         str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
-    explain: Annotated[str | None, Option("--explain", help="More about: memory, network, why.")] = None
+    explain: Annotated[
+        str | None, Option("--explain", help="More about: memory, network, why, keys (how the recipe's were read).")
+    ] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
         None
     )
@@ -64,7 +66,7 @@ def run(options: Options) -> None:
     words = sort_words(options.arguments, Options)
     path = recipe_or_quickstart(words.path, words.overrides)
     loaded = read_recipe(path, words.overrides)
-    for notice in loaded.notices:
+    for notice in loaded.notices if options.explain == "keys" else loaded.told:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe, options.cluster))
@@ -91,6 +93,8 @@ def run(options: Options) -> None:
     say()
     busy_s = [wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in plans]
     _print_plan(plans, chosen, busy_s if cluster.world > 1 else [], options.explain)
+    if options.explain == "keys":
+        say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
     if changes:
         say(*render.remedy_lines(changes, chosen.estimate), "")
     _print_next(path, words.overrides, options)

@@ -77,7 +77,7 @@ def run(options: Options) -> int:
         set_up_torch(deterministic=loaded.recipe.run.deterministic)
         recipe = with_adapter(_named(options, words, loaded))
         return work(recipe, options.plan, resume=options.resume, fresh=options.allow_fresh_start, debug=options.debug)
-    for notice in loaded.notices:
+    for notice in loaded.told:
         note(notice, as_json=options.json)
     while True:
         try:

@@ -7,11 +7,10 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import Problem
-from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, resolve_reference
+from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Method, Recipe, Section
 
 COMMAND_LINE = "the command line"
@@ -51,9 +50,11 @@ def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> 
         there = [key for key in keys.leaves if key.startswith(f"{dotted}.")]
         what = f"`{dotted}` is a section, not a key"
         return Problem("CFG001", what, where, f"name one of its keys: {', '.join(there)}")
-    near = keys.nearest(dotted)
-    guess = f"did you mean `{near}`?" if near else "remove it; `shardwise schema` lists every key"
-    return Problem("CFG001", f"unknown key `{dotted}`", where, fix or guess)
+    guess, homes = keys.nearest(dotted), keys.homes(dotted)
+    told = f"did you mean `{guess}`?" if guess else "remove it; `shardwise schema` lists every key"
+    if len(homes) > 1:
+        told = f"in full: {' or '.join(f'`{key}`' for key in homes)}"
+    return Problem("CFG001", f"unknown key `{dotted}`", where, fix or told)
 
 
 def numbers_out_of_bounds(key: str, value: Any, where: str, nullable: bool) -> list[Problem]:
@@ -112,18 +113,17 @@ def _complain(
     name, value = dotted_name(path), found[0]["input"]
     types = {error["type"] for error in found}
     if types & {"extra_forbidden", "unexpected_keyword_argument"}:
-        near = get_close_matches(alias_leaf(str(path[-1])), schema.get("properties", {}), 1)
+        guess = near(alias_leaf(str(path[-1])), schema.get("properties", {}))
         there = ", ".join(schema.get("properties", {}))
-        fix = f"did you mean `{near[0]}`?" if near else f"remove it; the keys here are {there}"
+        fix = f"did you mean `{guess}`?" if guess else f"remove it; the keys here are {there}"
         return Problem("CFG001", f"unknown key `{name}`", where, fix)
     words = describe(schema, root)
     if types & {"missing", "missing_argument"}:
         return Problem("CFG004", f"`{name}` is missing; it must be {words}", where, f"add `{path[-1]}`")
     fix = f"give {words}"
     choices = [str(option) for option in _choices(schema)]
-    if isinstance(value, str) and choices:
-        near = get_close_matches(value.lower(), choices, 1)
-        fix = f"did you mean `{near[0]}`?" if near else fix
+    if isinstance(value, str) and (guess := near(value, choices)):
+        fix = f"did you mean `{guess}`?"
     return Problem(_code(types, schema, value), f"`{name}` must be {words}, got {show_value(value)}", where, fix)
 
 

@@ -4,20 +4,32 @@
     instead     another key says it; ``write`` is what to write
     missing     not there, and what to do about it
 
-Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) and those of ``accepts`` ask for nothing, and
-are left out too; where ``accepts`` has true (``shuffle``), turning it off asks for something.
+Values that turn a key off (``load_in_8bit: false``, ``wandb_project:``) ask for nothing, and are left out too; where
+``accepts`` has true (``shuffle``), turning it off asks for something. ``accepts`` says of other values what they mean:
+
+    ""           that is done in any case
+    "=words"     the words say why it is left out
+    "key key"    the same as one of these keys of ours, which must be given (``adapter: lora``: ``lora.rank``)
+    "-key"       this key of ours must not be given
+    "key: value" this setting of ours
 docs/migrating.md is made of this table (tests/spec/test_elsewhere.py).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-OFF = (None, False, "", "no", "none", 0)
+OFF = (False, "", "no", "none", 0)
+
+
+def word(value: Any) -> str:
+    """A value as it is written in a recipe, nearly."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -29,13 +41,17 @@ class Answer:
     kind: Literal["automatic", "instead", "missing"]
     say: str = ""
     write: str = ""
-    accepts: tuple[Any, ...] = ()
+    accepts: Mapping[str, str] = field(default_factory=dict)
 
-    def asks_for_nothing(self, value: Any) -> bool:
-        """Whether leaving the key out is what ``value`` means."""
-        empty = isinstance(value, list | dict) and not value
-        on = any(usual is True for usual in self.accepts)
-        return empty or self.kind == "automatic" or value in (OFF[:1] if on else OFF) or value in self.accepts
+    def meaning(self, value: Any) -> str | None:
+        """What ``value`` means, as ``accepts`` says it; None where something else must be written."""
+        if self.kind == "automatic":
+            return f"={self.say}"
+        if word(value).lower() in self.accepts:
+            return self.accepts[word(value).lower()]
+        if value is None or (isinstance(value, list | dict) and not value):
+            return "=it is empty"
+        return "=it is turned off" if value in OFF and self.accepts.get("true") != "" else None
 
     @property
     def fix(self) -> str:
@@ -49,7 +65,7 @@ class Answer:
 def answers() -> tuple[Answer, ...]:
     """Every row of the table."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-    return tuple(Answer(**{**row, "accepts": tuple(row.get("accepts", ()))}) for row in rows)
+    return tuple(Answer(**row) for row in rows)
 
 
 @cache

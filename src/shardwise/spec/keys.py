@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +30,47 @@ _VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
 DROP = object()
 
 
-def translate(key: str, alias: str, value: Any) -> Any:
+def translate(key: str, name: str, value: Any) -> Any:
     """The value of an alias in our words: ``gradient_checkpointing: true`` is ``full``. DROP: it has no effect (``bf16:
     false``)."""
+    alias = name.rpartition(".")[2]
+    if name in ("datasets.path", "dataset_name") and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(value)):
+        local = os.path.exists(value) or re.search(r"\.(json|jsonl|csv|parquet|arrow|txt|gz|zst)$", value)
+        return value if local else f"hf://datasets/{value}"
     if alias == "warmup_ratio" and isinstance(value, int | float):
         return float(value) or 0  # 1 would be a step, not the whole run
     if alias == "lora_target" and isinstance(value, str) and "," in value:
         return [name.strip() for name in value.split(",")]
-    if alias == "load_in_4bit" and str(value).lower() == "false":
+    word = str(value).lower()
+    if word in _TABLES["dropped"].get(alias, ()):
         return DROP
-    if alias in ("bf16", "fp16"):
-        return {"true": alias, "false": DROP, "none": DROP, "auto": "auto"}.get(str(value).lower(), value)
-    return _VALUES.get(key, {}).get(str(value).lower(), value)
+    return {**_VALUES.get(key, {}), **_VALUES.get(alias, {})}.get(word, value)
+
+
+@cache
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def near(word: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``word`` misspells. Another word or another number is no misspelling (`pp` of `tp`,
+    `save_strategy` of `strategy`, `ipo` of `dpo`): a guess that is followed must not change what is trained."""
+
+    ours = _words(word)
+
+    def alike(name: str) -> float:
+        theirs = _words(name)
+        if "".join(ours) == "".join(theirs):
+            return 1.0
+        if len(ours) != len(theirs) or re.findall(r"\d+", word) != re.findall(r"\d+", name):
+            return 0.0
+        for a, b in zip(ours, theirs, strict=True):
+            if (a[0] != b[0] and len(a) < 6) or (a != b and SequenceMatcher(None, a, b).ratio() < 0.65):
+                return 0.0
+        return SequenceMatcher(None, word.lower(), name.lower()).ratio()
+
+    best = max(names, key=alike, default="")
+    return best if len(word) > 2 and alike(best) > 0.7 else None
 
 
 def resolve_reference(schema: Schema, root: Schema) -> Schema:
@@ -80,7 +112,7 @@ class Keys:
         if _BY_ALIAS.get(dotted) in self.leaves:
             return _BY_ALIAS[dotted]
         section, _, leaf = dotted.rpartition(".")
-        homes = [key for key in self.leaves if key.rpartition(".")[2] == leaf]
+        homes = self.homes(leaf)
         if leaf in _BY_ALIAS and _BY_ALIAS[leaf] in self.leaves:
             homes = [_BY_ALIAS[leaf]]
         if len(homes) == 1 and section in ("", homes[0].rpartition(".")[0]):
@@ -88,22 +120,22 @@ class Keys:
         return None
 
     def nearest(self, dotted: str) -> str | None:
-        """The key that ``dotted`` was probably meant to be; None if none is near."""
+        """The key that ``dotted`` misspells, in its section or in its name; None if there is none. Of keys in a section
+        that is none of ours nothing is known."""
         section, _, leaf = dotted.rpartition(".")
-        if leaf in _BY_ALIAS and _BY_ALIAS[leaf] in self.leaves:
-            return _BY_ALIAS[leaf]
+        home = section if section in self.sections else near(section, sorted(self.sections))
+        if section and home is None:
+            return None
         names = {key.rpartition(".")[2]: key for key in reversed(self.leaves)}  # of leaves with one name the first
         names |= {alias: key for alias, key in _BY_ALIAS.items() if key in self.leaves}
-        names |= {key: key for key in self.leaves}
-        if section:
-            sections = get_close_matches(section, sorted(self.sections), 1, 0.6)
-            if sections and f"{sections[0]}.{leaf}" in self.leaves:
-                return f"{sections[0]}.{leaf}"
-        for candidate in (dotted, leaf):
-            found = get_close_matches(candidate, sorted(names), 1, 0.72)
-            if found:
-                return names[found[0]]
-        return None
+        names |= {name: key for name in names for key in self.leaves if home and key == f"{home}.{name}"}
+        there = {name: key for name, key in names.items() if home and key.startswith(f"{home}.")}
+        found = leaf if leaf in names else near(leaf, there if home else names)
+        return names[found] if found else None
+
+    def homes(self, leaf: str) -> list[str]:
+        """The keys of this name, in whatever section."""
+        return [key for key in self.leaves if key.rpartition(".")[2] == leaf]
 
 
 def keys_of(root: Schema) -> Keys:

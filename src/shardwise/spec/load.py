@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,41 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import read_size, show_bytes
 
 FORMAT = 1
+LISTED = 3
+"""More renamed keys than these are counted, not listed."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe, notices about how it was read, and the place of every key that was given."""
+    """A recipe, notices about how it was read, and the place of every key that was given. ``renamed``: a line about
+    each key that was read under another name, or left out."""
 
     recipe: Recipe
     notices: tuple[str, ...]
     given: dict[str, str]
+    renamed: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What is printed before the plan: of many renamed keys only how many there are."""
+        if len(self.renamed) <= LISTED:
+            return (*self.notices, *self.renamed)
+        ignored = sum("` is ignored: " in line for line in self.renamed)
+        counts = f"{len(self.renamed) - ignored} keys are read under the names they have here, {ignored} are ignored"
+        return (*self.notices, f"{counts}: `shardwise plan --explain keys` with this recipe lists them")
 
 
 @dataclass
 class _Reading:
-    """Settings found so far: canonical key to (value, place)."""
+    """Settings found so far: canonical key to (value, place). ``needs``: what holds of a key of another system (its
+    name and value, its place, the keys of ours, what else to write) once everything has been read."""
 
     keys: Keys
-    settings: dict[str, tuple[Any, str]]
-    problems: list[Problem]
-    notices: list[str]
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    needs: list[tuple[str, Any, str, str, str]] = field(default_factory=list)
 
     def takes(self, key: str, kind: str) -> bool:
         schema = self.keys.leaves[key]
@@ -66,7 +82,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Loaded:
     """As :func:`load_recipe`, with notices and the place of each given key."""
-    reading = _Reading(keys_of(recipe_schema()), {}, [], [])
+    reading = _Reading(keys_of(recipe_schema()))
     if path is not None:
         document = read(Path(path))
         mapping = _mapping(document, "recipe")
@@ -75,9 +91,11 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             _take(reading, dotted, value, where, replace=False)
     for override in overrides:
         _override(reading, override)
+    _hold(reading)
     _shorten(reading)
     recipe = _validate(reading)
-    return Loaded(recipe, tuple(reading.notices), {key: where for key, (_, where) in reading.settings.items()})
+    given = {key: where for key, (_, where) in reading.settings.items()}
+    return Loaded(recipe, tuple(reading.notices), given, tuple(reading.renamed))
 
 
 def _mapping(document: Document, noun: str) -> dict[str, Any]:
@@ -116,12 +134,25 @@ def _flatten(
 
 
 def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bool) -> None:
-    """Record one setting under its canonical key."""
+    """Record one setting under its canonical key; those of a section, or of a single data set of axolotl's, each."""
+    if isinstance(value, list) and len(value) == 1 and dotted == "datasets":
+        value = value[0]
+    if isinstance(value, dict) and value and (dotted in reading.keys.sections or dotted.startswith("datasets")):
+        for name, item in value.items():
+            _take(reading, f"{dotted}.{name}", item, where, replace=replace)
+        return
     key = reading.keys.canonical(dotted)
     answer = None if key else elsewhere.find(dotted)
-    if answer is not None and answer.asks_for_nothing(value):
-        why = answer.say if answer.kind == "automatic" else "it is empty or turned off"
-        reading.notices.append(f"{where}: `{dotted}` is ignored: {why}")
+    meaning = answer.meaning(value) if answer else None
+    if answer is not None and meaning is not None:
+        ours, colon, setting = meaning.partition(": ")
+        if meaning.startswith("=") or not meaning:
+            reading.renamed.append(f"{where}: `{dotted}` is ignored: {meaning[1:] or 'that is done in any case'}")
+        elif colon:
+            reading.renamed.append(f"{where}: `{dotted}: {elsewhere.word(value)}` is read as `{meaning}`")
+            _keep(reading, ours, resolve(setting), where, replace=replace)
+        else:
+            reading.needs.append((dotted, value, where, meaning, answer.fix))
         return
     if key is None:
         reading.problems.append(complaints.unknown_key(dotted, where, reading.keys, answer.fix if answer else None))
@@ -129,15 +160,23 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     alias, leaf = dotted.rpartition(".")[2], key.rpartition(".")[2]
     if isinstance(value, float) and value > 1 and value.is_integer() and reading.takes(key, "integer"):
         value = int(value)  # 1e3
-    value = translate(key, alias, value)
+    value = translate(key, dotted, value)
     if key != dotted:
         unset = value is None and alias != leaf and not reading.takes(key, "null")
         if value is DROP or unset:
             return
         if alias != leaf or not replace:
-            reading.notices.append(f"{where}: `{dotted}` is read as `{key}`")
-    if key in reading.settings and not replace:
-        first = reading.settings[key][1]
+            reading.renamed.append(f"{where}: `{dotted}` is read as `{key}`")
+    _keep(reading, key, value, where, replace=replace)
+
+
+def _keep(reading: _Reading, key: str, value: Any, where: str, *, replace: bool) -> None:
+    """Record the value of one of our keys. Two systems' names of it may say the same (``adapter: qlora`` beside
+    ``load_in_4bit``)."""
+    before, first = reading.settings.get(key, (None, ""))
+    if first and not replace:
+        if repr(before) == repr(value):
+            return
         reading.problems.append(Problem("CFG003", f"`{key}` is set twice", f"{first} and {where}", "remove one"))
         return
     if key in SIZES and isinstance(value, str):
@@ -147,6 +186,20 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
                 reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
             value = size
     reading.settings[key] = (value, where)
+
+
+def _hold(reading: _Reading) -> None:
+    """Whether what other systems' keys say beside ours is so."""
+    for dotted, value, where, meaning, fix in reading.needs:
+        keys = meaning.removeprefix("-").split()
+        given = any(reading.settings.get(key, (None, ""))[0] is not None for key in keys)
+        if given == meaning.startswith("-"):
+            beside = f"contradicts `{keys[0]}`" if given else f"needs `{keys[0]}`"
+            what = f"`{dotted}: {elsewhere.word(value)}` {beside}"
+            reading.problems.append(Problem("CFG008", what, where, "drop one of the two" if given else fix))
+        else:
+            why = f"`{keys[0]}` says it" if given else f"`{keys[0]}` is not given"
+            reading.renamed.append(f"{where}: `{dotted}` is ignored: {why}")
 
 
 def _override(reading: _Reading, argument: str) -> None:
@@ -159,7 +212,7 @@ def _override(reading: _Reading, argument: str) -> None:
     refuse_interpolation(text, where)
     dotted = dotted.strip()
     value = parse(text, where).data if text[:1] in ("[", "{", '"', "'") else resolve(text)
-    if dotted in reading.keys.sections and dotted in SHORT:
+    if dotted in reading.keys.sections and dotted in SHORT and not isinstance(value, dict):
         dotted = f"{dotted}.{SHORT[dotted]}"
     leaves = reading.keys.leaves
     whole = next((key for key in leaves if dotted.startswith(key + ".") and reading.takes(key, "object")), None)
