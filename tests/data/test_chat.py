@@ -402,6 +402,40 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     assert find_template("chatml", tmp_path) == SHIPPED["chatml"]
 
 
+def test_templates_by_the_name_of_other_models(tmp_path: Path) -> None:
+    """What axolotl and LLaMA-Factory call ``qwen3`` is what Qwen3's tokenizer brings, and nothing else is taken for
+    it."""
+    (tmp_path / "chat_template.jinja").write_text("{{ '<|im_start|>' }}<think></think>")
+    assert find_template("qwen3", tmp_path) == find_template("qwen_25", tmp_path) == find_template(None, tmp_path)
+    with pytest.raises(DataError, match=r"`mistral` is the chat template of other models(.|\n)*leave it out"):
+        find_template("mistral", tmp_path)
+    assert find_template("llama3", tmp_path) == SHIPPED["llama3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "llama3",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nNo.<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "gemma3",
+            "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nNo.<end_of_turn>\n"
+            "<start_of_turn>model\n",
+        ),
+    ],
+)
+def test_what_templates_of_families_write(name: str, expected: str) -> None:
+    """As the families' instruction-tuned models were trained, from their model cards."""
+    talk = [("system", "Be brief."), ("user", " Hi\n"), ("assistant", "No.")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    assert Template(SHIPPED[name], {"bos_token": "<s>"}).render(messages, None, generate=True) == expected
+
+
 def test_zephyr_needs_no_token_but_the_end_of_text(make: Make) -> None:
     directory = make("CHATML", SHIPPED["zephyr"])
     of = chat(directory)

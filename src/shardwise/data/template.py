@@ -29,19 +29,11 @@ from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, PolicyError, Problem
 from shardwise.spec.files import NOTE_BYTES, read_regular
 
-_NO_TOOLS = (
-    "{% if tools or messages | selectattr('tool_calls') | list %}"
-    "{{ raise_exception('this template cannot write tools or their calls') }}{% endif %}"
-)
-SHIPPED = {
-    "chatml": _NO_TOOLS + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
-    "(message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "zephyr": _NO_TOOLS + "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + "
-    "(message['content'] or '') + eos_token + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-}
+_TABLES = json.loads(Path(__file__).with_name("templates.json").read_text("utf-8"))
+SHIPPED: dict[str, str] = _TABLES["shipped"]
 """Templates by name, for tokenizers without one. ``zephyr`` needs no token but the end-of-text."""
+_OWN: dict[str, str] = _TABLES["own"]
+"""Names that axolotl and LLaMA-Factory give to templates that a model's tokenizer brings: what is found in each."""
 OPEN, CLOSE, PROBE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
 """Around what a template marks with ``{% generation %}``; and what stands for a turn's content (private characters)."""
 LIMIT_S = 2.0
@@ -179,6 +171,11 @@ def find_template(named: str | None, tokenizer: Path) -> str:
         return SHIPPED[named]
     if named is not None and ("{{" in named or "{%" in named):
         return named
+    if named in _OWN:
+        if _OWN[named] not in (text := find_template(None, tokenizer)):
+            what = f"`{named}` is the chat template of other models: this tokenizer's own is another"
+            raise DataError(Problem("CHAT001", what, _WHERE, "leave it out for the tokenizer's own"))
+        return text
     path = Path(named).expanduser() if named is not None else tokenizer / "chat_template.jinja"
     if path.is_file():
         try:

@@ -161,12 +161,11 @@ def _take(reading: _Reading, dotted: str, value: Any, where: str, *, replace: bo
     if isinstance(value, float) and value > 1 and value.is_integer() and reading.takes(key, "integer"):
         value = int(value)  # 1e3
     value = translate(key, dotted, value)
-    if key != dotted:
-        unset = value is None and alias != leaf and not reading.takes(key, "null")
-        if value is DROP or unset:
-            return
-        if alias != leaf or not replace:
-            reading.renamed.append(f"{where}: `{dotted}` is read as `{key}`")
+    unset = value is None and alias != leaf and not reading.takes(key, "null")
+    if value is DROP or unset:
+        return
+    if key != dotted and (alias != leaf or not replace):
+        reading.renamed.append(f"{where}: `{dotted}` is read as `{key}`")
     _keep(reading, key, value, where, replace=replace)
 
 
