@@ -213,14 +213,14 @@ def test_old_names_are_read(tmp_path: Path) -> None:
 def test_what_cannot_be_taken_over_is_refused(kind: str, sizes: dict[str, object], said: str) -> None:
     given = {key: value for key, value in GATED.items() if key in CONFIG_MAPPING[kind]().to_dict()}
     with pytest.raises(ConfigError, match=f"MOD001(.|\n)*{said}(.|\n)*docs/own-loop.md"):
-        read_spec(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
+        hf_model.read(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
 
 
 @pytest.mark.prove
 def test_every_causal_model_of_transformers_is_read_or_refused(tmp_path: Path) -> None:
     """From a directory, as transformers itself writes its config: some 190 kinds, of which any may fail in its own
     way."""
-    read, refused = [], {}
+    read, refused, early = [], {}, 0
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with suppress(Exception):  # not all sizes go together, and transformers refuses one default of its own
             CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
@@ -234,6 +234,10 @@ def test_every_causal_model_of_transformers_is_read_or_refused(tmp_path: Path) -
             read.append(kind)
         except ConfigError as error:
             refused[kind] = str(error)
+            early += "(docs/models.md)" in str(error)
+            with pytest.raises(ConfigError):  # whatever is said of a config alone is so
+                hf_model.read(json.loads((tmp_path / kind / "config.json").read_text()), kind)
+    assert early > 100
     assert {"llama", "gpt2", "olmo3", "arcee", "cohere2", "vaultgemma"} <= set(read) and len(read) > 30
     assert all("MOD001" in said or "PLAN008" in said for said in refused.values())
     assert not [kind for kind, said in refused.items() if "KeyError" in said and "examined" in said]

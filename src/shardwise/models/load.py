@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
+from shardwise.models.hf_spec import check_supported
 from shardwise.models.numbers import check_numbers
+from shardwise.models.unserved import refuse_config, refuse_name
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.hub import fetch
+from shardwise.spec.keys import near
 
 
 def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
@@ -30,6 +32,9 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
         what = f"a value in the config has the wrong type: {str(error)[:200]}"
         fix = "take the values from the model's own config.json"
         raise ConfigError(Problem("CFG004", what, f"config of {name}", fix)) from error
+    refuse_config(config, name)
+    if isinstance(config.get("model_type"), str):
+        check_supported(config, name)
     from shardwise.models import hf_model
 
     return hf_model.read(config, name)
@@ -42,6 +47,7 @@ def load_spec(source: str, revision: str | None = None) -> ModelSpec:
         return read_spec(_read_json(path / "config.json" if path.is_dir() else path), path.name)
     if (match := known.find(source)) is not None:
         return read_spec(match[1], match[0])
+    refuse_name(source)
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
         directory = fetch(source, revision, ["config.json"], "model.path")
         return read_spec(_read_json(directory / "config.json"), source.rpartition("/")[2])
@@ -50,14 +56,16 @@ def load_spec(source: str, revision: str | None = None) -> ModelSpec:
 
 def _nearest(source: str) -> str:
     names = {name.lower(): name for name in known.configs()}
-    close = difflib.get_close_matches(source.rpartition("/")[2].lower(), names, n=3, cutoff=0.5)
+    asked = source.rpartition("/")[2].lower()
     hint = "a directory with config.json, a Hub id such as meta-llama/Llama-3.1-8B, or a built-in name"
     if Path(source).name == "hf":
         run = Path(source).parent
         return f"the run {run} writes it when it ends; `shardwise train` alone makes the quickstart's"
-    if not close:
-        return f"{hint}, such as {', '.join(list(known.configs())[5:50:10])}"
-    return f"did you mean {' or '.join(names[name] for name in close)}? ({hint})"
+    if (close := near(asked, names)) is not None:
+        return f"did you mean {names[close]}? ({hint})"
+    family = asked.partition("-")[0]
+    alike = [names[name] for name in names if name.startswith(family)] if family else []
+    return f"{hint}, such as {', '.join(alike or list(known.configs())[5:50:10])}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""Models that are not supported: told in the field's words, by config.json or by name, before torch is loaded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError, MissingInputError
+from shardwise.models import known
+from shardwise.models.load import load_spec, read_spec
+from shardwise.models.unserved import refuse_config, refuse_name
+
+EXPERTS = "is a mixture of experts: not supported yet"
+TEXT = {"hidden_size": 64, "num_experts": 8}
+
+
+@pytest.fixture(autouse=True)
+def torch_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that builds a model with transformers and torch cannot be imported."""
+    monkeypatch.setitem(sys.modules, "shardwise.models.hf_model", None)
+    monkeypatch.delattr("shardwise.models.hf_model", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 128}, EXPERTS),
+        ({"model_type": "mixtral", "num_local_experts": 8}, EXPERTS),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512}, EXPERTS),
+        ({"model_type": "anything_vl", "text_config": TEXT, "vision_config": {"depth": 2}}, EXPERTS),
+        ({"model_type": "minicpm3", "kv_lora_rank": 256}, "multi-head latent attention"),
+        ({"model_type": "mamba", "state_size": 16}, "recurrent state"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}, "recurrent state"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "sequence to sequence"),
+        ({"model_type": "bert"}, "is an encoder"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "text and images"),
+        ({"model_type": "falcon", "num_kv_heads": 1}, "does not let be replaced"),
+        ({"model_type": "bloom"}, "uses ALiBi"),
+        ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, "quantised as they run"),
+    ],
+)
+def test_a_config_is_refused_in_the_field_s_words(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"MOD001(.|\\n)*{said}(.|\\n)*docs/own-loop.md"):
+        read_spec(config, "odd")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3-30B-A3B", EXPERTS),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", EXPERTS),
+        ("mistralai/Mixtral-8x7B-v0.1", EXPERTS),
+        ("deepseek-ai/DeepSeek-V3", EXPERTS),
+        ("openai/gpt-oss-20b", EXPERTS),
+        ("allenai/OLMoE-1B-7B-0924", EXPERTS),
+        ("state-spaces/mamba-2.8b-hf", "recurrent state"),
+        ("google/flan-t5-base", "sequence to sequence"),
+        ("FacebookAI/xlm-roberta-base", "is an encoder"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "text and images"),
+    ],
+)
+def test_a_name_says_it_where_no_config_is_at_hand(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"MOD001(.|\\n)*{said}"):
+        load_spec(name)
+
+
+def test_dense_decoders_are_refused_by_neither() -> None:
+    dense = "DeepSeek-R1-Distill-Qwen-7B GLM-4-9B Phi-3.5-mini-instruct gpt2 falcon-7b tiny-random-LlamaForCausalLM"
+    for name in (*known.configs(), *dense.split()):
+        refuse_name(f"org/{name}")
+    for config in known.configs().values():
+        refuse_config(config, "x")
+    refuse_config({"model_type": "x", "num_experts": 1, "n_routed_experts": None, "kv_lora_rank": None}, "x")
+
+
+def test_another_size_is_no_misspelling() -> None:
+    """`Qwen3-7B` is not Qwen3-8B: what there is of the family is listed."""
+    with pytest.raises(MissingInputError) as raised:
+        load_spec("Qwen3-7B")
+    fix = raised.value.problems[0].fix
+    assert "did you mean" not in fix
+    assert "Qwen3-4B, Qwen3-8B, Qwen3-14B" in fix
+    with pytest.raises(MissingInputError, match=r"did you mean Llama-3\.1-8B"):
+        load_spec("llama3.1-8b")
