@@ -115,14 +115,15 @@ def test_a_large_file_is_refused_before_it_is_read_whole(tmp_path: Path) -> None
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "there.yaml").write_text("a: 1")
+    for name in ("there.yaml", "short.yml", ".pre-commit-config.yaml"):
+        (tmp_path / name).write_text("a: 1")
     (tmp_path / "a-run").mkdir()
     (tmp_path / "a-run" / "recipe.yaml").write_text("{}")
     with pytest.raises(MissingInputError) as caught:
         read(tmp_path / "nowhere.yaml")
     (problem,) = caught.value.problems
     assert (problem.code, problem.what) == ("CFG011", f"cannot read {tmp_path / 'nowhere.yaml'}: no such file")
-    assert problem.fix == f"there are: {tmp_path / 'a-run'}, {tmp_path / 'there.yaml'}"
+    assert problem.fix == f"there are: {tmp_path / 'a-run'}, {tmp_path / 'short.yml'}, {tmp_path / 'there.yaml'}"
     with pytest.raises(MissingInputError):
         read(tmp_path)
 

@@ -70,7 +70,7 @@ def read(path: Path) -> Document:
             content = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         beside = path.parent if os.path.isdir(path.parent) else Path(os.devnull)
-        there = [*beside.glob("*.yaml"), *(recipe.parent for recipe in beside.glob("*/recipe.yaml"))]
+        there = [*beside.glob("[!.]*.y*ml"), *(recipe.parent for recipe in beside.glob("[!.]*/recipe.yaml"))]
         near = ", ".join(sorted(map(str, there))[:5])
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.args[-1])
         fix = f"there are: {near}" if near else "check the path"
