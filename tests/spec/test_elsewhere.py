@@ -285,6 +285,31 @@ def test_an_example_of_trl(tmp_path: Path) -> None:
     assert read(tmp_path, "assistant_only_loss: false", "method=sft").recipe.data.train_on == "all"
 
 
+def test_a_file_of_deepspeed_is_read_but_for_what_is_not_there(tmp_path: Path) -> None:
+    text = """
+train_micro_batch_size_per_gpu: auto
+gradient_accumulation_steps: 4
+gradient_clipping: auto
+steps_per_print: 50
+bf16: {enabled: true}
+fp16: {enabled: false, loss_scale: 0}
+optimizer: {type: AdamW, params: {lr: 1e-4, weight_decay: auto, betas: auto}}
+scheduler: {type: WarmupLR, params: {warmup_num_steps: 100}}
+zero_optimization: {stage: 3, overlap_comm: true, reduce_bucket_size: 5e8, offload_optimizer: {device: cpu}}
+"""
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert {problem.what for problem in raised.value.problems} == {
+        "unknown key `scheduler.type`",
+        "unknown key `scheduler.params.warmup_num_steps`",
+        "unknown key `zero_optimization.offload_optimizer.device`",
+    }
+    kept = "".join(line for line in text.splitlines(True) if not line.startswith("scheduler"))
+    recipe = read(tmp_path, kept.replace("device: cpu", "device: none")).recipe
+    assert (recipe.parallel.strategy, recipe.precision.compute, recipe.optim.name) == ("zero3", "bf16", "adamw")
+    assert (recipe.train.gradient_accumulation_steps, recipe.optim.learning_rate) == (4, 1e-4)
+
+
 @pytest.mark.parametrize("key", ["parallel.pp", "parallel.cp", "parallel.ep", "pp", "pipeline_model_parallel_size"])
 def test_axes_that_come_later_are_told_as_such(key: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -42,7 +42,7 @@ def translate(key: str, name: str, value: Any) -> Any:
     if alias == "lora_target" and isinstance(value, str) and "," in value:
         return [name.strip() for name in value.split(",")]
     word = str(value).lower()
-    if word in _TABLES["dropped"].get(alias, ()):
+    if name != key and word in _TABLES["dropped"].get(alias, ()):
         return DROP
     return {**_VALUES.get(key, {}), **_VALUES.get(alias, {})}.get(word, value)
 
