@@ -55,7 +55,6 @@ def _words(text: str) -> list[str]:
 def near(word: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` that ``word`` misspells. Another word or another number is no misspelling (`pp` of `tp`,
     `save_strategy` of `strategy`, `ipo` of `dpo`): a guess that is followed must not change what is trained."""
-
     ours = _words(word)
 
     def alike(name: str) -> float:
