@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwise.runtime.checkpoint import commit
-from shardwise.runtime.checkpoint.manifest import Manifest, Slice, TensorRecord
+from shardwise.runtime.checkpoint.manifest import Manifest
 from tests.runtime.checkpoint.faults import faulty, naive_begin, naive_publish
 
 BYTES = 300_000
@@ -19,12 +19,11 @@ def save(directory: Path, step: int, disk: commit.Disk, naive: bool = False) -> 
     begin, publish = (naive_begin, naive_publish) if naive else (commit.begin, commit.publish)
     generation = commit.claim(directory, disk)
     attempt = begin(directory, step, generation, 2 * BYTES, disk)
-    files, tensors = {}, {}
+    files = {}
     for name in ("a", "b"):
         body = memoryview(bytes([step]) * BYTES)
         files[name] = commit.write_file(attempt.path / name, [body[:8], body[8:]], disk)
-        tensors[name] = TensorRecord((BYTES,), "U8", (Slice((0,), (BYTES,), name, 0),))
-    publish(attempt, Manifest("run", step, generation, 1, files, tensors), disk)
+    publish(attempt, Manifest("run", step, generation, 1, files, {}), disk)
 
 
 def run(rank: int, world: int, directory: str, naive: bool, fault: str = "", at: int = 0) -> list[str]:

@@ -29,6 +29,7 @@ import xxhash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.file_kind import recognise
 from shardwise.spec.files import MANIFEST_BYTES, read_regular, regular
+from shardwise.spec.record import Count, from_json
 from shardwise.spec.units import typed
 
 FORMAT = 1
@@ -39,6 +40,13 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","manifest":', b"}\n"
 
 
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1}
+"""The data types of safetensors that checkpoints hold, and the bytes of an element."""
+HEADER_BYTES = 100 << 20
+"""The largest header of a safetensors file, as the package that reads them has it."""
+
+
 class Rejected(DataError):
     """A checkpoint that must not be loaded; its one problem says why."""
 
@@ -47,7 +55,7 @@ class Rejected(DataError):
 class FileRecord:
     """Size of a file and the xxh3-128 of each of its 16 MiB chunks, in hex."""
 
-    bytes: int
+    bytes: Count
     chunks: tuple[str, ...]
 
 
@@ -55,17 +63,17 @@ class FileRecord:
 class Slice:
     """A box of a tensor: where it begins and its sizes, in elements; its file, and the byte in it where it begins."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     file: str
-    begin: int
+    begin: Count
 
 
 @dataclass(frozen=True)
 class TensorRecord:
     """Global shape, safetensors dtype (``F32``, ``BF16``, ...) and the slices that make it up."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     slices: tuple[Slice, ...]
 
@@ -73,17 +81,24 @@ class TensorRecord:
 @dataclass(frozen=True)
 class Manifest:
     run_id: str
-    step: int
-    generation: int
-    world_size: int
+    step: Count
+    generation: Count
+    world_size: Count
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
-    format: int = FORMAT
+    format: Count = FORMAT
 
     @property
     def bytes(self) -> int:
         """Size of all files but the manifest."""
         return sum(record.bytes for record in self.files.values())
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What a manifest of any version says."""
+
+    format: Count = FORMAT
 
 
 def step_name(step: int) -> str:
@@ -125,7 +140,8 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """The manifest in ``data``; :class:`Rejected` if a bit has changed or it names a file outside its directory."""
+    """The manifest in ``data``; :class:`Rejected` if a bit has changed, if it names a file outside its directory, or if
+    what it lists is not whole: of every file each chunk, of every tensor each element."""
     digest, body = data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 64 + len(_MIDDLE) : -len(_TAIL)]
     if data != _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL:
         what = (
@@ -133,26 +149,23 @@ def parse(data: bytes, where: str) -> Manifest:
         )
         raise Rejected(Problem("CKPT007", what, where))
     try:
-        raw: dict[str, Any] = json.loads(body)
-        if raw["format"] > FORMAT:
-            what = f"written in checkpoint format {raw['format']}, this program reads up to {FORMAT}"
+        if (written := from_json(_Format, body).format) > FORMAT:
+            what = f"written in checkpoint format {written}, this program reads up to {FORMAT}"
             raise Rejected(Problem("CKPT009", what, where, "pip install --upgrade shardwise"))
-        raw["files"] = {n: FileRecord(int(f["bytes"]), tuple(f["chunks"])) for n, f in raw["files"].items()}
-        raw["tensors"] = {name: _tensor(record) for name, record in raw["tensors"].items()}
-        manifest = Manifest(**raw)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(Problem("CKPT009", f"this is not a Shardwise manifest: {error!r}", where)) from error
+        manifest = from_json(Manifest, body)
+    except ValueError as error:
+        raise Rejected(Problem("CKPT009", f"this is not a Shardwise manifest: {error}", where)) from error
     for name in {*manifest.files, *(s.file for record in manifest.tensors.values() for s in record.slices)}:
         if not _SAFE_NAME.fullmatch(name):
             raise Rejected(Problem("SEC006", f'file name "{name}" leaves the checkpoint directory', where))
         if name not in manifest.files:
             raise Rejected(Problem("CKPT009", f"a tensor lies in {name}, which the manifest does not list", where))
+    for name, file in manifest.files.items():
+        if len(file.chunks) != max(1, -(-file.bytes // CHUNK_BYTES)):
+            what = f"{name} is {file.bytes} bytes, and {len(file.chunks)} chunks of it are hashed"
+            raise Rejected(Problem("CKPT009", what, where))
+    check_coverage(manifest.tensors, where)
     return manifest
-
-
-def _tensor(raw: dict[str, Any]) -> TensorRecord:
-    slices = (Slice(tuple(s["offsets"]), tuple(s["sizes"]), s["file"], int(s["begin"])) for s in raw["slices"])
-    return TensorRecord(tuple(raw["shape"]), raw["dtype"], tuple(slices))
 
 
 def read(directory: str | Path) -> Manifest:
@@ -174,11 +187,17 @@ def read(directory: str | Path) -> Manifest:
 def check_files(
     directory: str | Path, manifest: Manifest, names: Iterable[str], hashes: bool = True, evict: bool = False
 ) -> None:
-    """Compare the named files with the manifest: sizes, then (``hashes``) every byte. Rejected at the first fault.
+    """Compare the named files with the manifest: sizes, the header of one that holds slices, and (``hashes``) every
+    byte. Rejected at the first fault.
 
     ``evict``: drop them from the system's cache first, so that they are read back from the disk.
     """
-    for name in names:
+    placed: dict[str, list[tuple[str, str, Slice]]] = {name: [] for name in names}
+    for tensor, entry in manifest.tensors.items():
+        for part in entry.slices:
+            if part.file in placed:
+                placed[part.file].append((tensor, entry.dtype, part))
+    for name, parts in placed.items():
         path, record = Path(directory) / name, manifest.files[name]
         try:
             with opened(regular(path, os.O_RDONLY | os.O_NOFOLLOW)) as descriptor:
@@ -187,6 +206,8 @@ def check_files(
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 if hashes:
                     _check_hashes(path, descriptor, record)
+                if parts:
+                    _check_header(path, descriptor, record, parts)
         except FileNotFoundError:
             what = f"the manifest lists {len(manifest.files)} files, {name} is missing"
             raise Rejected(Problem("CKPT014", what, str(directory))) from None
@@ -196,7 +217,13 @@ def check_files(
 
 def read_facts(directory: str | Path) -> dict[str, Any]:
     """The contents of state.json, which must have been checked."""
-    facts: dict[str, Any] = json.loads(read_regular(Path(directory) / STATE))
+    path = Path(directory) / STATE
+    try:
+        facts = json.loads(read_regular(path))
+    except (ValueError, RecursionError) as error:
+        raise Rejected(Problem("CKPT007", f"{STATE} is damaged: {error}", str(path))) from error
+    if not isinstance(facts, dict):
+        raise Rejected(Problem("CKPT007", f"{STATE} is damaged: it holds no object", str(path)))
     return facts
 
 
@@ -242,6 +269,26 @@ def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
             raise Rejected(Problem("CKPT007", what, str(path)))
 
 
+def _check_header(path: Path, descriptor: int, record: FileRecord, parts: list[tuple[str, str, Slice]]) -> None:
+    """Every slice is in the file as the file itself has it: of that type and those sizes, from that byte on."""
+    length = bytearray(8)
+    read_at(descriptor, memoryview(length), 0)
+    start = 8 + int.from_bytes(length, "little")
+    text = bytearray(max(0, min(start, record.bytes, HEADER_BYTES) - 8))
+    read_at(descriptor, memoryview(text), 8)
+    try:
+        header = from_json(dict[str, Any], bytes(text))
+    except ValueError as error:
+        raise Rejected(Problem("CKPT009", f"{path.name}: its header cannot be read: {error}", str(path))) from error
+    for tensor, dtype, part in parts:
+        begin, size = part.begin - start, prod(part.sizes) * ITEM_BYTES[dtype]
+        wanted = {"dtype": dtype, "shape": [*part.sizes], "data_offsets": [begin, begin + size]}
+        found = (header.get(tensor), header.get(f"{tensor}@{','.join(map(str, part.offsets))}"))
+        if wanted not in found or part.begin + size > record.bytes:
+            what = f"{tensor}: the manifest has {dtype} {[*part.sizes]} at byte {part.begin} of {path.name}"
+            raise Rejected(Problem("CKPT015", f"{what}, its own header has not", str(path)))
+
+
 def read_at(descriptor: int, buffer: memoryview, begin: int) -> int:
     """Read a file from byte ``begin`` on into ``buffer``; returns how many bytes there were."""
     done = 0
@@ -259,21 +306,26 @@ def opened(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def check_coverage(tensors: Mapping[str, TensorRecord]) -> None:
+def check_coverage(tensors: Mapping[str, TensorRecord], where: str = "") -> None:
     """Check that the slices of every tensor cover it exactly: within its shape, no element twice, none missing.
 
-    Raises :class:`Rejected` (CKPT015) with the tensor's name and the number of elements.
+    Asked before a checkpoint is committed, and whenever its manifest is read. Raises :class:`Rejected` (CKPT015) with
+    the tensor's name and the number of elements.
     """
     for name, record in tensors.items():
+        if record.dtype not in ITEM_BYTES:
+            raise Rejected(Problem("CKPT009", f"{name} is of type {record.dtype}, which no checkpoint holds", where))
+        ranks = {len(record.shape), *(len(each) for s in record.slices for each in (s.offsets, s.sizes))}
         boxes = sorted((s.offsets, tuple(map(add, s.offsets, s.sizes))) for s in record.slices)
         whole = prod(record.shape)
-        if any(min(low, default=0) < 0 or any(map(gt, high, record.shape)) for low, high in boxes):
-            raise Rejected(Problem("CKPT015", f"{name} {list(record.shape)}: a written slice lies outside of it"))
+        if len(ranks) > 1 or any(min(low, default=0) < 0 or any(map(gt, high, record.shape)) for low, high in boxes):
+            what = f"{name} {list(record.shape)}: a written slice lies outside of it"
+            raise Rejected(Problem("CKPT015", what, where))
         covered = sum(prod(map(sub, high, low)) for low, high in boxes)
         twice = _overlap(boxes)
         if twice or covered != whole:
             what = f"{name} {list(record.shape)}: {covered} of {whole} elements were written"
-            raise Rejected(Problem("CKPT015", what + (", some of them twice" if twice else "")))
+            raise Rejected(Problem("CKPT015", what + (", some of them twice" if twice else ""), where))
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -309,11 +309,12 @@ class RunCheckpoints:
         unwanted = crew.first(lambda: sorted(set.intersection(*map(set, others))))
         record, tensors = seen[0]
         known = {name: record.tensors[name] for name in record.tensors if name in tensors or name in unwanted}
-        crew.each(lambda: compare(known, _signature(tensors), str(directory)))
         names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
+        crew.each(lambda: manifest.check_files(directory, record, names, hashes=False))  # or damage looks like a misfit
+        crew.each(lambda: compare(known, _signature(tensors), str(directory)))
         crew.each(lambda: manifest.check_files(directory, record, names))
-        crew.each(lambda: fill(directory, record, tensors))
         facts: Facts = crew.first(lambda: manifest.read_facts(directory))
+        crew.each(lambda: fill(directory, record, tensors))
         return facts
 
 
@@ -341,8 +342,8 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
         try:
             record = manifest.check(directory)
             compare(record.tensors, _signature(tensors), str(directory), partial=True)
-            fill(directory, record, tensors)
             facts = manifest.read_facts(directory)
+            fill(directory, record, tensors)
             if problems:
                 print(*problems, f"using {directory.name}", sep="\n", file=sys.stderr)
             return facts
