@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import decide
-from shardwise.cli.decide import as_first, cluster_of, plan_of, slower, with_products
-from shardwise.errors import ConfigError
+from shardwise.cli.decide import as_first, cluster_of, cluster_of_ranks, plan_of, slower, with_products
+from shardwise.errors import ConfigError, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -45,6 +45,22 @@ def test_only_cpus_are_asked() -> None:
         raise AssertionError
 
     assert with_products(parse_cluster("8xH100"), never) == parse_cluster("8xH100")
+
+
+def test_ranks_do_not_count_what_they_hold_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container of 1,050 MiB two ranks that have loaded torch leave too little for two others; the launcher has
+    looked before they were started. What the container cannot hold at all is refused by whoever started them."""
+    two = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"nproc": 2, "device": "cpu"})})
+    monkeypatch.setattr(machines, "available_memory_bytes", lambda: 450 * 2**20)
+    monkeypatch.setattr(decide, "total_memory_bytes", lambda: 1050 * 2**20)
+    with pytest.raises(UsageError, match="DEV001"):
+        cluster_of(two)
+    found = cluster_of_ranks(two)
+    assert (found.world, found.device.memory_bytes, found.assumptions) == (2, 225 * 2**20, ())
+    assert found.host_memory_bytes == 1050 * 2**20
+    monkeypatch.setattr(decide, "total_memory_bytes", lambda: 550 * 2**20)
+    with pytest.raises(UsageError, match="DEV001"):
+        cluster_of_ranks(two)
 
 
 def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.spec.batch import batch
-from shardwise.spec.cluster import Cluster, Products, cpu_memory_bytes, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, Products, local_cluster, parse_cluster
 from shardwise.spec.host import total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import MEASURED, Plan
@@ -25,11 +25,12 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
 
 
-def cluster_of(recipe: Recipe, text: str | None = None) -> Cluster:
-    """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``)."""
+def cluster_of(recipe: Recipe, text: str | None = None, memory_bytes: int | None = None) -> Cluster:
+    """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``), whose CPU
+    processes share ``memory_bytes``, or what is free."""
     if text is not None:
         return parse_cluster(text)
-    found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes)
+    found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes, memory_bytes)
     return replace(found, device=replace(found.device, no_compiler=compiler_lacks(found.kind)))
 
 
@@ -52,13 +53,10 @@ def as_first(cluster: Cluster) -> Cluster:
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:
     """This machine as every rank sees it alike. Ranks that torchrun started each make the plan; memory that is free
-    changes from one moment to the next, so on CPUs they count what the machine has."""
-    cluster = cluster_of(recipe)
-    if cluster.kind == "cuda":
-        return cluster
-    memory = total_memory_bytes()
-    device = replace(cluster.device, memory_bytes=cpu_memory_bytes(memory, cluster.devices_per_node))
-    return replace(cluster, device=device, host_memory_bytes=memory, assumptions=())
+    changes from one moment to the next, and what they hold themselves is no longer free, so on CPUs they count what the
+    machine has."""
+    found = cluster_of(recipe, memory_bytes=total_memory_bytes())
+    return found if found.kind == "cuda" else replace(found, assumptions=())
 
 
 def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None, resumed: Path | None = None) -> Plan:

@@ -176,7 +176,7 @@ def parse_cluster(text: str) -> Cluster:
             what = f"`{text}` has a network of zero bandwidth"
             raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
     if _plain(match["name"]) in ("cpu", "cpus"):
-        return _cpu_cluster(nodes, count, rate)
+        return _cpu_cluster(nodes, count, rate, available_memory_bytes())
     return _gpu_cluster(find_device(match["name"]), nodes, count, rate)
 
 
@@ -205,15 +205,14 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
     )
 
 
-def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> Cluster:
-    memory = available_memory_bytes()
+def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None, memory: int) -> Cluster:
     assumed = [
         f"each node has as much memory as is free on this machine, {show_bytes(memory)}, shared by {count} processes"
     ]
     if nodes > 1 and not network_bytes_per_s:
         assumed.append(f"{DEFAULT_NETWORK_BYTES_PER_S * 8 / 1e9:g} Gb/s between nodes (say +<N>Gb/node)")
     return Cluster(
-        device=Device("CPU", cpu_memory_bytes(memory, count), verified="yes"),
+        device=Device("CPU", max(1, memory // count - CPU_PROCESS_BYTES), verified="yes"),
         nodes=nodes,
         devices_per_node=count,
         link_bytes_per_s=CPU_LINK_BYTES_PER_S,
@@ -224,9 +223,14 @@ def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None) -> C
     )
 
 
-def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda"] = "auto", nodes: int = 1) -> Cluster:
-    """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. Raises UsageError
-    (DEV001)."""
+def local_cluster(
+    nproc: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    nodes: int = 1,
+    memory_bytes: int | None = None,
+) -> Cluster:
+    """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. CPU processes share
+    ``memory_bytes``, or what is free. Raises UsageError (DEV001)."""
     found = [] if device == "cpu" else _local_gpus()
     if found:
         if (nproc or 1) > len(found):
@@ -239,18 +243,13 @@ def local_cluster(nproc: int | None = None, device: Literal["auto", "cpu", "cuda
         here = f"`--device cpu --nproc {min(2, cores())}`"
         elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
         raise _too_many(f"{_processes(nproc or 1)} on GPUs asked for, and no GPU found", f"{here}; {elsewhere}")
-    memory = available_memory_bytes()
+    memory = available_memory_bytes() if memory_bytes is None else memory_bytes
     if (nproc or 1) > (most := max(1, memory // CPU_PROCESS_BYTES)):
         taken = f"each needs {show_bytes(CPU_PROCESS_BYTES)} even before it loads the model"
         raise _too_many(
             f"{_processes(nproc or 1)} asked for; {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`"
         )
-    return _cpu_cluster(nodes, nproc or min(2, cores()), None)
-
-
-def cpu_memory_bytes(memory_bytes: int, count: int) -> int:
-    """The memory for the model in each of ``count`` processes that share a machine."""
-    return max(1, memory_bytes // count - CPU_PROCESS_BYTES)
+    return _cpu_cluster(nodes, nproc or min(2, cores()), None, memory)
 
 
 def crowding(cluster: Cluster) -> str | None:
