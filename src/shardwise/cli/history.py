@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.errors import MissingInputError, Problem
+from pydantic import FiniteFloat
+
+from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.spec.document import read
 from shardwise.spec.files import NOTE_BYTES, read_regular, regular_lines
 from shardwise.spec.keys import dotted
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.record import Count, Numbered, from_json
 
 WARM_UP_STEPS = 3
 """How many steps after each start do not count for speed: measurements slow them down."""
 Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class _Step(Numbered):
+    """What is compared of a line of metrics.jsonl; null is a value that was not finite."""
+
+    tokens: Count | None = None
+    loss: FiniteFloat | None = None
+    tokens_per_s: FiniteFloat | None = None
+    seconds: FiniteFloat | None = None
+    mfu: FiniteFloat | None = None
+    memory_bytes: Count | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What is compared of a line of events.jsonl."""
+
+    event: str
+    step: Count = 0
+    ranks: Count | None = None
+    loss: FiniteFloat | None = None
+    nats_per_token: FiniteFloat | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +60,7 @@ class History:
     report: Mapping[str, str]
     identity: Mapping[str, Any]
     unread: tuple[str, ...] = ()
-    """Lines that cannot be read, as ``path:number``."""
+    """Lines that cannot be read, as ``path:number``, and whole files, as ``path``."""
 
     @cached_property
     def losses(self) -> dict[int, float]:
@@ -58,7 +84,7 @@ class History:
     @property
     def ranks(self) -> int | None:
         """What the run's last start recorded; None if it has not started."""
-        return next((int(event["ranks"]) for event in reversed(list(self._of("start")))), None)
+        return next((event["ranks"] for event in reversed(list(self._of("start")))), None)
 
     def typical(self, key: str) -> float | None:
         """The median over the steps."""
@@ -80,24 +106,33 @@ def read_history(directory: Path) -> History:
         what = f"{directory} is not a run: it holds no recipe.yaml"
         fix = "name run directories, such as runs/quickstart-1"
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
-    recipe = dotted(Recipe().model_dump()) | dotted(read(directory / "recipe.yaml").data or {})
     unread: list[str] = []
-    metrics = _records(directory / "metrics.jsonl", lambda record: {**record, "step": int(record["step"])}, unread)
-    events = _records(directory / "events.jsonl", lambda record: {**record, "event": str(record["event"])}, unread)
-    rows = {record["step"]: record for record in metrics}
-    measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json")
+    recipe = dotted(Recipe().model_dump()) | dotted(_settings(directory / "recipe.yaml", unread))
+    rows = {record["step"]: record for record in _records(directory / "metrics.jsonl", _Step, unread)}
+    events = _records(directory / "events.jsonl", _Event, unread)
+    measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json", unread)
     return History(directory, recipe, rows, tuple(events), measured, identity, tuple(unread))
 
 
-def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[str]) -> list[dict[str, Any]]:
+def _settings(path: Path, unread: list[str]) -> dict[str, Any]:
+    try:
+        found = read(path).data or {}
+    except ShardwiseError:
+        found = None
+    if not isinstance(found, dict):
+        unread.append(str(path))
+    return found if isinstance(found, dict) else {}
+
+
+def _records(path: Path, kind: type[object], unread: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    found = []
+    found: list[dict[str, Any]] = []
     try:
         for number, line in enumerate(regular_lines(path), 1):
             try:
-                found.append(accept(json.loads(line)))
-            except (ValueError, KeyError, TypeError):
+                found.append(vars(from_json(kind, line)))
+            except ValueError:
                 if line.endswith(b"\n"):  # else it is still being written
                     unread.append(f"{path}:{number}")
     except OSError as error:
@@ -105,12 +140,14 @@ def _records(path: Path, accept: Callable[[Any], dict[str, Any]], unread: list[s
     return found
 
 
-def _identity(path: Path) -> dict[str, Any]:
+def _identity(path: Path, unread: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path, NOTE_BYTES))
+        return from_json(dict[str, Any], read_regular(path, NOTE_BYTES))
+    except FileNotFoundError:
+        pass
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        unread.append(str(path))
+    return {}
 
 
 def _number(record: Mapping[str, Any], key: str) -> float:

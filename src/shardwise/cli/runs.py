@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from pydantic import FiniteFloat
 from typer import Argument
 
 from shardwise.cli.options import Common
@@ -16,9 +16,10 @@ from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.rundir import newest_step
-from shardwise.runtime.watch.outcome import read_exit
+from shardwise.runtime.watch.outcome import NAME, read_exit
 from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe
+from shardwise.spec.record import Count, from_json
 from shardwise.spec.units import show_bytes
 
 _TAIL_BYTES = 65536
@@ -47,6 +48,14 @@ class Row:
     bytes: int
 
 
+@dataclass(frozen=True)
+class _Last:
+    """What is shown of a line of metrics.jsonl."""
+
+    step: Count | None
+    loss: FiniteFloat | None = None
+
+
 def run(options: Options) -> None:
     """Print the table."""
     if not options.path.is_dir():
@@ -71,16 +80,16 @@ def look(directory: Path) -> Row:
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     metrics = directory / "metrics.jsonl"
     changed_s = (metrics if metrics.is_file() else directory / "recipe.yaml").stat().st_mtime
-    last, of, saved = _last(metrics), None, None
+    last, of, saved = _Last(None), None, None
     try:
-        state = _state(directory)
+        state, last = _state(directory), _last(metrics)
         saved, of = newest_step(directory), load_recipe(directory / "recipe.yaml").train.max_steps
     except ShardwiseError as error:
         state = f"damaged: {error.problems[0].what}"
     except OSError as error:
         state = f"damaged: {error}"
     size = sum(path.lstat().st_size for path in files if path.exists())
-    return Row(directory.resolve().name, state, last.get("step"), of, last.get("loss"), saved, changed_s, size)
+    return Row(directory.resolve().name, state, last.step, of, last.loss, saved, changed_s, size)
 
 
 def _state(directory: Path) -> str:
@@ -88,25 +97,24 @@ def _state(directory: Path) -> str:
     if held is not None and held[1] is not False:
         return f"running, {held[0]}" if held[1] else f"owned by {held[0]}"
     if outcome is None:
-        return "interrupted"
+        return f"damaged: {NAME} cannot be read" if (directory / NAME).exists() else "interrupted"
     names = {"done": "finished", "preempted": "stopped"}
     return names.get(outcome.kind, f"failed, {outcome.kind} (exit code {outcome.exit_code})")
 
 
-def _last(metrics: Path) -> dict[str, Any]:
-    """The last whole line; empty where there is none."""
+def _last(metrics: Path) -> _Last:
+    """The last whole line; of nothing where there is none."""
     if not metrics.is_file():
-        return {}
+        return _Last(None)
     with open_regular(metrics) as file:
         file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
         try:
-            record: dict[str, Any] = json.loads(line)
-            return {"step": int(record["step"]), "loss": record["loss"]}
-        except (ValueError, KeyError, TypeError):
+            return from_json(_Last, line)
+        except ValueError:
             continue
-    return {}
+    return _Last(None)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -25,10 +25,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import Annotated
+
+from pydantic import Field
 
 from shardwise.errors import OutputError, Problem
 from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.spec.files import NOTE_BYTES, read_regular
+from shardwise.spec.record import Count, from_json
 
 _FILE = re.compile(r"\.owner-(\d+)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -54,8 +58,8 @@ class Owner:
 
     token: str
     host: str
-    pid: int
-    started: int
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    started: Count
     kernel: str
 
     def __str__(self) -> str:
@@ -284,10 +288,8 @@ def _text(owner: Owner, count: int) -> bytes:
 
 
 def _parse(text: bytes) -> Owner | None:
-    """None of a file that is just being written."""
+    """None of a file that is just being written, or damaged."""
     try:
-        record = json.loads(text)
-        del record["beat"]
-        return Owner(**record)
-    except (ValueError, TypeError, KeyError):
+        return from_json(Owner, text)
+    except ValueError:
         return None

@@ -20,6 +20,7 @@ from shardwise.launch.owner import Claim
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.manifest import (
     STATE,
+    Identity,
     Rejected,
     candidates,
     check_files,
@@ -160,9 +161,9 @@ def _facts(directory: Path) -> dict[str, Any]:
     """The facts of a run's newest readable checkpoint, which include the settings by dotted key; empty if there is
     none."""
     for _, path in candidates(directory / "checkpoints"):
-        with suppress(Rejected, OSError, ValueError):
+        with suppress(Rejected, OSError):
             check_files(path, read(path), [STATE])
-            return read_facts(path)
+            return read_facts(path, Identity)
     return {}
 
 

@@ -30,14 +30,13 @@ from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.runtime.checkpoint import manifest
-from shardwise.runtime.checkpoint.manifest import Rejected, candidates
+from shardwise.runtime.checkpoint.manifest import Identity, Rejected, candidates
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.record import from_json
 
-KEPT = ("data",)
-"""The keys of :func:`identity`."""
 SAVES_A_RUN = 10
 """How many checkpoints a run makes when ``checkpoint.save_steps`` is not given."""
 
@@ -168,6 +167,14 @@ def settle(job: Job, meshes: Meshes) -> Job:
     return job
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a later start needs of ``run.json``."""
+
+    run_id: str
+    data: str
+
+
 def read_run(directory: Path) -> dict[str, Any] | None:
     """``run.json`` of an earlier start in ``directory``, which is created if needed. If the file is damaged or lost, it
     is restored from a checkpoint. None: no run was started here."""
@@ -175,10 +182,9 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     path, state = directory / "run.json", "is missing"
     if there := path.exists():
         try:
-            run: dict[str, Any] = json.loads(read_regular(path, NOTE_BYTES))
-            return {key: run[key] for key in ("run_id", *KEPT)}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            state = f"cannot be read ({str(error) or type(error).__name__}), and was renamed to run.json.damaged"
+            return {**vars(from_json(_Run, read_regular(path, NOTE_BYTES)))}
+        except (OSError, ValueError) as error:
+            state = f"cannot be read ({error}), and was renamed to run.json.damaged"
         path.rename(path.with_name("run.json.damaged"))
     found = identity_of(directory / "checkpoints")
     if there or found:
@@ -193,8 +199,8 @@ def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             record = manifest.read(path)
             manifest.check_files(path, record, [manifest.STATE])
-            facts = manifest.read_facts(path)
-            return path, {"run_id": record.run_id, **{key: facts[key] for key in KEPT}}
+            facts = manifest.read_facts(path, Identity)
+            return path, {"run_id": record.run_id, "data": facts["data"]}
         except (Rejected, OSError, KeyError):
             continue
     return None

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from pydantic import FiniteFloat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.models.roles import is_adapter
+from shardwise.runtime.checkpoint.manifest import Identity
+from shardwise.spec.record import Count
 from shardwise.techniques import optim
 
 COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
@@ -58,6 +61,28 @@ class LossScale:
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {name: value for name, value in vars(self).items() if name != "live"}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A loss scale in a checkpoint."""
+
+    value: FiniteFloat
+    good_steps: Count
+    growth_steps: Count
+    enabled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Identity):
+    """The facts of a checkpoint: the counters of a :class:`TrainState`, and its loss scale."""
+
+    step: Count
+    updates: Count
+    tokens: Count
+    cursor: Count
+    skipped_in_row: Count
+    loss_scale: _Scale
 
 
 @dataclass
@@ -132,7 +157,7 @@ class TrainState:
     def load_facts(self, facts: dict[str, Any]) -> None:
         """Restore the facts of a checkpoint whose tensors have just been loaded."""
         for name in COUNTERS:
-            setattr(self, name, int(facts[name]))
+            setattr(self, name, facts[name])
         self.lowest, self.stale = facts.get("early_stopping", (None, 0))
         if self.scale.enabled and facts["loss_scale"]["enabled"]:
             self.scale = LossScale(**facts["loss_scale"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +12,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of things, or of a step: what a file of ours can hold in earnest."""
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A line that belongs to a step."""
+
+    step: Count
 
 
 @cache

@@ -541,6 +541,7 @@ def reseal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
 EMBED = "model.embed.weight"
 UNCOVERED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a slice is missing": lambda body: body["tensors"][EMBED]["slices"].pop(),
+    "a tensor is missing": lambda body: body["tensors"].pop(EMBED),
     "no slice is left": lambda body: body["tensors"][EMBED]["slices"].clear(),
     "a slice stands twice": lambda body: body["tensors"][EMBED]["slices"].append(body["tensors"][EMBED]["slices"][0]),
     "a slice is smaller": lambda body: body["tensors"][EMBED]["slices"][0]["sizes"].__setitem__(0, 1),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import FiniteFloat
+
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.runtime.checkpoint.manifest import (
     MANIFEST,
@@ -66,6 +68,11 @@ def check_length(step: int, max_steps: int | None) -> None:
         raise DataError(Problem("CKPT024", what, "train.max_steps", fix))
 
 
+@dataclass(frozen=True)
+class _Validated:
+    validation: FiniteFloat | None = None
+
+
 def best(directory: Path) -> tuple[float, int, Path] | None:
     """Validation loss, step and directory of the checkpoint with the lowest loss, the earliest of equals. The loss is
     among a checkpoint's own facts, so that both are committed together. None: no checkpoint has one."""
@@ -73,8 +80,8 @@ def best(directory: Path) -> tuple[float, int, Path] | None:
     for step, path in candidates(directory):
         try:
             check(path, hashes=False)
-            loss = read_facts(path).get("validation")
-        except (Rejected, OSError, ValueError):
+            loss = read_facts(path, _Validated).get("validation")
+        except (Rejected, OSError):
             continue
         if loss is not None:
             found.append((float(loss), step, path))

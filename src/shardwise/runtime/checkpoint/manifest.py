@@ -16,15 +16,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from operator import add, gt, sub
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import FiniteFloat
 
 from shardwise.errors import DataError, Problem
 from shardwise.spec.file_kind import recognise
@@ -187,7 +188,7 @@ def read(directory: str | Path) -> Manifest:
 def check_files(
     directory: str | Path, manifest: Manifest, names: Iterable[str], hashes: bool = True, evict: bool = False
 ) -> None:
-    """Compare the named files with the manifest: sizes, the header of one that holds slices, and (``hashes``) every
+    """Compare the named files with the manifest: sizes, the header of one of tensors, and (``hashes``) every
     byte. Rejected at the first fault.
 
     ``evict``: drop them from the system's cache first, so that they are read back from the disk.
@@ -206,7 +207,7 @@ def check_files(
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 if hashes:
                     _check_hashes(path, descriptor, record)
-                if parts:
+                if path.suffix == ".safetensors":
                     _check_header(path, descriptor, record, parts)
         except FileNotFoundError:
             what = f"the manifest lists {len(manifest.files)} files, {name} is missing"
@@ -215,15 +216,28 @@ def check_files(
             raise Rejected(Problem("CKPT007", f"{name} cannot be read: {error.strerror}", str(path))) from error
 
 
-def read_facts(directory: str | Path) -> dict[str, Any]:
-    """The contents of state.json, which must have been checked."""
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the facts of a run of ``shardwise train`` say of it besides its state. A user's own loop saves other facts,
+    which may be anything."""
+
+    data: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    early_stopping: tuple[FiniteFloat | None, Count] = (None, 0)
+    validation: FiniteFloat | None = None
+
+
+def read_facts(directory: str | Path, kind: Callable[..., object] | None = None) -> dict[str, Any]:
+    """The contents of state.json, which must have been checked. Rejected where a value is not what ``kind`` says."""
     path = Path(directory) / STATE
+    text = read_regular(path)
     try:
-        facts = json.loads(read_regular(path))
+        facts = json.loads(text)
+        from_json(kind, text) if kind else None
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no object")
     except (ValueError, RecursionError) as error:
         raise Rejected(Problem("CKPT007", f"{STATE} is damaged: {error}", str(path))) from error
-    if not isinstance(facts, dict):
-        raise Rejected(Problem("CKPT007", f"{STATE} is damaged: it holds no object", str(path)))
     return facts
 
 
@@ -270,7 +284,8 @@ def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
 
 
 def _check_header(path: Path, descriptor: int, record: FileRecord, parts: list[tuple[str, str, Slice]]) -> None:
-    """Every slice is in the file as the file itself has it: of that type and those sizes, from that byte on."""
+    """Every slice is in the file as the file itself has it, of that type and those sizes, from that byte on; and the
+    file has no other."""
     length = bytearray(8)
     read_at(descriptor, memoryview(length), 0)
     start = 8 + int.from_bytes(length, "little")
@@ -287,6 +302,9 @@ def _check_header(path: Path, descriptor: int, record: FileRecord, parts: list[t
         if wanted not in found or part.begin + size > record.bytes:
             what = f"{tensor}: the manifest has {dtype} {[*part.sizes]} at byte {part.begin} of {path.name}"
             raise Rejected(Problem("CKPT015", f"{what}, its own header has not", str(path)))
+    if (count := len(header.keys() - {"__metadata__"})) != len(parts):
+        what = f"{path.name} holds {count} tensors, the manifest has {len(parts)} of it"
+        raise Rejected(Problem("CKPT015", what, str(path)))
 
 
 def read_at(descriptor: int, buffer: memoryview, begin: int) -> int:

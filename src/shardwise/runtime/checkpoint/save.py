@@ -175,14 +175,21 @@ class RunCheckpoints:
         return self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size)
 
     def resume(
-        self, tensors: Wanted, path: str | Path | None = None, *, allow_fresh_start: bool = False, log: Log = print
+        self,
+        tensors: Wanted,
+        path: str | Path | None = None,
+        *,
+        allow_fresh_start: bool = False,
+        log: Log = print,
+        kind: Callable[..., object] | None = None,
     ) -> Facts | None:
         """Load the newest checkpoint that verifies into ``tensors``, in place; its facts. None if there is none.
 
         ``tensors`` may be a function of the names that a checkpoint holds. ``path``: a run, a directory of checkpoints,
-        or one checkpoint, instead of this run's own. Afterwards ``rejected`` holds the problem of each checkpoint that
-        was skipped; ``log`` gets them as text on the first rank. Raises DataError if there are checkpoints and none can
-        be used (unless ``allow_fresh_start``), or if they do not fit the model. Waits for the save in flight.
+        or one checkpoint, instead of this run's own. ``kind``: what its facts must be (manifest.read_facts). Afterwards
+        ``rejected`` holds the problem of each checkpoint that was skipped; ``log`` gets them as text on the first rank.
+        Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do not
+        fit the model. Waits for the save in flight.
         """
         if self._thread is not None:
             self._thread.join()
@@ -192,7 +199,7 @@ class RunCheckpoints:
             found = self.crew.first(lambda: _find(self.directory, path))
             for step, directory in found:
                 try:
-                    facts = self._load(directory, tensors, any_run=path is not None)
+                    facts = self._load(directory, tensors, kind, any_run=path is not None)
                 except RankError as error:
                     if not isinstance(error.first, (Rejected, OSError)):
                         raise
@@ -290,7 +297,7 @@ class RunCheckpoints:
         except BaseException as error:
             self._events.append(SaveResult(kind, step, str(error)))
 
-    def _load(self, directory: Path, wanted: Wanted, any_run: bool) -> Facts:
+    def _load(self, directory: Path, wanted: Wanted, kind: Callable[..., object] | None, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
         crew = self.crew
 
@@ -313,7 +320,7 @@ class RunCheckpoints:
         crew.each(lambda: manifest.check_files(directory, record, names, hashes=False))  # or damage looks like a misfit
         crew.each(lambda: compare(known, _signature(tensors), str(directory)))
         crew.each(lambda: manifest.check_files(directory, record, names))
-        facts: Facts = crew.first(lambda: manifest.read_facts(directory))
+        facts: Facts = crew.first(lambda: manifest.read_facts(directory, kind))
         crew.each(lambda: fill(directory, record, tensors))
         return facts
 

@@ -9,8 +9,9 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -27,6 +28,7 @@ from shardwise.runtime.watch.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.watch.trackers import Outcome, Tracks
 from shardwise.spec.files import open_regular, regular_lines
 from shardwise.spec.plan import Plan
+from shardwise.spec.record import Numbered, from_json
 from shardwise.techniques import lora
 from shardwise.techniques.freeze import frozen
 
@@ -111,8 +113,8 @@ def keep_until(path: Path, step: int) -> str:
     kept, unread = {}, 0
     for line in regular_lines(path):
         try:
-            number = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+            number = from_json(Numbered, line).step
+        except ValueError:
             unread += line.endswith(b"\n")  # else the last one was being written when the run was killed
             continue
         if line.endswith(b"\n") and number <= step:
@@ -123,23 +125,14 @@ def keep_until(path: Path, step: int) -> str:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
-    missing = sorted({*range(min(kept, default=1), step + 1)} - {*kept})
+    missing = [(a + 1, b - 1) for a, b in pairwise([*(sorted(kept) or [0]), step + 1]) if b - a > 1]
     told = [f"{unread} line{'s' * (unread > 1)} could not be read and {'were' if unread > 1 else 'was'} dropped"] * (
         unread > 0
     )
-    told += [f"there is no line for step{'s' * (len(missing) > 1)} {_ranges(missing)}"] * bool(missing)
+    shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in missing)
+    several = len(missing) > 1 or "-" in shown
+    told += [f"there is no line for step{'s' * several} {shown}"] * bool(missing)
     return "; ".join(told)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``3, 7-9`` of sorted numbers."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 class Log:

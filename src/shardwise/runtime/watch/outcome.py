@@ -8,9 +8,12 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat
 
 from shardwise.spec.files import NOTE_BYTES, read_regular
+from shardwise.spec.record import Count, from_json
 
 Kind = Literal["done", "preempted", "error", "crash", "memory", "hang", "peer_lost"]
 NAME = "exit.json"
@@ -21,16 +24,16 @@ class Exit:
     """``peer_lost`` marks a consequence: this rank failed because another one went away."""
 
     kind: Kind
-    exit_code: int
+    exit_code: Annotated[int, Field(ge=0, le=255)]
     message: str
-    rank: int = 0
+    rank: Count = 0
     host: str = ""
-    pid: int = 0
-    step: int = 0
+    pid: Count = 0
+    step: Count = 0
     phase: str = ""
     problems: list[dict[str, str]] = field(default_factory=list)
     restartable: bool = False
-    time_s: float = 0.0
+    time_s: FiniteFloat = 0.0
 
 
 def write_exit(run_directory: Path, outcome: Exit) -> None:
@@ -60,8 +63,8 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
 def read_exit(run_directory: Path) -> Exit | None:
     """The outcome, or None while there is none that can be read."""
     try:
-        return Exit(**json.loads(read_regular(run_directory / NAME, NOTE_BYTES)))
-    except (OSError, ValueError, TypeError):
+        return from_json(Exit, read_regular(run_directory / NAME, NOTE_BYTES))
+    except (OSError, ValueError):
         return None
 
 
