@@ -16,8 +16,20 @@ An error carries one or more problems, so that all errors of one recipe are repo
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict, dataclass
 from typing import ClassVar
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where no more can be written: the disk, a quota, or the size of a file (``ulimit -f``)."""
+
+NO_MEMORY = (
+    *("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA "),
+    *("annot allocate memory", "failed to map segment", "can't start new thread"),
+)
+"""Texts of errors that mean that memory ran out: torch's on a CPU; CUDA's, from its driver; those of cuBLAS, cuDNN and
+cuSOLVER, which allocate workspaces; NCCL's, which allocates outside torch ("Failed to CUDA calloc"); and the system's,
+below ``ulimit -v`` also of libraries that are loaded and threads that are started."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,14 @@ def first_line(error: BaseException, most: int = 160) -> str:
     """What an exception says, its first line cut short; where it says nothing, as MemoryError does, its class."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__
+
+
+def no_memory(error: BaseException) -> str | None:
+    """The message of a failed allocation; None for any other error."""
+    for line in str(error).splitlines():
+        if any(mark in line for mark in NO_MEMORY):
+            return ("NCCL: " if "NCCL error" in str(error) else "") + line.strip()[:160]
+    return first_line(error) if isinstance(error, MemoryError) else None
 
 
 class UsageError(ShardwiseError):

@@ -24,6 +24,7 @@ from shardwise.spec.plan import Plan, Precision
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., tuple[int, str, str]]
+OUT = "error[MEM001]: out of memory"
 
 
 @pytest.fixture
@@ -207,10 +208,22 @@ def test_a_defect_ends_with_70_and_keeps_its_traceback(
     ("raised", "code", "line"),
     [
         (MemoryError(), 1, "error[MEM001]: out of memory: MemoryError"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            1,
+            f"{OUT}: libtorch_cpu.so: failed to map segment from shared object",
+        ),
+        (
+            ImportError("PLEASE READ THIS\n\nOriginal error was: x.so: failed to map segment"),
+            1,
+            f"{OUT}: Original error was: x.so: failed to map segment",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, f"{OUT}: [Errno 12] Cannot allocate memory"),
+        (RuntimeError("can't start new thread"), 1, f"{OUT}: can't start new thread"),
         (AssertionError(), 70, "error[BUG001]: a bug in shardwise: AssertionError"),
     ],
 )
-def test_an_error_that_says_nothing(
+def test_errors_that_say_nothing_or_that_memory_ran_out(
     shardwise: Run, monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, line: str
 ) -> None:
     def silent(*_: object) -> None:
@@ -237,15 +250,18 @@ def test_ctrl_c_ends_with_130(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -
     assert shardwise("schema") == (130, "", "interrupted\n")
 
 
-def test_a_disk_that_is_full_is_told(shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_is_full_is_told(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(schema, "recipe_schema", full)
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         code, _, err = shardwise("schema")
-    assert code == 73 and err.startswith("error[OUT003]: No space left on device: not everything was written\n")
+    assert code == 73 and err.startswith(f"error[OUT003]: {os.strerror(number)}: not everything was written\n")
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(shardwise: Run) -> None:

@@ -85,6 +85,18 @@ def test_a_defect_keeps_its_traceback_in_the_run(
     assert "Traceback" not in err
 
 
+def test_memory_that_the_system_refuses_is_no_defect(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below `ulimit -v` libraries cannot be loaded, nor threads started."""
+    assert run(recipe, monkeypatch, ImportError("x.so: failed to map segment from shared object")) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("[rank 1] error[MEM001]: out of memory: x.so: failed to map segment from shared object\n")
+    assert "`ulimit -v`" in err
+    told = read_exit(Path("runs/a"))
+    assert told is not None and (told.kind, told.exit_code) == ("memory", 1)
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_disk_that_filled_up_is_no_defect(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: bool

@@ -18,15 +18,14 @@ from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.cli import interrupt
-from shardwise.cli.show import defect, print_error
+from shardwise.cli.show import defect, out_of_memory, print_error
 from shardwise.errors import (
+    NO_ROOM,
     MissingInputError,
     OutputError,
     Problem,
     ShardwiseError,
-    TrainingError,
     UsageError,
-    first_line,
 )
 from shardwise.launch.worker import is_worker, speak_in_turn
 
@@ -127,26 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError as error:
-        what = f"out of memory: {first_line(error)}"
-        fix = "stop other programs on this machine, raise the limit of the container or job, or use a machine with more"
-        print_error(TrainingError(Problem("MEM001", what, "this process", fix)), as_json=as_json)
-        return TrainingError.exit_code
     except Exception as error:
         if debug:
             traceback.print_exc()
-        told = _impossible(error) or _full(error) or _defect(error)
+        told = _impossible(error) or _full(error) or out_of_memory(error) or _defect(error)
         print_error(told, as_json=as_json)
         return told.exit_code
 
 
 def _full(error: Exception) -> ShardwiseError | None:
     """The problem of a full disk, wherever it was raised: the output's disk, or a cache's."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(error, OSError) or error.errno not in NO_ROOM:
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
     where = str(error.filename or "the output, a cache or a temporary file")
-    return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, "make room there"))
+    fix = "raise `ulimit -f`" if error.errno == errno.EFBIG else "make room there"
+    return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, fix))
 
 
 def _impossible(error: Exception) -> ShardwiseError | None:

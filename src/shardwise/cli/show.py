@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Problem, ShardwiseError, first_line
+from shardwise.errors import NO_ROOM, Problem, ShardwiseError, TrainingError, first_line, no_memory
 
 
 def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
@@ -32,6 +32,14 @@ def defect(error: Exception, kept: Path, fix: str) -> ShardwiseError:
     name, said = type(error).__name__, first_line(error)
     what = f"a bug in shardwise: {name}" + (f": {said}" if said != name else "")
     return ShardwiseError(Problem("BUG001", what, f"the full traceback is in {kept}", fix))
+
+
+def out_of_memory(error: Exception) -> ShardwiseError | None:
+    """MEM001, for an allocation that failed where nothing better is known of it; None for another error."""
+    said = no_memory(error)
+    fix = "stop other programs on this machine, raise the limit of the container, the job or the shell (`ulimit -v`)"
+    problem = Problem("MEM001", f"out of memory: {said}", "this process", f"{fix}, or use a machine with more")
+    return None if said is None else TrainingError(problem)
 
 
 def visible(text: str) -> str:
@@ -75,7 +83,7 @@ def coloured(text: str, colour: str) -> str:
     return f"\x1b[{ {'red': 31, 'yellow': 33, 'green': 32}[colour] }m{text}\x1b[0m"
 
 
-_LOST = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+_LOST = (errno.EIO, errno.EPIPE, *NO_ROOM)
 """A closed terminal, a reader that has ended (``| head``), or a full disk."""
 
 

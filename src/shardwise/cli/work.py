@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, with_products
-from shardwise.cli.show import defect, note, print_error, say
+from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
@@ -42,6 +42,8 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
         except Exception as error:
             if isinstance(error, OSError) and error.errno in rundir.FULL:
                 return _leave(directory, rundir.filled(directory, error), "error", claim)
+            if lacking := out_of_memory(error):
+                return _leave(directory, lacking, "memory", claim)
             return _leave(directory, _defect(directory, error, debug), "crash", claim)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.remote import all_shown
-from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.errors import NO_ROOM, DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim
 from shardwise.runtime.checkpoint.locate import check_length
@@ -36,7 +36,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+FULL = (*NO_ROOM, errno.EROFS)
 """Errors that a disk may begin to return while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
 """Keys that decide what the samples are and in which order they come."""
@@ -233,6 +233,7 @@ def _unwritable(directory: Path, error: OSError) -> Problem:
         errno.EROFS: "read-only file system",
         errno.ENOSPC: "no space left",
         errno.EDQUOT: "over the disk quota",
+        errno.EFBIG: "a file would be larger than `ulimit -f` allows",
         errno.EACCES: "permission denied",
         errno.EPERM: "permission denied",
         errno.EEXIST: "it is a file",

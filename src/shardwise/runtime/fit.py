@@ -10,17 +10,13 @@ import torch
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
-from shardwise.errors import Problem, TrainingError, first_line
+from shardwise.errors import Problem, TrainingError, no_memory
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import optim, shard
-
-NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA ")
-"""Texts of a RuntimeError that mean that memory ran out: torch's on a CPU; CUDA's, from its driver; those of cuBLAS,
-cuDNN and cuSOLVER, which allocate workspaces; and NCCL's, which allocates outside torch ("Failed to CUDA calloc")."""
 
 
 def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torch.device) -> None:
@@ -63,14 +59,6 @@ def explain_memory(plan: Plan, device: torch.device, doing: Callable[[], str]) -
         if (message := no_memory(error)) is None:
             raise
         raise TrainingError(out_of_memory(plan, device, doing(), message)) from error
-
-
-def no_memory(error: BaseException) -> str | None:
-    """The message of a failed allocation; None for any other error."""
-    for line in str(error).splitlines():
-        if any(mark in line for mark in NO_MEMORY):
-            return ("NCCL: " if "NCCL error" in str(error) else "") + line.strip()[:160]
-    return first_line(error) if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else None
 
 
 def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) -> Problem:
