@@ -227,8 +227,8 @@ ADAPTER = Lora(2, 4.0, ("q", "down"))
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
-    shapes = lora.adapters(SPEC, ADAPTER)
-    peft.write_adapter(directory, ADAPTER, SPEC, None, shapes, lambda name: torch.ones(shapes[name]))
+    ones = {name: torch.ones(shape) for name, shape in lora.adapters(SPEC, ADAPTER).items()}
+    peft.write_adapter(directory, ADAPTER, SPEC, None, ones, ones.__getitem__)
     return directory
 
 
@@ -254,7 +254,8 @@ def test_a_mutated_adapter(adapter: Path, data: st.DataObject) -> None:
 
 def test_an_adapter_that_is_not_finite(adapter: Path, tmp_path: Path) -> None:
     shapes = lora.adapters(SPEC, ADAPTER)
-    peft.write_adapter(tmp_path, ADAPTER, SPEC, None, shapes, lambda name: torch.full(shapes[name], torch.inf))
+    infinite = {name: torch.full(shape, torch.inf) for name, shape in shapes.items()}
+    peft.write_adapter(tmp_path, ADAPTER, SPEC, None, infinite, infinite.__getitem__)
     parts = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
     with pytest.raises(DataError, match=r"MOD006.*`layers.0.attention.q.lora_a.weight` holds 96 infinite of 96 values"):
         list(peft.read_adapter(tmp_path, parts, ADAPTER, SPEC))

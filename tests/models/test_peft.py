@@ -52,8 +52,8 @@ def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Model:
 def write(directory: Path, model: Model, settings: Lora) -> None:
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     hf.write_weights(directory / "base", model.spec, named.__getitem__)
-    shapes = {name: tuple(value.shape) for name, value in named.items() if is_adapter(name)}
-    write_adapter(directory / "adapter", settings, model.spec, str(directory / "base"), shapes, named.__getitem__)
+    adapters = {name: value for name, value in named.items() if is_adapter(name)}
+    write_adapter(directory / "adapter", settings, model.spec, str(directory / "base"), adapters, named.__getitem__)
 
 
 def read(directory: Path, model: Model, settings: Lora) -> None:
@@ -398,3 +398,18 @@ def test_an_adapter_that_is_not_the_recipes(tmp_path: Path) -> None:
     assert len(said) == 2 and "lora.rank: 4" in said[0] and "use_rslora" in said[1]
     with pytest.raises(DataError, match=r"differ in 4 tensors"):
         list(read_adapter(tmp_path / "adapter", {k: v for k, v in parts.items() if ".v." not in k}, settings, SPEC))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_adapter_is_written_in_its_own_type_and_read_back_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    settings = Lora(4, 8.0, dora=True)
+    model = adapted(settings).to(dtype)
+    write(tmp_path, model, settings)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {value.dtype for value in stored.values()} == {dtype}
+    again = adapted(settings).to(dtype)
+    for name, parameter in again.named_parameters():
+        parameter.data.zero_() if is_adapter(name) else None
+    read(tmp_path / "adapter", again, settings)
+    kept = dict(model.named_parameters())
+    assert all(torch.equal(kept[name], value) for name, value in again.named_parameters() if is_adapter(name))

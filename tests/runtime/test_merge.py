@@ -11,9 +11,12 @@ from shardwise.errors import TrainingError
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
+from shardwise.models.resolve import resolve
 from shardwise.models.roles import is_adapter
-from shardwise.runtime.export import merge, replacing
-from shardwise.spec.plan import Lora, Plan
+from shardwise.runtime.checkpoint.save import RunCheckpoints
+from shardwise.runtime.export import load_run, merge, replacing
+from shardwise.spec.plan import Lora, Plan, Precision
+from shardwise.spec.recipe import Checkpoint, Recipe
 from shardwise.techniques import lora
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)
@@ -33,8 +36,10 @@ def adapted(dtype: torch.dtype, size: float) -> Decoder:
     return model
 
 
-def test_the_merged_model_is_the_same_model() -> None:
-    model = adapted(torch.float32, 0.1)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-14)])
+def test_the_merged_model_is_the_same_model(dtype: torch.dtype, within: float) -> None:
+    """To the precision of its own dtype: nothing on the way is in a narrower one."""
+    model = adapted(dtype, 0.1)
     first = model.get_parameter("layers.0.attention.q.weight").clone()
     ids = torch.arange(10).view(1, 10)
     with torch.no_grad():
@@ -43,8 +48,26 @@ def test_the_merged_model_is_the_same_model() -> None:
         after = model(ids, ids, MaskSpec())
     assert not any(is_adapter(name) for name, _ in model.named_parameters())
     # B A is 4 x 0.1 x 0.1, its scale 8 / 4.
-    assert torch.allclose(model.get_parameter("layers.0.attention.q.weight"), first + 0.08)
-    assert (after - before).norm() < 1e-5 * before.norm()
+    merged = model.get_parameter("layers.0.attention.q.weight")
+    torch.testing.assert_close(merged, first + 0.08, rtol=within, atol=within)
+    assert (after - before).norm() < within * before.norm()
+
+
+def test_a_run_in_fp64_is_merged_in_fp64(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 96, **sizes}
+    sections = {"model": {"config": config}, "precision": {"weights": "fp64"}, "lora": {"rank": 4}}
+    recipe = Recipe.model_validate(sections)
+    spec, settings = resolve(recipe), lora.settings(recipe.lora, Precision(weights="fp64"))
+    assert settings is not None
+    shapes = lora.adapters(spec, settings)
+    trained = {f"model.{name}": 0.1 * torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", Checkpoint(), "run")
+    checkpoints.save(trained, {"step": 1}, 1)
+    assert checkpoints.wait()[0].kind == "committed"
+    model = load_run(tmp_path, recipe, spec, quantised=False)
+    assert merge(model, settings).startswith("14 adapters merged; logits differ by ")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
 
 
 def test_magnitudes_are_merged_too() -> None:

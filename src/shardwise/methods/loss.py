@@ -48,8 +48,9 @@ class _LossSettings:
 
 
 def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
-    """[..,V] in fp32 of hidden [..,d], whole."""
-    return soft_cap(vocabulary.logits(hidden, head.weight, head.vocabulary).float(), head.soft_cap)
+    """[..,V] in fp32 (fp64) of hidden [..,d], whole."""
+    whole = vocabulary.logits(hidden, head.weight, head.vocabulary)
+    return soft_cap(whole.to(accumulation_dtype(hidden.dtype)), head.soft_cap)
 
 
 def _log_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,15 @@ def write_adapter(
     lora: Lora,
     spec: ModelSpec,
     model: str | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    named: Mapping[str, Tensor],
     fetch: Callable[[str], Tensor],
 ) -> None:
-    """Write ``directory`` as ``PeftModel.from_pretrained`` reads it, in fp32. ``shapes`` are the global shapes of the
-    adapters' parameters by canonical name; ``fetch`` gives their whole values, once each and in that order. ``model``:
-    what they belong to."""
+    """Write ``directory`` as ``PeftModel.from_pretrained`` reads it, in the dtype that the adapters have. ``named`` are
+    their parameters by canonical name, of which the global shapes and dtypes are read; ``fetch`` gives their whole
+    values, once each and in that order. ``model``: what they belong to."""
     directory.mkdir(parents=True, exist_ok=True)
+    shapes = {name: tuple(value.shape) for name, value in named.items()}
+    dtype = reduce(torch.promote_types, {value.dtype for value in named.values()})
     modules = _modules(shapes, spec)
     wide = {
         theirs: _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
@@ -84,7 +87,7 @@ def write_adapter(
                 parts = [held[name] for name in names]
                 yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
 
-    tensorfile.write(directory / WEIGHTS, wide, torch.float32, values())
+    tensorfile.write(directory / WEIGHTS, wide, dtype, values())
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

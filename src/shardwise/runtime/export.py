@@ -21,6 +21,7 @@ from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
+from shardwise.models.layers import accumulation_dtype
 from shardwise.models.roles import is_adapter
 from shardwise.runtime import passes
 from shardwise.runtime.build import allocate, fill
@@ -54,13 +55,13 @@ def export_adapter(
 ) -> Path:
     """Write only the adapters, in PEFT's format, as :func:`export` writes a model. ``model``: the name of their base
     model."""
-    shapes = {name: tuple(value.shape) for name, value in parameters.items() if is_adapter(name)}
+    adapters = {name: value for name, value in parameters.items() if is_adapter(name)}
     if dist.is_initialized() and dist.get_rank() != 0:
-        for name in shapes:
-            whole(parameters[name])
+        for value in adapters.values():
+            whole(value)
         return target
     with replacing(target) as draft:
-        peft.write_adapter(draft, settings, spec, model, shapes, lambda name: whole(parameters[name]))
+        peft.write_adapter(draft, settings, spec, model, adapters, lambda name: whole(adapters[name]))
     return target
 
 
@@ -92,7 +93,8 @@ def replacing(target: Path) -> Iterator[Path]:
 def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Model:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
     the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""
-    precision = Precision(weights=recipe.precision.weights)
+    weights = recipe.precision.weights
+    precision = Precision("fp64" if weights == "fp64" else "fp32", weights)
     adapters = lora.settings(recipe.lora, precision)
     if adapters is not None and not quantised:
         adapters = replace(adapters, nf4=False, frozen=precision.weights)
@@ -133,11 +135,12 @@ def merge(model: Model, adapters: Lora) -> str:
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
             continue
-        down, up = (module.get_parameter(f"{part}.weight").float() for part in ("lora_a", "lora_b"))
+        kind = accumulation_dtype(module.weight.dtype)
+        down, up = (module.get_parameter(f"{part}.weight").to(kind) for part in ("lora_a", "lora_b"))
         delta = lora.scale(adapters) * (up @ down)
-        wide = module.weight.float() + delta
+        wide = module.weight.to(kind) + delta
         if adapters.dora:
-            wide *= (module.lora_m.float() / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)
+            wide *= (module.lora_m.to(kind) / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)
         merged = wide.to(module.weight.dtype)
         count += 1
         if delta.any() and torch.equal(merged, module.weight):
