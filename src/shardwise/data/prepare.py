@@ -30,7 +30,7 @@ from shardwise.data.remote import Progress
 from shardwise.data.samples import SampleRules
 from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
-from shardwise.data.whole import becoming, lock, once, remove_unfinished, write_whole
+from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
 from shardwise.spec.host import cores
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
@@ -82,9 +82,7 @@ def prepare(
         of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
         fingerprint = of.fingerprint(tokenizer)
         target = out or cache / "data" / fingerprint
-        with lock(target):
-            if out is None:
-                remove_unfinished(target.parent)
+        with lock(target, tidy=out is None):
             if not (store.is_prepared(target) and not force and _fits(target, fingerprint, tokenizer)):
                 _refuse_foreign(target)
                 _make(target, of, tokenizer, said)

@@ -15,25 +15,26 @@ def once(target: Path, make: Callable[[Path], None]) -> Path:
     """The directory ``target``. If it does not exist, one of the processes that ask for it calls
     ``make(directory)``. Its parent must hold nothing else than what is made so."""
     if not target.is_dir():
-        with lock(target):
+        with lock(target, tidy=True):
             if not target.is_dir():
-                remove_unfinished(target.parent)
                 with becoming(target) as directory:
                     make(directory)
     return target
 
 
 @contextmanager
-def lock(target: Path) -> Iterator[None]:
+def lock(target: Path, tidy: bool = False) -> Iterator[None]:
     """Hold the lock of ``target``, waiting for it if needed. The lock file is never removed: two processes could then
-    hold the lock."""
+    hold the lock. ``tidy``: what others left unfinished beside it is removed; not in a directory that a user names."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        if tidy:
+            _remove_unfinished(target.parent)
         yield
 
 
-def remove_unfinished(parent: Path) -> None:
+def _remove_unfinished(parent: Path) -> None:
     """Delete what processes that were killed have left in ``parent`` half made, or replaced: what nobody holds the lock
     of."""
     for suffix in ("tmp", "old"):
