@@ -4,11 +4,12 @@ Each name is imported when it is first asked for: planning waits for no torch, `
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import Problem, ShardwiseError
-
+TYPE_CHECKING = False  # not typing's, which takes as long to load as all of this
 if TYPE_CHECKING:
+    from typing import Any
+
+    from shardwise.errors import Problem, ShardwiseError
     from shardwise.runtime.build import load_weights
     from shardwise.runtime.own import Checkpoints, backward, clip_grad_norm, optimizer, parallelize, plan, world
     from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
@@ -23,6 +24,7 @@ __all__ += ["plan", "world"]
 __all__ += ["Cluster", "Plan", "Recipe", "local_cluster", "parse_cluster"]
 __all__ += ["dump_plan", "dump_recipe", "load_plan", "load_recipe"]
 _PLACES = {
+    "errors": ("Problem", "ShardwiseError"),
     "runtime.build": ("load_weights",),
     "spec.cluster": ("Cluster", "local_cluster", "parse_cluster"),
     "spec.load": ("dump_plan", "dump_recipe", "load_plan", "load_recipe"),
@@ -35,7 +37,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     place = next((place for place, names in _PLACES.items() if name in names), "runtime.own")

@@ -1,5 +1,5 @@
 """``shardwise``, ``python -m shardwise``, also as ``torchrun -m shardwise``: Ctrl-C ends a command in order also while
-its code is still being loaded."""
+its code is still being loaded. So this module, and the package's own, import next to nothing."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # the working directory, where ``-m`` looks first, under a user's own torchrun too
 
-from shardwise.launch.worker import is_worker
+from shardwise.launch.ranks import is_worker
 
 
 def main() -> int:

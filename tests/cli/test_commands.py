@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from shardwise.cli import train
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
 from shardwise.errors import ConfigError, OutputError, Problem
-from shardwise.launch import owner, rundir
+from shardwise.launch import keys, owner, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime.report.report import Report
@@ -252,13 +253,63 @@ def test_train_writes_what_ranks_read_and_starts_them(shardwise: Run, ended: lis
 
 def test_what_a_finished_run_says_to_do_next_works(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
     assert shardwise("train", texts(), *SMALL, "--run", "a")[0] == 0
-    steps = Report.next_steps(SimpleNamespace(directory=Path("runs/a"), chat=False))  # type: ignore[arg-type]
+    facts = SimpleNamespace(directory=Path("runs/a"), chat=False, adapter=False)
+    steps = Report.next_steps(facts)  # type: ignore[arg-type]
     assert steps[1] == "shardwise train runs/a/recipe.yaml --run NEW_NAME data.path=YOUR_DATA"
     words = steps[1].replace("NEW_NAME", "b").replace("YOUR_DATA", "text").split()[1:]
     code, out, err = shardwise(*words, "--dry-run")
     assert (code, err) == (0, "") and "dry run: nothing was started" in out
     code, _, err = shardwise(*steps[2].split()[1:])
     assert (code, err) == (0, "")
+
+
+def test_what_a_run_of_adapters_says_to_do_next_begins_with_the_merged_model() -> None:
+    facts = SimpleNamespace(directory=Path("runs/a"), chat=True, adapter=True)
+    steps = Report.next_steps(facts)  # type: ignore[arg-type]
+    assert steps[:2] == ["shardwise export runs/a", 'shardwise generate runs/a --chat --prompt "..."']
+
+
+def next_words(out: str, there: str = "") -> list[str]:
+    """The words of the command that a plan says to run next, without ``shardwise``."""
+    (line,) = (line for line in out.splitlines() if f"next{there}: " in line)
+    return shlex.split(line.partition(f"next{there}: ")[2].partition("        more")[0])[1:]
+
+
+@pytest.mark.parametrize("machines", [(), ("--cluster", "4xCPU"), ("run.nproc=1", "--cluster", "2xCPU")])
+def test_what_a_plan_says_to_do_next_works(shardwise: Run, machines: tuple[str, ...]) -> None:
+    """With the settings and the number of processes that were planned for."""
+    cache, _, _, *vocabulary = SMALL
+    code, out, _ = shardwise("plan", texts(), cache, *vocabulary, *machines)
+    assert code == 0
+    code, out, _ = shardwise(*next_words(out))
+    assert code == 0
+    code, out, err = shardwise(*next_words(out), "--dry-run")
+    assert code == 0 and "dry run: nothing was started" in out, err
+
+
+def test_a_plan_for_other_machines_says_that_the_next_command_is_for_them(shardwise: Run) -> None:
+    code, out, _ = shardwise("plan", "--model", "Llama-3.2-1B", "--cluster", "2x8xH100", "-o", "plan.yaml")
+    words = next_words(out, ", on 2x8xH100")
+    machines = ["run.device=cuda", "run.nproc=8", "run.nodes=2"]
+    assert code == 0 and words == ["train", "model=Llama-3.2-1B", *machines, "--plan", "plan.yaml"]
+
+
+@pytest.mark.parametrize("words", [(), ("data",)])
+def test_a_group_of_commands_alone_prints_its_help(shardwise: Run, words: tuple[str, ...]) -> None:
+    code, out, err = shardwise(*words)
+    assert (code, err) == (0, "") and out.startswith("Usage: shardwise") and "Commands:" in out
+
+
+def test_a_run_that_wandb_cannot_follow_is_refused_before_it_starts(
+    shardwise: Run, ended: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "check_installed", lambda recipe: None)
+    monkeypatch.setenv("HOME", str(Path().resolve()))
+    for name in (*keys.GIVEN, "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, err = shardwise("train", texts(), *SMALL, "run.trackers=wandb")
+    assert code == 69 and "error[TRK003]: `run.trackers` names wandb, and there is no key for api.wandb.ai" in err
+    assert len(ended) == 1 and not Path("runs").exists()
 
 
 def test_a_failure_of_a_rank_is_printed_once_with_its_code(shardwise: Run, ended: list[tuple[object, ...]]) -> None:

@@ -66,6 +66,22 @@ def test_ctrl_c_while_a_command_is_being_loaded() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+LIGHT = """
+import re, sys, warnings
+before = {*sys.modules}
+import shardwise.__main__
+print(*sorted({*sys.modules} - before))
+"""
+
+
+def test_until_ctrl_c_is_heard_next_to_nothing_is_loaded() -> None:
+    """Beside what the script that pip writes loads by itself. Any module there was one in which it could strike."""
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    ours = ["shardwise", "shardwise.__main__", "shardwise.launch", "shardwise.launch.ranks"]
+    frozen = ["importlib", "importlib._bootstrap", "importlib._bootstrap_external"]
+    assert set(done.stdout.split()) <= {*ours, *frozen, "signal", "types"}
+
+
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

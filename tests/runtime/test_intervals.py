@@ -11,6 +11,7 @@ import torch
 from shardwise.data.epochs import steps_per_epochs
 from shardwise.runtime.checkpoint.locate import verify
 from shardwise.runtime.job import open_job
+from shardwise.runtime.report.header import header
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from tests.runtime.small_run import directory, numbers, plan, recipe, train_here
@@ -65,3 +66,15 @@ def test_intervals_in_epochs(tmp_path: Path) -> None:
     job = open_job(made, plan())
     epoch = steps_per_epochs(job.windows, 4, 1)
     assert epoch > 40 and (job.save_steps, job.eval_steps) == (epoch // 4, epoch // 2)
+
+
+def test_a_validation_is_bounded_in_proportion_to_the_run(tmp_path: Path) -> None:
+    """A fifth of the samples that are trained on, and no fewer than a step's; the same for any layout."""
+    for steps, read in ((1, 4), (5, 4), (20, 16), (40, 32)):
+        made = recipe(tmp_path, train={"max_steps": steps}, evaluate={"max_batches": None})
+        found = {len(open_job(made, plan(world=world)).evaluated) for world in (1, 2)}
+        assert found == {read}, steps
+    job = open_job(made, plan())
+    assert job.held_out is not None and f"validation on 32 of {len(job.held_out)} held-out samples" in header(job)
+    endless = open_job(recipe(tmp_path, train={"max_steps": 10**6}, evaluate={"max_batches": None}), plan())
+    assert len(endless.evaluated) == len(job.held_out) and "validation on" not in header(endless)

@@ -79,7 +79,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="shardwise",
     cls=Commands,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -103,6 +102,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in ([], ["data"]):  # groups of commands, which do nothing by themselves
+        words.append("--help")
     as_json, debug = "--json" in words, "--debug" in words
     if arguments is None and not is_worker():
         interrupt.watch()

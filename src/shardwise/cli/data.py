@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.store import Prepared
 
-app = Typer(help="Prepare text for training.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = Typer(help="Prepare text for training.", add_completion=False, rich_markup_mode=None)
 
 
 @dataclass

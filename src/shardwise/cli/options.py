@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from shardwise.errors import MissingInputError, Problem, UsageError
-from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.keys import SHORT, Keys, keys_of, near
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
@@ -90,10 +90,14 @@ def sort_words(words: list[str], options: type | None = None) -> Words:
 
 def _machines(text: str) -> str:
     """What to write instead of ``--cluster`` for a command other than `plan`."""
-    found = parse_cluster(text)
-    several = f" run.nodes={found.nodes}" if found.nodes > 1 else ""
-    here = f"run.device={found.kind} run.nproc={found.devices_per_node}{several}"
+    here = " ".join(machine_words(parse_cluster(text)))
     return f"`{here}` to run on such machines, `shardwise plan --cluster {typed(text)}` to plan for them"
+
+
+def machine_words(cluster: Cluster) -> list[str]:
+    """The settings with which `train` runs on these machines."""
+    several = [f"run.nodes={cluster.nodes}"] if cluster.nodes > 1 else []
+    return [f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}", *several]
 
 
 def _misused(what: str, fix: str) -> UsageError:

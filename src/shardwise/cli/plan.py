@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of, far, with_products
-from shardwise.cli.options import Common, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
@@ -21,10 +21,9 @@ from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose, fits, settings
 from shardwise.planner.wire import wire_s
-from shardwise.spec.cluster import crowding
+from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
-from shardwise.spec.units import typed
 
 TOPICS = ("memory", "network", "why", "keys")
 
@@ -97,7 +96,7 @@ def run(options: Options) -> None:
         say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
     if changes:
         say(*render.remedy_lines(changes, chosen.estimate), "")
-    _print_next(path, words.overrides, options)
+    _print_next(path, words.overrides, options, cluster)
     return None
 
 
@@ -116,11 +115,19 @@ def _print_plan(plans: list[Plan], chosen: Plan, busy_s: list[float], explain: s
         say("why", *reasons, "")
 
 
-def _print_next(path: Path | None, overrides: list[str], options: Options) -> None:
-    if options.out:
-        recipe = f" {typed(path)}" if path else ""
-        say(f"written: {options.out}        next: shardwise train{recipe} --plan {typed(options.out)}")
-        return
-    words = shlex.join([*([str(path)] if path else []), *overrides])
-    where = f" --cluster {options.cluster}" if options.cluster else ""
-    say(f"next: shardwise plan {words}{where} -o plan.yaml        more: --explain memory | network | why")
+def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
+    words = [*([str(path)] if path else []), *overrides]
+    if not options.out:
+        words += ["--cluster", options.cluster] if options.cluster else []
+        again = shlex.join(["shardwise", "plan", *words, "-o", "plan.yaml"])
+        return say(f"next: {again}        more: --explain memory | network | why")
+    there = ""
+    if options.cluster:  # the settings replace what the recipe says of machines
+        words = [word for word in words if not word.startswith(("run.nproc=", "run.device=", "run.nodes="))]
+        words += machine_words(cluster)
+        here = local_cluster(None, cluster.kind if cluster.kind == "cpu" else "auto", 1)
+        able = cluster.nodes == 1 and here.kind == cluster.kind
+        there = "" if able and (here.kind == "cpu" or here.world >= cluster.world) else f", on {options.cluster}"
+    train = shlex.join(["shardwise", "train", *words, "--plan", str(options.out)])
+    say(f"written: {options.out}        next{there}: {train}")
+    return None

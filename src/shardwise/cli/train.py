@@ -22,6 +22,7 @@ from shardwise.cli.work import work
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
+from shardwise.launch.keys import check_wandb
 from shardwise.launch.owner import check_free
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.models.config import ModelSpec, parameter_count
@@ -118,6 +119,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         print_json({"run": str(directory), "exit_code": 0}) if options.json else say(done)
         return 0
     check_installed(recipe)
+    check_wandb(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
     for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan))):

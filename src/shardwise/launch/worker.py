@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from shardwise.launch.ranks import is_worker as is_worker
+
 LAUNCHER = "SHARDWISE_LAUNCHER_PID"
 STORE = "SHARDWISE_STORE"
 """The file through which the ranks of our launcher find one another; read by shardwise.runtime.world."""
@@ -18,11 +20,6 @@ TURN_S = 2.0
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where a user may have set torch's allocator."""
 _PR_SET_PDEATHSIG = 1
-
-
-def is_worker() -> bool:
-    """Whether torchrun or our launcher started this process as one rank of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:

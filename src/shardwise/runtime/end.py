@@ -125,6 +125,7 @@ def finish(
         skipped=log.skipped,
         unsaved=unsaved,
         chat=job.recipe.sample_tokens is not None,
+        adapter=job.plan.lora is not None,
     )
     if job.rank == 0:
         kept = job.directory / "report.md"

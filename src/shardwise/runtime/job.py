@@ -38,6 +38,8 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.record import from_json
 
 SAVES_A_RUN = 10
+TRAINED_EACH = 5
+"""A sample is validated on for so many that are trained on: forward alone, that is a fifteenth of their computation."""
 """How many checkpoints a run makes when ``checkpoint.save_steps`` is not given."""
 
 
@@ -83,9 +85,13 @@ class Job:
 
     @property
     def evaluated(self) -> range:
-        """The windows of the validation text that are read."""
-        limit, windows = self.recipe.evaluate.max_batches, self.held_out
-        rows = None if limit is None else limit * self.plan.batch.micro_batch_size * self.plan.layout.dp
+        """The windows of the validation text that are read: without a limit, at most one for every ``TRAINED_EACH``
+        that the run trains on, and no fewer than a step's."""
+        limit, windows, batch = self.recipe.evaluate.max_batches, self.held_out, self.plan.batch
+        step = batch.global_batch_size(self.plan.layout.dp)
+        rows = max(step, step * self.max_steps // TRAINED_EACH)
+        if limit is not None:
+            rows = limit * batch.micro_batch_size * self.plan.layout.dp
         return range(0) if windows is None else evaluated(windows, rows)
 
     @property

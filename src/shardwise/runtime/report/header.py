@@ -53,6 +53,8 @@ def header(job: Job) -> str:
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
     every = "every step" if job.save_steps == 1 else f"every {job.save_steps} steps"
     saves = f"a checkpoint {every if job.save_steps < job.max_steps else 'at the end'}, into {job.directory}"
+    read, held_out = len(job.evaluated), len(job.held_out or ())
+    saves += f" · validation on {read:,} of {held_out:,} held-out samples" if read < held_out else ""
     taken = f", attention {_kernels(job)}"
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),

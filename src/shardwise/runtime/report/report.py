@@ -37,6 +37,7 @@ class Report:
     skipped: int = 0
     unsaved: str | None = None
     chat: bool = False
+    adapter: bool = False
     since: int = 0
 
     @property
@@ -90,7 +91,9 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def next_steps(self) -> list[str]:
+        merge = [f"shardwise export {typed(self.directory)}"]  # the adapter and what it was trained on, as one model
         return [
+            *merge * self.adapter,
             f'shardwise generate {typed(self.directory)} {"--chat " * self.chat}--prompt "..."',
             f"shardwise train {typed(self.directory / 'recipe.yaml')} --run NEW_NAME data.path=YOUR_DATA",
             f"shardwise plan --plan {typed(self.directory / 'plan.yaml')}",
