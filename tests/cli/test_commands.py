@@ -152,6 +152,13 @@ def test_train_says_what_would_fit() -> None:
         assert problem.fix.endswith("; `shardwise plan` says what each costs")
 
 
+def test_what_fine_tuning_assumes_stands_under_why(shardwise: Run) -> None:
+    words = ("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "method=sft")
+    why = shardwise(*words)[1].split("\nwhy\n")[1]
+    for key in ("train.num_epochs", "optim.learning_rate", "optim.warmup_steps"):
+        assert re.search(rf"^  {key} +assumed: ", why, re.M)
+
+
 def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
     """Under ``why`` stand the recipe's keys; those of plan.yaml are understood as well."""
     _, out, _ = shardwise("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "--explain", "why")

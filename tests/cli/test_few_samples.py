@@ -13,6 +13,7 @@ from shardwise.cli import train
 from shardwise.cli.app import main
 from shardwise.data import tokens
 from shardwise.launch.local import Ended
+from shardwise.spec.load import load_plan, load_recipe
 
 Run = Callable[..., tuple[str, str]]
 
@@ -91,7 +92,7 @@ def test_enough_steps_are_not_warned_of(run: Run) -> None:
     assert re.search(r"^data    105 samples -> \d+ windows of 64 tokens -> \d+ steps an epoch", out, re.M)
     assert "DATA017" not in err
     _, err = run("--max-steps", "500")
-    assert "DATA017" in err and "num_epochs" not in err
+    assert "DATA017" in err and "num_epochs" not in err.partition("DATA018")[0]
 
 
 def test_text_is_told_in_documents_and_what_was_left_out(run: Run) -> None:
@@ -99,3 +100,22 @@ def test_text_is_told_in_documents_and_what_was_left_out(run: Run) -> None:
     out, _ = run("method=pretrain", "data.chat_template=null", "data.path=a.jsonl", "data.on_bad_sample=skip")
     assert re.search(r"^data    1 document -> \d+ windows of 128 tokens -> \d+ steps an epoch", out, re.M)
     assert "\nbad         1 bad records left out" in out
+
+
+def test_fine_tuning_without_a_length_reads_few_records_three_times(run: Run) -> None:
+    out, err = run("train.max_steps=null")
+    assert re.search(r"; \d+ steps are [23](\.\d+)? epochs$", out, re.M) and "DATA018" not in err
+    recipe = load_recipe("runs/quickstart-1/recipe.yaml")
+    assert (recipe.train.num_epochs, recipe.train.max_steps) == (3.0, None)
+    why = load_plan("runs/quickstart-1/plan.yaml").why
+    assert why["train.num_epochs"].startswith("assumed: 3 of fewer than 10,000 records")
+
+
+def test_more_than_ten_epochs_of_few_records_are_warned_of(run: Run) -> None:
+    _, err = run("--max-steps", "500", "train.seq_len=64")
+    assert re.search(r"warning\[DATA018\]: 105 records are read [\d.]+ times: .*\nfix:   train.num_epochs=3", err)
+
+
+def test_no_advice_asks_for_as_many_epochs_as_are_warned_of(run: Run) -> None:
+    _, err = run("train.global_batch_size=20", "train.max_steps=null")
+    assert "DATA017" in err and "train.num_epochs" not in err

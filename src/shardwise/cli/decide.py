@@ -12,10 +12,12 @@ from shardwise import techniques
 from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
+from shardwise.launch.worker import by_our_launcher
 from shardwise.models.config import ModelSpec
 from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
+from shardwise.spec import finetune
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, Products, local_cluster, parse_cluster
 from shardwise.spec.host import total_memory_bytes
@@ -68,6 +70,7 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
     if not file:
         reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
         plan = replace(plan, why={**plan.why, **reasons})
+    plan = plan if by_our_launcher() else told(plan, recipe)  # which has written all that it assumed into the recipe
     if plan.layout.world != cluster.world:
         what = f"{file or 'the plan'} is for {plan.layout.world} processes, but {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
@@ -83,6 +86,12 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
+
+
+def told(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan with why fine-tuning takes what the recipe leaves open."""
+    others = {key: why for key, why in plan.why.items() if key not in finetune.KEYS}
+    return replace(plan, why={**others, **finetune.assumed(recipe)})
 
 
 def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:

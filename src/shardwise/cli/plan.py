@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of, far, with_products
+from shardwise.cli.decide import cluster_of, far, told, with_products
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe, options.cluster))
     if options.cluster is None and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
-    chosen = choose(recipe, spec, cluster)
+    chosen = told(choose(recipe, spec, cluster), recipe)
     plans = settings(recipe, spec, cluster, chosen)
     if warning := far(chosen):
         note(warning, as_json=options.json)
@@ -82,8 +82,8 @@ def run(options: Options) -> None:
     if options.json:
         model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)
         facts = {"model": model, "cluster": {**machines, "name": str(cluster)}, "plan": asdict(chosen)}
-        told = [{"change": found.change, "price": found.price, "plan": asdict(found.plan)} for found in changes]
-        return print_json({**facts, "settings": [asdict(plan) for plan in plans], "remedies": told})
+        changed = [{"change": found.change, "price": found.price, "plan": asdict(found.plan)} for found in changes]
+        return print_json({**facts, "settings": [asdict(plan) for plan in plans], "remedies": changed})
     say(render.title(spec, cluster))
     if spec.hf_model is not None:
         say(f"{spec.family}, {NOTICE}")

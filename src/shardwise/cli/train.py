@@ -114,6 +114,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
 
     directory = Path(recipe.run.out) / recipe.run.name
     check_free(directory)
+    recipe = rundir.as_begun(directory, recipe)
     standing = rundir.check_standing(directory, recipe, resume=options.resume)
     if options.resume and (done := rundir.nothing_to_do(directory, recipe)):
         print_json({"run": str(directory), "exit_code": 0}) if options.json else say(done)
@@ -148,7 +149,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         standing = rundir.check_standing(directory, recipe, resume=options.resume)  # that nobody else changes now
         resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
         if cluster.nodes == 1:
-            _prepare(recipe, spec, plan, directory, hidden=options.json)
+            recipe = _prepare(recipe, spec, plan, directory, hidden=options.json)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
         flags["--resume"] = options.resume and cluster.nodes > 1  # ranks of torchrun check it themselves
@@ -211,10 +212,11 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> None:
-    """Tokenise before the ranks are started: if rank 0 did it, the others would time out."""
+def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> Recipe:
+    """Tokenise before the ranks are started: if rank 0 did it, the others would time out. Returns the recipe with the
+    length that suits the data, where it sets none."""
     from shardwise.cli.data import stages
-    from shardwise.data.epochs import check_size, epoch, few_steps, max_steps
+    from shardwise.data.epochs import check_size, epoch, few_steps, many_epochs, max_steps, settled
     from shardwise.data.pack import open_windows
     from shardwise.data.portions import open_data
 
@@ -224,12 +226,15 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hi
     check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
     check_size(windows, batch, recipe.data)
+    recipe = settled(recipe, windows)
     if hidden or recipe.data.streaming:  # the length of an epoch of streamed text is not known
-        return
+        return recipe
     total = max_steps(recipe, windows, batch)
     say(epoch(windows, batch, total), *report(prepared.manifest.counts))
-    if warning := few_steps(windows, batch, plan.layout.dp, total, recipe.train):
+    few = few_steps(windows, batch, plan.layout.dp, total, recipe.train)
+    for warning in filter(None, (few, many_epochs(windows, batch, total))):
         note(warning)
+    return recipe
 
 
 def _wait(ended: local.Ended, directory: Path, options: Options) -> int:

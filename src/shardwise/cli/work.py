@@ -28,6 +28,7 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
     """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, where the first cause stays,
     and printed once: by our launcher, or without it by the rank that wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
+    recipe = recipe if by_our_launcher() else rundir.as_begun(directory, recipe)
     if resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
         say(done) if rank() == 0 else None
         return 0

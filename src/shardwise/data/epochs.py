@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from shardwise.data.pack import Packs, Windows
 from shardwise.errors import DataError, Problem
+from shardwise.spec import finetune
 from shardwise.spec.recipe import Data, Recipe, Train
 from shardwise.spec.units import counted
-
-DEFAULT_STEPS = 1000
-"""The steps of a run whose recipe sets neither steps nor epochs."""
 
 FEW_STEPS = 20
 """An epoch of fewer steps gets a warning: it updates the weights only a few times."""
 _ENOUGH_STEPS = 100
+MANY_EPOCHS, FEW_RECORDS = 10, 10_000
+"""More epochs of fewer records get a warning: the model learns them by heart."""
 _MULTIPLE = 8
+
+
+def settled(recipe: Recipe, windows: Windows | Packs) -> Recipe:
+    """``recipe`` with a number of epochs, if it sets no length and fine-tunes."""
+    return finetune.with_epochs(recipe, _records(windows))
+
+
+def _records(windows: Windows | Packs) -> int:
+    split = windows.store.split
+    return split.documents // 2 if split.pairs else split.documents
 
 
 def max_steps(recipe: Recipe, windows: Windows | Packs, global_batch_size: int) -> int:
@@ -22,7 +32,7 @@ def max_steps(recipe: Recipe, windows: Windows | Packs, global_batch_size: int) 
     limits = [recipe.train.max_steps] if recipe.train.max_steps else []
     if recipe.train.num_epochs:
         limits.append(steps_per_epochs(windows, global_batch_size, recipe.train.num_epochs))
-    return min(limits, default=DEFAULT_STEPS)
+    return min(limits, default=finetune.DEFAULT_STEPS)
 
 
 def check_size(windows: Windows | Packs, global_batch_size: int, data: Data) -> None:
@@ -67,9 +77,8 @@ def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: f
 
 def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
     """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run reads them."""
-    split, steps = windows.store.split, steps_per_epochs(windows, batch, 1)
-    number, noun = (split.documents // 2, "pair") if split.pairs else (split.documents, "sample")
-    noun = noun if isinstance(windows, Packs) else "document"
+    steps, number = steps_per_epochs(windows, batch, 1), _records(windows)
+    noun = ("pair" if windows.store.split.pairs else "sample") if isinstance(windows, Packs) else "document"
     made = f"{counted(len(windows), 'window')} of {windows.seq_len:,} tokens -> {counted(steps, 'step')} an epoch"
     epochs = total_steps / steps
     share = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
@@ -95,8 +104,18 @@ def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, t
     longest *= 1 + windows.store.split.pairs
     if longest <= shorter < windows.seq_len:
         choices.append(f"train.seq_len={shorter}")
-    if total_steps < _ENOUGH_STEPS:
-        choices.append(f"train.num_epochs={-(-_ENOUGH_STEPS // steps)} ({_ENOUGH_STEPS} steps or more)")
+    epochs = -(-_ENOUGH_STEPS // steps)
+    if total_steps < _ENOUGH_STEPS and (epochs <= MANY_EPOCHS or not isinstance(windows, Packs)):
+        choices.append(f"train.num_epochs={epochs} ({_ENOUGH_STEPS} steps or more)")
     choices.append("more data")
     found = f"an epoch is only {steps} step{'s' * (steps != 1)}: a pass over the data updates the weights no more often"
     return f"warning[DATA017]: {found}\nfix:   {', or '.join(choices)}"
+
+
+def many_epochs(windows: Windows | Packs, batch: int, total_steps: int) -> str | None:
+    """A warning where few records are read many times."""
+    records, epochs = _records(windows), total_steps / steps_per_epochs(windows, batch, 1)
+    if not isinstance(windows, Packs) or epochs <= MANY_EPOCHS or records >= FEW_RECORDS:
+        return None
+    found = f"{counted(records, 'record')} are read {epochs:,.0f} times: after a few times a model knows them by heart"
+    return f"warning[DATA018]: {found}\nfix:   train.num_epochs=3, or more data"

@@ -29,6 +29,7 @@ from shardwise.runtime.checkpoint.manifest import (
     train_again,
 )
 from shardwise.runtime.watch.outcome import read_exit
+from shardwise.spec import finetune
 from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
@@ -120,6 +121,17 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         fix = "another `--run`, or `--resume` with a larger train.max_steps; nothing is overwritten"
         raise OutputError(Problem("OUT001", f"{what}, finished", str(directory), fix))
     return step
+
+
+def as_begun(directory: Path, recipe: Recipe) -> Recipe:
+    """``recipe`` with what the run in ``directory`` was begun with, wherever that is assumed: another version may
+    assume something else."""
+    assumed = finetune.assumed(recipe)
+    begun = (_facts(directory).get("settings") or {}) if assumed else {}
+    kept = {key: begun[key] for key in assumed if isinstance(begun.get(key), int | float)}
+    if begun and "train.num_epochs" in assumed and "train.num_epochs" not in kept:
+        kept["train.max_steps"] = begun.get("train.max_steps") or finetune.DEFAULT_STEPS
+    return finetune.with_values(recipe, kept) if kept else recipe
 
 
 def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:

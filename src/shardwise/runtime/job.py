@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shardwise
 from shardwise.data import tokens
-from shardwise.data.epochs import check_size, max_steps, steps_per_epochs
+from shardwise.data.epochs import check_size, max_steps, settled, steps_per_epochs
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions, open_data
@@ -142,7 +142,8 @@ def open_job(recipe: Recipe, plan: Plan, spec: ModelSpec | None = None) -> Job:
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, meshes, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(job.windows, batch, recipe.data)
-    return replace(job, max_steps=max_steps(recipe, job.windows, batch))
+    recipe = settled(recipe, job.windows)
+    return replace(job, recipe=recipe, max_steps=max_steps(recipe, job.windows, batch))
 
 
 def device_kind(recipe: Recipe) -> DeviceKind:

@@ -16,6 +16,7 @@ from shardwise.spec import complaints, elsewhere
 from shardwise.spec.complaints import COMMAND_LINE
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
+from shardwise.spec.finetune import with_defaults
 from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -267,7 +268,7 @@ def _validate(reading: _Reading) -> Recipe:
         return name
 
     try:
-        recipe = Recipe.model_validate(nested)
+        recipe = with_defaults(Recipe.model_validate(nested))
     except ValidationError as error:
         found = complaints.describe_findings(error.errors(), reading.keys, recipe_schema(), place)
         raise ConfigError(*map(complaints.as_typed, (*problems, *found))) from None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.runtime.report.header import execution
+from shardwise.cli.decide import told
+from shardwise.runtime.report.header import assumptions, execution
+from shardwise.spec import finetune
+from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Remat
 
 
@@ -16,3 +19,13 @@ def test_the_cost_of_compiling_is_said() -> None:
         f"{eager}, blocks compiled (adds half a minute or more to the first step, seconds if torch has them cached; "
         "`compile=false` runs them uncompiled)"
     )
+
+
+def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
+    recipe = load_recipe(None, ["model=m", "method=sft", "lora=8"])
+    plan = told(Plan(), recipe)
+    assert assumptions(plan, finetune.with_epochs(recipe, 12_000)) == (
+        "`train.num_epochs` 2 (3 of fewer than 10,000 records, 2 of fewer than 100,000 records, 1 of more)"
+        " · `optim.learning_rate` 0.0002, usual for sft of adapters · `optim.warmup_steps` 0.03 of the steps"
+    )
+    assert assumptions(told(plan, load_recipe(None, ["model=m"])), recipe) == ""

@@ -11,7 +11,9 @@ from shardwise.models import attention, kernels
 from shardwise.models.config import parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.job import Job
+from shardwise.spec.finetune import KEYS
 from shardwise.spec.plan import MEASURED, Plan
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import counted, show_bytes, show_count
 from shardwise.techniques.dtypes import torch_dtype
 
@@ -64,7 +66,17 @@ def header(job: Job) -> str:
         ("plan", f"{strategy(job)}, {execution(plan)}{taken}"),
         ("length", f"{counted(job.max_steps, 'step')}, {show_count(job.max_steps * tokens)} tokens · {saves}"),
     ]
+    if assumed := assumptions(plan, recipe):
+        rows.append(("assumed", assumed))
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def assumptions(plan: Plan, recipe: Recipe) -> str:
+    """What fine-tuning takes because the recipe says nothing, and the keys that say something; empty if it says all."""
+    reasons = {key: plan.why[key].removeprefix("assumed: ") for key in KEYS if key in plan.why}
+    if (epochs := "train.num_epochs") in reasons:
+        reasons[epochs] = f"{recipe.train.num_epochs:g} ({reasons[epochs]})"
+    return " · ".join(f"`{key}` {reason}" for key, reason in reasons.items())
 
 
 def _kernels(job: Job) -> str:

@@ -1,0 +1,75 @@
+"""What fine-tuning does where the recipe leaves it open. Pretraining's defaults would read a few records hundreds of
+times, at a rate at which a trained model forgets.
+
+The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of
+Tülu 3 (arXiv 2411.15124)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.spec.recipe import Recipe
+
+DEFAULT_STEPS = 1000
+"""The steps of pretraining, where the recipe sets neither steps nor epochs."""
+RATES = {"sft": (2e-5, 2e-4), "dpo": (1e-6, 1e-5)}
+"""Of all weights, and of adapters."""
+WARMUP = {"sft": 0.03, "dpo": 0.1}
+EPOCHS = ((10_000, 3.0), (100_000, 2.0))
+"""Fewer records than these are read so often; more are read once."""
+KEYS = ("train.num_epochs", "optim.learning_rate", "optim.warmup_steps")
+"""The recipe's keys that get such defaults."""
+
+
+def assumed(recipe: Recipe) -> dict[str, str]:
+    """Why fine-tuning takes what it does, by key, for each that the recipe does not set."""
+    name, given = recipe.method.name, recipe.optim.model_fields_set
+    reasons: dict[str, str] = {}
+    if name == "pretrain":
+        return reasons
+    if recipe.train.max_steps is None and recipe.train.num_epochs is None:
+        steps = ", ".join(f"{epochs:g} of fewer than {records:,} records" for records, epochs in EPOCHS)
+        reasons["train.num_epochs"] = f"assumed: {steps}, 1 of more"
+    if "learning_rate" not in given and _trained(recipe):
+        what = "adapters" if _adapters(recipe) else "all weights"
+        reasons["optim.learning_rate"] = f"assumed: {recipe.optim.learning_rate:g}, usual for {name} of {what}"
+    if "warmup_steps" not in given:
+        reasons["optim.warmup_steps"] = f"assumed: {recipe.optim.warmup_steps:g} of the steps"
+    return reasons
+
+
+def with_defaults(recipe: Recipe) -> Recipe:
+    """``recipe`` with fine-tuning's learning rate and warm-up where it sets none. They do not count as set."""
+    open_, name = assumed(recipe), recipe.method.name
+    if not open_:
+        return recipe
+    usual = {"learning_rate": RATES[name][_adapters(recipe)], "warmup_steps": WARMUP[name]}
+    taken = {key: value for key, value in usual.items() if f"optim.{key}" in open_}
+    optim = recipe.optim.model_copy(update=taken)
+    optim.model_fields_set.difference_update(taken)
+    return recipe.model_copy(update={"optim": optim})
+
+
+def with_epochs(recipe: Recipe, records: int) -> Recipe:
+    """``recipe`` with the epochs that fine-tuning on so many ``records`` takes, if it sets neither epochs nor steps."""
+    if "train.num_epochs" not in assumed(recipe):
+        return recipe
+    return with_values(recipe, {"train.num_epochs": next((n for most, n in EPOCHS if records < most), 1.0)})
+
+
+def with_values(recipe: Recipe, values: dict[str, Any]) -> Recipe:
+    """``recipe`` with other values of keys of the sections ``train`` and ``optim``."""
+    sections = {"train": recipe.train, "optim": recipe.optim}
+    for key, value in values.items():
+        name, _, leaf = key.partition(".")
+        sections[name] = sections[name].model_copy(update={leaf: value})
+    return recipe.model_copy(update=sections)
+
+
+def _adapters(recipe: Recipe) -> bool:
+    return recipe.lora.rank is not None or recipe.lora.path is not None
+
+
+def _trained(recipe: Recipe) -> bool:
+    """Whether it starts from trained weights; others learn at the rate of pretraining."""
+    return recipe.model.config is None and recipe.model.init != "random"

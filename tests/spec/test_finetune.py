@@ -1,0 +1,53 @@
+"""What fine-tuning does where the recipe leaves it open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.spec.finetune import assumed, with_epochs
+from shardwise.spec.load import dump_recipe, load_recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "rate", "warmup"),
+    [
+        (["method=sft"], 2e-5, 0.03),
+        (["method=sft", "lora=16"], 2e-4, 0.03),
+        (["method=dpo"], 1e-6, 0.1),
+        (["method=dpo", "lora.path=runs/a/adapter"], 1e-5, 0.1),
+        (["method=sft", "model.init=random"], 3e-4, 0.03),
+        (["method=sft", "optim.learning_rate=1e-3", "optim.warmup_steps=7"], 1e-3, 7),
+        ([], 3e-4, 0),
+    ],
+)
+def test_rate_and_warm_up_suit_the_method_and_what_is_trained(words: list[str], rate: float, warmup: float) -> None:
+    recipe = load_recipe(None, ["model=m", *words])
+    assert (recipe.optim.learning_rate, recipe.optim.warmup_steps) == (rate, warmup)
+
+
+@pytest.mark.parametrize(("records", "epochs"), [(1, 3), (9_999, 3), (10_000, 2), (99_999, 2), (100_000, 1)])
+def test_few_records_are_read_more_often_than_many(records: int, epochs: float) -> None:
+    assert with_epochs(load_recipe(None, ["model=m", "method=dpo"]), records).train.num_epochs == epochs
+
+
+@pytest.mark.parametrize("words", [["method=sft", "max_steps=9"], ["method=sft", "num_epochs=7"], []])
+def test_a_length_that_is_set_stays_and_pretraining_has_none(words: list[str]) -> None:
+    recipe = load_recipe(None, ["model=m", *words])
+    assert with_epochs(recipe, 5) == recipe
+
+
+def test_what_is_assumed_has_a_reason_and_what_is_set_has_none() -> None:
+    told = assumed(load_recipe(None, ["model=m", "method=sft", "lora=8"]))
+    assert told["optim.learning_rate"] == "assumed: 0.0002, usual for sft of adapters"
+    assert list(told) == ["train.num_epochs", "optim.learning_rate", "optim.warmup_steps"]
+    words = ["model=m", "method=sft", "optim.learning_rate=2e-5", "optim.warmup_steps=0", "num_epochs=1"]
+    assert assumed(load_recipe(None, words)) == {} == assumed(load_recipe(None, ["model=m"]))
+
+
+def test_a_recipe_that_is_written_whole_assumes_nothing_but_the_length(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    recipe = load_recipe(None, ["model=m", "method=sft"])
+    file.write_text(dump_recipe(recipe))
+    assert load_recipe(file) == recipe and list(assumed(load_recipe(file))) == ["train.num_epochs"]
