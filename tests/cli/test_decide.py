@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import decide
-from shardwise.cli.decide import as_first, cluster_of, cluster_of_ranks, plan_of, slower, with_products
+from shardwise.cli.app import main
+from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower, with_products
 from shardwise.errors import ConfigError, UsageError
-from shardwise.models.load import load_spec
+from shardwise.models.config import to_hf
+from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
@@ -154,3 +157,39 @@ def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:
     assert slower(plan_of(RECIPE, SPEC, cpus(SLOW), None), cpus(SLOW)) is None
     assert slower(plan, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
     assert slower(plan, parse_cluster("1xA100")) is None
+
+
+def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:
+    mistral = load_spec("mistralai/Mistral-7B-v0.3")
+    recipe = load_recipe(None, ["model=m", "train.seq_len=64k"])
+    warning = beyond(recipe, mistral)
+    assert warning is not None and warning.startswith(
+        f"warning: `train.seq_len` is 65,536, but the positions of {mistral.name} reach 32,768 tokens, and "
+    )
+    assert "`train.seq_len=32768`, or stretch them in its config.json: `" in warning
+    config = to_hf(mistral) | json.loads("{" + warning.split("`")[-2] + "}")
+    config.pop("rope_parameters")
+    stretched = read_spec(config, "m")
+    assert stretched.rope_scaling is not None and stretched.rope_scaling.factor == 2
+    assert beyond(recipe, stretched) is None
+    assert beyond(load_recipe(None, ["model=m", "train.seq_len=32k"]), mistral) is None
+
+
+def test_a_new_model_is_told_to_have_more_positions() -> None:
+    longer = load_recipe(None, ["model.config.model_type=llama", "train.seq_len=4096"])
+    assert str(beyond(longer, replace(SPEC, max_position_embeddings=512))).endswith(
+        "reach 512 tokens; `train.seq_len=512`, or `model.config.max_position_embeddings=4096`"
+    )
+
+
+@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"]])
+def test_both_commands_tell_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words " * 5000)
+    assert (
+        main([*words, "model.config.max_position_embeddings=64", "train.seq_len=128", "data.path=a.txt", "--nproc=1"])
+        == 0
+    )
+    assert "reach 64 tokens; `train.seq_len=64`" in capfd.readouterr().err

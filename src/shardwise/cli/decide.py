@@ -114,6 +114,20 @@ def far(plan: Plan) -> str | None:
     return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
 
 
+def beyond(recipe: Recipe, spec: ModelSpec) -> str | None:
+    """A warning of sequences longer than the model's positions reach (learned ones, which end there, are refused)."""
+    longest, asked = spec.max_position_embeddings, recipe.train.seq_len
+    if asked <= longest:
+        return None
+    what = f"warning: `train.seq_len` is {asked:,}, but the positions of {spec.name} reach {longest:,} tokens"
+    if recipe.model.config is not None:
+        return f"{what}; `train.seq_len={longest}`, or `model.config.max_position_embeddings={asked}`"
+    yarn = {"rope_type": "yarn", "factor": asked / longest, "original_max_position_embeddings": longest}
+    keys = json.dumps({"max_position_embeddings": asked, "rope_scaling": yarn})[1:-1]
+    stretched = "" if spec.rope_scaling else f", or stretch them in its config.json: `{keys}`"
+    return f"{what}, and it knows nothing of longer text; `train.seq_len={longest}`{stretched}"
+
+
 def slower(plan: Plan, cluster: Cluster) -> str | None:
     """A warning of bf16 where another type is faster."""
     products = cluster.device.products

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of, far, told, with_products
+from shardwise.cli.decide import beyond, cluster_of, far, told, with_products
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -73,7 +73,7 @@ def run(options: Options) -> None:
         note(warning, as_json=options.json)
     chosen = told(choose(recipe, spec, cluster), recipe)
     plans = settings(recipe, spec, cluster, chosen)
-    if warning := far(chosen):
+    for warning in filter(None, (far(chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:
         check_new(options.out)

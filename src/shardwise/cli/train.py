@@ -14,7 +14,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import cluster_of, far, plan_of, slower, with_products
+from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, with_products
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
@@ -123,7 +123,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     check_wandb(recipe)
     spec, cluster = resolve(recipe), with_products(cluster_of(recipe))
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
-    for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan))):
+    for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     parameters = parameter_count(spec)
     if plan.lora is not None:  # checkpoints hold the adapters alone
