@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,26 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     held = resident_bytes()
     return_freed_memory()
     assert held - resident_bytes() > 50 * MIB and last.sum() == 25_000
+
+
+def test_measuring_on_a_cpu_writes_nothing_to_the_terminal_and_holds_back_nothing_else() -> None:
+    """In a process of its own: torch counts its lines by process, and writes the first."""
+    code = """
+import os, torch
+from torch.profiler import ProfilerActivity, profile
+from shardwise.runtime.watch.measure import start_quietly
+
+class Speaking(profile):
+    def start(self):
+        super().start()
+        os.write(2, b"another line\\n")
+
+older = [torch.zeros(1000) for _ in range(5)]
+profiler = Speaking(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+start_quietly(profiler)
+older.clear()
+profiler.stop()
+"""
+    quiet = {**os.environ, "KINETO_LOG_LEVEL": "99"}  # as runtime/world.py sets it
+    ended = subprocess.run([sys.executable, "-c", code], env=quiet, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "another line\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -154,6 +156,23 @@ def highest_bytes(profiler: Any) -> int:
     return peak
 
 
+def start_quietly(profiler: Any) -> None:
+    """Start a profiler that records memory. When it first sees memory freed that is older than itself, and every
+    thousandth time, torch writes a line to the terminal (c10/core/CPUAllocator.cpp): no fault of the run, whose first
+    such line is brought about here, where it can be held back. All else that is written meanwhile is passed on."""
+    older, terminal = torch.empty(1), os.dup(2)
+    with TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            profiler.start()
+            del older
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+        held.seek(0)
+        os.write(2, b"".join(line for line in held if b"Memory block of unknown size" not in line))
+
+
 class Meter:
     """Measures two early steps of a process: traffic at its second, memory at its third (what comes once, such as
     compilation, is over by then). Neither changes any number; ``measured``: the last step was slowed by it."""
@@ -203,7 +222,7 @@ def _peak_bytes(device: torch.device, held_bytes: int) -> Iterator[list[int]]:
         return
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with only_reports("measuring the memory"):
-        profiler.start()
+        start_quietly(profiler)
     try:
         yield found
     finally:

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.distributed.torch_private import keep_memory_history, write_memory_history
 from shardwise.runtime.report.warn import only_reports
+from shardwise.runtime.watch.measure import start_quietly
 
 
 class Profile:
@@ -49,7 +50,7 @@ class Profile:
         profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
         if self._cuda:
             keep_memory_history(True)
-        profiler.start()
+        start_quietly(profiler)
         self._profiler = profiler
 
     def _write(self) -> None:
