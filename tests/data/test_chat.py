@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from shardwise.data import tokens
+from shardwise.data.bounds import bounded
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Fault, parse
 from shardwise.data.template import SHIPPED, Template, find_template
@@ -24,6 +27,7 @@ from tests.data.conftest import prose
 Turn = dict[str, Any]
 Make = Callable[..., Path]
 
+MIB = 2**20
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL: Turn = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2.5}}}]}
 HI: Turn = {"role": "user", "content": "Hi"}
@@ -347,14 +351,82 @@ def test_a_message_that_the_template_leaves_out_is_not_lost_silently(make: Make)
         ("{{ (''|attr('__class__')).mro() }}", r"SEC009.*unsafe"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", r"SEC009.*more than 0.2 s"),
         ("{% for a in range(99999999) %}{% endfor %}", r"SEC009.*[Rr]ange"),
-        ("{{ 'a' * 1000000000 }}", r"SEC009.*operator \*"),
-        ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", r"SEC009.*more than 67,108,864 characters"),
+        ("{{ 2 ** 1000000000 }}", r"SEC009.*operator \*"),
+        ("{% for a in range(999) %}{{ 'a' * 99999 }}{% endfor %}", r"SEC009.*more than 67,108,864 characters"),
     ],
 )
 def test_a_template_that_does_harm_is_stopped(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.data.template.LIMIT_S", 0.2)
+    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.2)
     with pytest.raises(PolicyError, match=message):
         Template(text, {}).render([HI], None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages[0].content.center(1000000000) }}",
+        "{{ messages[0].content.ljust(1000000000) }}",
+        "{{ messages[0].content | center(1000000000) }}",
+        "{{ 'a' | center(1000000000) }}",  # a constant: built when the template is compiled
+        "{{ '{:>1000000000}'.format(messages[0].content) }}",
+        "{{ '%1000000000s' | format(messages[0].content) }}",
+        "{% set n = namespace(t='aaaaaaaa') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "{% set n = namespace(t='aaaaaaaa') %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}",
+        "{% set n = namespace(t='aaaaaaaa') %}{% for i in range(9) %}{% set n.t = n.t.replace('a', n.t) %}{% endfor %}",
+        "{{ messages[0].content * 1000000000 }}",
+        "{{ '%1000000000s' % messages[0].content }}",
+        "{{ messages | batch(1000000000, messages) | list | length }}",
+        "{% set n = namespace(t=[]) %}{% for i in range(9999) %}{% set n.t = n.t + ['a' * 99999] %}{% endfor %}",
+    ],
+)
+def test_a_template_gets_no_more_than_its_share_of_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr("shardwise.data.bounds.LIMIT_BYTES", 64 * MIB)
+    with pytest.raises(PolicyError, match=r"SEC009.*it took more than 64 MiB of memory"):
+        Template(text, {}).render([HI], None)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
+
+
+def test_whole_numbers_do_not_grow_without_end() -> None:
+    """Products of long ones are computed in C, where no signal arrives."""
+    text = "{% set n = namespace(t=9) %}{% for i in range(60) %}{% set n.t = n.t * n.t %}{% endfor %}"
+    with pytest.raises(PolicyError, match=r"SEC009.*operator \*"):
+        Template(text, {}).render([HI], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "it is nested too deeply"),
+        ("{% if a %}" * 200 + "{% endif %}" * 200, "."),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+    ],
+    ids=["brackets", "conditions", "loops"],
+)
+def test_a_template_that_is_nested_too_deeply_is_an_error_of_its_own(text: str, why: str) -> None:
+    with pytest.raises(DataError, match=rf"CHAT001\]: chat template.*: .*{why}"):
+        Template(text, {})
+
+
+def test_half_a_character_in_a_template_of_the_recipe_is_not_utf8(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"CHAT001\]: the chat template is not UTF-8"):
+        find_template("{{ 'a\udc80' }}", tmp_path)
+
+
+def test_what_holds_for_a_record_holds_for_its_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls into the system are made once for a record, and each rendering has its own time."""
+    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)
+    slow = Template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+    quick = Template("{% for a in range(90000) %}{{ a }}{% endfor %}", {})
+    with bounded():
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        begun = time.process_time()
+        while time.process_time() - begun < 1:
+            quick.render([HI], None)
+            assert resource.getrlimit(resource.RLIMIT_AS) == limit
+        with pytest.raises(PolicyError, match=r"SEC009.*more than 0.4 s"):
+            slow.render([HI], None)
 
 
 def test_a_callers_timer_is_as_it_was() -> None:
@@ -375,7 +447,7 @@ def test_a_handler_that_only_c_knows_of_is_no_hindrance(monkeypatch: pytest.Monk
     """Python cannot put it back: ``signal.signal`` refuses None."""
     before = signal.getsignal(signal.SIGVTALRM)
     with monkeypatch.context() as patched:
-        patched.setattr("shardwise.data.template.signal.getsignal", lambda number: None)
+        patched.setattr("shardwise.data.bounds.signal.getsignal", lambda number: None)
         assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
     signal.signal(signal.SIGVTALRM, before)
 

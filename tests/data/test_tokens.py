@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.data import tokens
+from shardwise.data.bounds import check_growth
 from shardwise.data.tokens import EOT, Tokenizer
 from shardwise.errors import DataError, MissingInputError, UnavailableError
 from tests.data.conftest import prose
@@ -132,8 +134,72 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_damaged_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     shutil.copytree(tokenizer.directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
-    with pytest.raises(DataError, match=r"error\[TOK004\]: tokenizer.json cannot be read: "):
+    with pytest.raises(DataError, match=r"error\[TOK004\]: tokenizer.json cannot be used: "):
         tokens.load(str(tmp_path), tmp_path / "cache")
+
+
+def charsmap(longest: int) -> str:
+    """A table as sentencepiece writes it, whose longest text has so many bytes."""
+    return base64.b64encode((8).to_bytes(4, "little") + b"\0" * 8 + b"ab\0" + b"x" * longest + b"\0c\0").decode()
+
+
+SPACES = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
+TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Prepend", "prepend": "x" * 10 * 2**20}),
+        ("normalizer", {"type": "Sequence", "normalizers": [TWICE] * 20}),
+        ("normalizer", {"type": "Sequence", "normalizers": [SPACES] * 20}),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 5000}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": charsmap(5000)}),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Metaspace", "replacement": "x" * 5000}]}),
+        ("model", {"type": "WordPiece", "continuing_subword_prefix": "#" * 5000, "vocab": {"a": 1}}),
+        ("decoder", {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 5000}),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_huge_is_refused(part: str, value: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"its {part} may make a text [\d.e+]+ times as long, at most 1,024"):
+        check_growth({part: value})
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, {**TWICE, "content": "\u2581"}]},
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "NFKC"}, {"type": "Precompiled", "precompiled_charsmap": charsmap(33)}, SPACES],
+        },
+        {"type": "Replace", "pattern": {"Regex": "(?:" + "a|" * 3000 + "b)"}, "content": " "},
+        None,
+    ],
+)
+def test_normalizers_as_they_are_in_use_are_not(normalizer: object) -> None:
+    check_growth({"normalizer": normalizer, "model": {"vocab": {"a" * 5000: 1}, "merges": []}})
+
+
+def test_a_tokenizer_that_lengthens_texts_is_refused_when_it_is_opened(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.copy_to(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    content["normalizer"] = {"type": "Sequence", "normalizers": [TWICE] * 40}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"TOK004\]: tokenizer.json cannot be used: its normalizer may make a text"):
+        tokens.open_directory(tmp_path)
+
+
+def test_a_tokenizer_that_puts_many_tokens_in_front_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    tokenizer.copy_to(tmp_path)
+    changed = tokens.open_directory(tmp_path).backend
+    front = f"{EOT} " * 1000
+    changed.post_processor = processors.TemplateProcessing(single=f"{front}$A", special_tokens=[(EOT, 299)])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"it adds 1,000 tokens before a text, at most 64 are allowed"):
+        tokens.open_directory(tmp_path)
 
 
 def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +252,8 @@ def test_the_bound_on_words_changes_nothing_for_other_text(tmp_path: Path, monke
         (b"[1]", "it is not a JSON object"),
         (b'{"eos_token": "caf\xe9"}', "it is not UTF-8"),
         (b'{"eos_token": ' + b"[" * 100_000, "it is not JSON: "),
+        (b'{"eos_token": "\\ud800"}', "it holds half a character (lone surrogate U+D800)"),
+        (b'{"bos_token": {"content": "a\\udfff"}}', "it holds half a character (lone surrogate U+DFFF)"),
     ],
 )
 def test_files_beside_a_tokenizer_that_are_damaged(

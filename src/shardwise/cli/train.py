@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, with_products
+from shardwise.cli.lengths import epoch, few_steps, many_epochs
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
@@ -216,7 +217,7 @@ def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hi
     """Tokenise before the ranks are started: if rank 0 did it, the others would time out. Returns the recipe with the
     length that suits the data, where it sets none."""
     from shardwise.cli.data import stages
-    from shardwise.data.epochs import check_size, epoch, few_steps, many_epochs, max_steps, settled
+    from shardwise.data.epochs import check_size, max_steps, settled
     from shardwise.data.pack import open_windows
     from shardwise.data.portions import open_data
 

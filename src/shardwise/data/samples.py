@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data import formats, tokens
+from shardwise.data.bounds import bounded
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.faults import Fault, Faults
 from shardwise.data.fields import Fields
@@ -83,7 +84,7 @@ def encode(
     before = encoder.disarmed
     waiting: list[_Waiting] = []
     for offset, record, held_out in records(part, share, faults):
-        with faults.watch(part.source, offset):
+        with faults.watch(part.source, offset), bounded():
             made = [_Waiting(offset, held_out, sample) for sample in _render(record, tokenizer, rules)]
             for text in (text for sample in made for text in sample.texts()):
                 encoder.check(text.text)

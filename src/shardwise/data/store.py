@@ -68,6 +68,11 @@ class Split:
     supervised_tokens: int = 0
     pairs: bool = False
 
+    @property
+    def records(self) -> int:
+        """Documents or samples; of pairs, the two answers are one."""
+        return self.documents // 2 if self.pairs else self.documents
+
 
 @dataclass(frozen=True)
 class DataManifest:

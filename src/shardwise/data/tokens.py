@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from shardwise.data.bounds import check_growth
 from shardwise.data.source import digest
 from shardwise.errors import DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import NOTE_BYTES, read_regular
@@ -91,9 +92,9 @@ def open_directory(directory: Path) -> Tokenizer:
     try:
         raw = read_regular(directory / FILES[0])
         backend, content = Backend.from_buffer(raw), json.loads(raw)
+        check_growth(content)
     except Exception as error:  # tokenizers raises plain Exception
-        what = f"tokenizer.json cannot be read: {first_line(error, 200)}"
-        raise DataError(Problem("TOK004", what, str(directory / FILES[0]), "fetch the tokenizer again")) from error
+        raise _unusable(directory / FILES[0], first_line(error, 200)) from error
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True
@@ -106,6 +107,8 @@ def open_directory(directory: Path) -> Tokenizer:
         raise DataError(Problem("TOK003", what, "data.tokenizer", fix))
     bare, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    if at > 64:
+        raise _unusable(directory / FILES[0], f"it adds {at:,} tokens before a text, at most 64 are allowed")
     meaning = {key: value for key, value in content.items() if key not in _NO_MEANING}
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     return Tokenizer(directory, digest([meaning, eot]), vocab_size, eot_id, tuple(full[:at]), backend)
@@ -125,12 +128,19 @@ def read_facts(file: Path) -> dict[str, Any]:
     why = "it is not a JSON object"
     try:
         if isinstance(facts := json.loads(read_regular(file, NOTE_BYTES)), dict):
+            json.dumps(facts, ensure_ascii=False).encode()
             return facts
     except UnicodeDecodeError:
         why = "it is not UTF-8"
+    except UnicodeEncodeError as error:
+        why = f"it holds half a character (lone surrogate U+{ord(error.object[error.start]):04X})"
     except (ValueError, RecursionError) as error:
         why = f"it is not JSON: {first_line(error, 200)}"
-    raise DataError(Problem("TOK004", f"{file.name} cannot be used: {why}", str(file), "fetch the tokenizer again"))
+    raise _unusable(file, why)
+
+
+def _unusable(file: Path, why: str) -> DataError:
+    return DataError(Problem("TOK004", f"{file.name} cannot be used: {why}", str(file), "fetch the tokenizer again"))
 
 
 def _candidate(backend: Backend) -> str:

@@ -1,0 +1,76 @@
+"""What is said of the length of an epoch and of the run before it starts, and what to change if it does not suit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.spec.recipe import Train
+from shardwise.spec.units import counted
+
+if TYPE_CHECKING:
+    from shardwise.data.pack import Packs, Windows
+
+FEW_STEPS = 20
+"""An epoch of fewer steps gets a warning: it updates the weights only a few times."""
+_ENOUGH_STEPS = 100
+MANY_EPOCHS, FEW_RECORDS = 10, 10_000
+"""More epochs of fewer records get a warning: the model learns them by heart."""
+_MULTIPLE = 8
+
+
+def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
+    """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run reads them."""
+    steps, number = _steps(windows, batch), windows.store.split.records
+    noun = ("pair" if windows.store.split.pairs else "sample") if _packed(windows) else "document"
+    made = f"{counted(len(windows), 'window')} of {windows.seq_len:,} tokens -> {counted(steps, 'step')} an epoch"
+    epochs = total_steps / steps
+    share = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    read = f"{counted(total_steps, 'step')} {'is' if total_steps == 1 else 'are'} {share} epoch{'s' * (epochs != 1)}"
+    return f"data    {counted(number, noun)} -> {made} (global batch {batch:,}); {read}"
+
+
+def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, train: Train) -> str | None:
+    """A warning where an epoch has few steps, with what would make more of them beside what ``train`` pins."""
+    steps = _steps(windows, batch)
+    if steps >= FEW_STEPS:
+        return None
+    choices = []
+    accumulation = train.gradient_accumulation_steps
+    least = dp * (train.micro_batch_size or 1) if accumulation is None else max(batch // accumulation, 1)
+    smaller = max(len(windows) // FEW_STEPS // least, 1) * least
+    if smaller < batch:
+        said = [] if accumulation and train.global_batch_size is None else [f"train.global_batch_size={smaller}"]
+        said += [f"train.gradient_accumulation_steps={smaller // least}"] if accumulation else []
+        choices.append(f"{' '.join(said)} ({_steps(windows, smaller):,} steps an epoch)")
+    shorter = windows.store.tokens // (FEW_STEPS * batch) // _MULTIPLE * _MULTIPLE
+    longest = int(windows.store.lengths().max(initial=0)) if _packed(windows) else 1
+    longest *= 1 + windows.store.split.pairs
+    if longest <= shorter < windows.seq_len:
+        choices.append(f"train.seq_len={shorter}")
+    epochs = -(-_ENOUGH_STEPS // steps)
+    if total_steps < _ENOUGH_STEPS and (epochs <= MANY_EPOCHS or not _packed(windows)):
+        choices.append(f"train.num_epochs={epochs} ({_ENOUGH_STEPS} steps or more)")
+    choices.append("more data")
+    found = f"an epoch is only {steps} step{'s' * (steps != 1)}: a pass over the data updates the weights no more often"
+    return f"warning[DATA017]: {found}\nfix:   {', or '.join(choices)}"
+
+
+def many_epochs(windows: Windows | Packs, batch: int, total_steps: int) -> str | None:
+    """A warning where few records are read many times."""
+    records, epochs = windows.store.split.records, total_steps / _steps(windows, batch)
+    if not _packed(windows) or epochs <= MANY_EPOCHS or records >= FEW_RECORDS:
+        return None
+    found = f"{counted(records, 'record')} are read {epochs:,.0f} times: after a few times a model knows them by heart"
+    return f"warning[DATA018]: {found}\nfix:   train.num_epochs=3, or more data"
+
+
+def _steps(windows: Windows | Packs, batch: int) -> int:
+    """Steps of an epoch."""
+    from shardwise.data.epochs import steps_per_epochs
+
+    return steps_per_epochs(windows, batch, 1)
+
+
+def _packed(windows: Windows | Packs) -> bool:
+    """Whether they hold records."""
+    return windows.store.split.packs is not None
