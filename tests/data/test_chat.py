@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import signal
@@ -515,3 +516,16 @@ def test_zephyr_needs_no_token_but_the_end_of_text(make: Make) -> None:
     backend = Backend.from_file(str(directory / "tokenizer.json"))
     user, answer = "<|user|>\n{}<|endoftext|>\n", "<|assistant|>\n«No.<|endoftext|>»\n"
     assert shown(backend, sample) == user.format("Hi") + answer + user.format("More?") + answer
+
+
+def test_a_template_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"CHAT001\]: the chat template aaa.* cannot be read: File name too long"):
+        find_template("a" * 5000, tmp_path)
+    (tmp_path / "a.jinja").write_text("{{ 1 }}")
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("shardwise.data.template.read_regular", fail)
+    with pytest.raises(DataError, match=r"CHAT001\]: the chat template a.jinja cannot be read: Permission denied"):
+        find_template(str(tmp_path / "a.jinja"), tmp_path)

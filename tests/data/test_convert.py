@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import errno
 import gzip
 import json
 import shutil
@@ -21,7 +22,7 @@ from shardwise.data import convert
 from shardwise.data.convert import to_jsonl
 from shardwise.data.prepare import prepare
 from shardwise.data.source import find
-from shardwise.errors import DataError, OutputError
+from shardwise.errors import DataError, MissingInputError, OutputError
 from shardwise.spec.recipe import Data
 
 
@@ -176,3 +177,47 @@ def test_some_room_is_left_on_the_disk(
     with pytest.raises(OutputError, match=f"OUT002.*{name} becomes larger than the disk has room for"):
         prepare(settings(packed(tmp_path / name, 20_000)))
     assert not list((tmp_path / "cache").rglob("records.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**62], pa.duration("s")),
+        pa.array([2**30], pa.date32()),
+        pa.array([2**60], pa.timestamp("us")),
+    ],
+    ids=["duration", "date", "timestamp"],
+)
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_values_that_are_out_of_range_are_the_columns_fault_and_not_the_files(
+    tmp_path: Path, column: pa.Array, kind: str
+) -> None:
+    table, path = pa.table({"text": ["a"], "when": column}), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(DataError, match=rf"DATA005\]: a.{kind} holds a value that is out of range") as caught:
+        to_jsonl(find(str(path))[0], tmp_path / "cache")
+    assert caught.value.problems[0].fix == "leave the column out of the file"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl.gz"])
+def test_a_disk_that_fails_while_a_file_is_converted_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"a,b\n1,2\n")
+    source = find(str(tmp_path / name), records=True)[0]
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(source.path))
+
+    for place in (
+        "pathlib.Path.read_text",
+        "shardwise.data.convert.gzip.open",
+        "shardwise.data.convert.csv.DictReader",
+    ):
+        monkeypatch.setattr(place, fail)
+    with pytest.raises(MissingInputError, match=rf"DATA001\]: .*{name} cannot be read: Input/output error"):
+        to_jsonl(source, tmp_path / "cache")

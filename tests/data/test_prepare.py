@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ import pytest
 from shardwise.data import read, shards, store, tokens
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
-from shardwise.errors import DataError, OutputError
+from shardwise.errors import DataError, MissingInputError, OutputError
 from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.conftest import prose
 from tests.traps import set_traps, sprung
@@ -331,3 +333,54 @@ def test_two_at_once_make_it_once(corpus: Path, tmp_path: Path, settings: Make) 
     assert outputs[0][-1] == outputs[1][-1] and outputs[0][-1].startswith("made ")
     assert sorted(len(output) > 1 for output in outputs) == [False, True]
     store.load(Path(outputs[0][-1].removeprefix("made ")))
+
+
+class Failing(io.RawIOBase):
+    """A file that is there, on a disk that is not: each read fails, without a name, as the system has it."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return 0
+
+    def read(self, size: int = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def readline(self, size: int | None = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("place", ["read", "store", "source"])
+@pytest.mark.parametrize("vocab_size", [None, 300], ids=["tokenizer", "trained"])
+def test_a_disk_that_fails_while_data_are_read_is_told_as_that(
+    corpus: Path, settings: Callable[..., Data], monkeypatch: pytest.MonkeyPatch, place: str, vocab_size: int | None
+) -> None:
+    """Not as a cache that cannot be written, nor as a defect."""
+    given = {} if vocab_size is None else {"tokenizer": TokenizerSection(vocab_size=vocab_size)}
+    data = settings(str(corpus / "0.md" if place == "source" else corpus), **given)
+    monkeypatch.setattr(f"shardwise.data.{place}.open_regular", lambda path: Failing())
+    with pytest.raises(MissingInputError, match=r"DATA001\]: .* cannot be read: Input/output error"):
+        prepare(data)
+
+
+def test_prepared_data_that_cannot_be_read_are_told_as_that(
+    corpus: Path, settings: Callable[..., Data], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(settings(str(corpus)))
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("shardwise.data.store.np.memmap", fail)
+    with pytest.raises(MissingInputError, match=r"DATA001\]: .*documents.bin cannot be read: Permission denied"):
+        prepared.train.lengths()
+    monkeypatch.setattr("shardwise.data.store.read_regular", fail)
+    with pytest.raises(MissingInputError, match=r"DATA001\]: the prepared data cannot be read: Permission denied"):
+        store.load(prepared.directory)

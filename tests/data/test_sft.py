@@ -450,3 +450,15 @@ def test_conversations_train_no_tokenizer(tmp_path: Path) -> None:
     data = Data(path=str(lines(tmp_path / "given.jsonl", [talk(0)])), cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"error\[TOK004\]: the recipe names no tokenizer, and records without"):
         prepare(data, sample_tokens=32)
+
+
+def test_a_record_whose_tools_are_nested_too_deeply_is_a_bad_record(
+    sft: Callable[..., Prepared], tmp_path: Path
+) -> None:
+    """Deep enough for what walks through them, not for what parses JSON."""
+    deep = "[" * 700 + "]" * 700
+    good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    bad = good[:-1] + f', "tools": [{deep}]}}'
+    (tmp_path / "a.jsonl").write_text(f"{good}\n{bad}\n")
+    with pytest.raises(DataError, match=r"DATA007\]: a.jsonl:2 is nested too deeply to be read"):
+        sft(tmp_path / "a.jsonl", chat_template="chatml")

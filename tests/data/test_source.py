@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from shardwise.data.faults import Faults
 from shardwise.data.read import pieces, units
-from shardwise.data.source import Source, divide, find, mix, unit_hash
+from shardwise.data.source import Source, divide, find, mix, reading, unit_hash
 from shardwise.errors import DataError, MissingInputError, ShardwiseError
 
 
@@ -173,3 +174,12 @@ def test_what_is_no_file_is_called_that(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(MissingInputError, match=r"DATA001.*pipe` is neither file nor directory"):
         find(str(tmp_path / "pipe"))
+
+
+def test_a_disk_that_cannot_be_read_is_missing_input_and_a_full_one_is_not() -> None:
+    with pytest.raises(MissingInputError) as caught, reading(Path("a.jsonl")):
+        raise OSError(errno.EIO, "Input/output error")
+    [problem] = caught.value.problems
+    assert (problem.code, problem.what) == ("DATA001", "a.jsonl cannot be read: Input/output error")
+    with pytest.raises(OSError, match="No space left"), reading(Path("a.jsonl")):
+        raise OSError(errno.ENOSPC, "No space left on device")

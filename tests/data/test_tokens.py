@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import shutil
 import time
@@ -266,3 +267,16 @@ def test_files_beside_a_tokenizer_that_are_damaged(
     [problem] = caught.value.problems
     assert problem.code == "TOK004" and problem.what.startswith(f"{name} cannot be used: {why}")
     assert (problem.where, problem.fix) == (str(tmp_path / name), "fetch the tokenizer again")
+
+
+def test_a_file_beside_a_tokenizer_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.copy_to(tmp_path)
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(tokens, "read_regular", fail)
+    with pytest.raises(DataError, match=r"TOK004\]: tokenizer_config.json cannot be used: Permission denied"):
+        tokens.read_facts(tmp_path / "tokenizer_config.json")

@@ -23,7 +23,7 @@ from typing import IO, Any
 from uuid import UUID
 
 from shardwise.data.faults import FAULT_KEY, not_utf8
-from shardwise.data.source import Source, digest
+from shardwise.data.source import Source, digest, reading
 from shardwise.data.whole import once
 from shardwise.errors import DataError, Problem, UnavailableError, first_line
 
@@ -36,6 +36,7 @@ ROOM = 0.9
 """The share of the free disk that one file may take."""
 HEAD_BYTES = 2**16
 _BLOCK_BYTES = 2**20
+_LEAVE_OUT = "leave the column out of the file"
 _NO_RECORD = object()
 """Becomes an empty line, so that line numbers stay those of the source file."""
 VERSION = 3
@@ -47,11 +48,12 @@ def to_jsonl(source: Source, cache: Path) -> Source:
     that cannot be read."""
     if source.kind != "other":
         return source
-    stat = source.path.stat()
+    with reading(source.path):
+        stat = source.path.stat()
     target = cache / "converted" / digest([VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
 
     def make(directory: Path) -> None:
-        with (directory / "records.jsonl").open("xb") as out:
+        with (directory / "records.jsonl").open("xb") as out, reading(source.path):
             _convert(source, out)
 
     made = once(target, make) / "records.jsonl"
@@ -63,7 +65,7 @@ def head(source: Source, directory: Path) -> Source:
     if source.kind != "other":
         return replace(source, stop=min(source.stop, HEAD_BYTES))
     path = directory / f"{digest(str(source.path))}.jsonl"
-    with path.open("wb") as out:
+    with path.open("wb") as out, reading(source.path):
         _convert(source, out, HEAD_BYTES)
     data = path.read_bytes()
     stop = len(data) if len(data) < HEAD_BYTES else data.rfind(b"\n") + 1  # the last line may have been cut
@@ -82,9 +84,9 @@ def _convert(source: Source, out: IO[bytes], enough_bytes: float = math.inf) -> 
             break
         try:
             line = "" if record is _NO_RECORD else json.dumps(record, ensure_ascii=False, default=_plain)
-        except TypeError as error:
-            what = f"{source.name}:{number} holds {error}"
-            raise DataError(Problem("DATA005", what, str(source.path), "leave the column out of the file")) from error
+        except (TypeError, RecursionError) as error:
+            code, why = ("DATA005", f"holds {error}") if isinstance(error, TypeError) else ("DATA007", "is too deep")
+            raise DataError(Problem(code, f"{source.name}:{number} {why}", str(source.path), _LEAVE_OUT)) from error
         out.write(line.encode("utf-8", "backslashreplace") + b"\n")  # a lone surrogate as JSON writes it: \udc80
         if number % 1024 == 0:
             _check_size(source, out, room_bytes)
@@ -222,7 +224,7 @@ def _parquet(source: Source) -> Iterator[dict[str, Any]]:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             for batch in file.iter_batches(1024):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _damaged(source, error) from error
 
 
@@ -238,10 +240,13 @@ def _arrow(source: Source) -> Iterator[dict[str, Any]]:
             for batch in batches:
                 for start in range(0, batch.num_rows, 1024):
                     yield from batch.slice(start, 1024).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _damaged(source, error) from error
 
 
 def _damaged(source: Source, error: Exception) -> DataError:
+    if type(error) in (OverflowError, ValueError):  # a date or a duration that Python has no room for
+        what = f"{source.name} holds a value that is out of range: {first_line(error)}"
+        return DataError(Problem("DATA005", what, str(source.path), _LEAVE_OUT))
     what = f"{source.name} cannot be read: {first_line(error)}"
     return DataError(Problem("DATA008", what, str(source.path), "fetch the file again"))

@@ -113,6 +113,9 @@ class Faults:
             yield
         except Fault as fault:
             self.add(source, offset, fault)
+        except RecursionError:
+            fix = "flatten the record or leave it out"
+            self.add(source, offset, Fault("DATA007", "is nested too deeply to be read", fix))
 
     def add(self, source: Source, offset: int, fault: Fault) -> None:
         """Count or collect one fault."""

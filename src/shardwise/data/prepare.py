@@ -175,6 +175,7 @@ def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> SampleRule
     return SampleRules(data.format, template, data.train_on, data.train_on_eot, sample_tokens, *kept)
 
 
+@source.reading()
 def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     """Sizes and times of all inputs: cheap to compare, to see that nothing changed since the last run."""
     named = [(s.original, s.name) for s in (*sources.train, *sources.validation)]
@@ -184,6 +185,7 @@ def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 
+@source.reading()
 def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
     """Path, size, time and checksum of each source file."""
     facts: dict[Path, dict[str, Any]] = {}
@@ -195,6 +197,7 @@ def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
     return facts
 
 
+@source.reading()
 def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
     """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
     for facts in files:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.data.faults import FAULT_KEY, LINE, UTF16, Fault, Faults, not_unicode, not_utf8
-from shardwise.data.source import Source, unit_hash
+from shardwise.data.source import Source, reading, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
 from shardwise.spec.units import typed
@@ -90,7 +90,7 @@ def pieces(part: SourcePart, text_key: str, share: float, faults: Faults) -> Ite
 
 def _lines(part: SourcePart, faults: Faults) -> Iterator[tuple[int, bytes]]:
     """(offset, line) for each line that starts in the part; one over 64 MiB is a fault (DATA007)."""
-    with open_regular(part.path) as file:
+    with reading(part.source.original), open_regular(part.path) as file:
         if part.start:
             file.seek(part.start - 1)
             _pass_line(file, part.stop)
@@ -204,9 +204,6 @@ def _object(
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
         fix = f"repair the line: sed -n {LINE}p {typed(part.path)}"
         raise Fault("DATA004", f"col {error.colno}: {why}: `{snippet}`", fix) from error
-    except RecursionError as error:
-        fix = "flatten the record or leave it out"
-        raise Fault("DATA007", "is nested too deeply to be read", fix) from error
     except ValueError as error:  # a whole number of thousands of digits
         what = f"holds an integer of more than {sys.get_int_max_str_digits():,} digits"
         raise Fault("DATA004", what, "shorten the number") from error

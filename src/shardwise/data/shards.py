@@ -23,8 +23,9 @@ from shardwise.data.chat import Encoded
 from shardwise.data.faults import MOST, BadRecord, BadRecords, Faults
 from shardwise.data.read import SourcePart, pieces
 from shardwise.data.samples import SampleRules, encode, tokenizer_of
+from shardwise.data.source import reading
 from shardwise.data.store import FileSum, Split
-from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.errors import DataError, Problem
 from shardwise.spec.safe_path import safe_path
 
 SHARD_TOKENS = 2**27
@@ -61,35 +62,32 @@ class SplitPart:
     counts: Counter[str]
 
 
+@reading()
 def tokenise(unit: Sequence[SourcePart], job: TokenizeSettings) -> dict[str, SplitPart]:
     """Read and tokenise one unit. A pure function of the files' bytes and the tokenizer. Raises BadRecords."""
     faults = Faults(job.skip)
     gathered = {name: _Gathered() for name in job.splits}
     tokenizer = tokenizer_of(job.tokenizer_directory)
-    try:
-        for part in unit:
-            if job.rules is not None:
-                for held_out, sample in encode(part, job.tokenizer_directory, job.rules, job.share, faults):
-                    gathered[job.splits[int(held_out)]].add(sample)
-                continue
-            if part.source.kind == "ids":
-                gathered[job.splits[0]].add_ids(*binary.documents(part, tokenizer.eot_id, tokenizer.vocab_size))
-                continue
-            opened = part.continues
-            for piece in pieces(part, job.text_key, job.share, faults):
-                target = gathered[job.splits[int(piece.held_out)]]
-                ids = tokenizer.encode([piece.text])[0]
-                if ids and not opened:
-                    target.take(tokenizer.prefix)
-                    opened = True
-                target.take(ids)
-                target.text_bytes += len(piece.text.encode())
-                if piece.last:
-                    target.close(tokenizer.eot_id if opened else None)
-                    opened = False
-    except OSError as error:
-        what = f"{error.filename or part.name} cannot be read: {error.strerror}"
-        raise MissingInputError(Problem("DATA001", what, "data.path", "restore it, or name other data")) from error
+    for part in unit:
+        if job.rules is not None:
+            for held_out, sample in encode(part, job.tokenizer_directory, job.rules, job.share, faults):
+                gathered[job.splits[int(held_out)]].add(sample)
+            continue
+        if part.source.kind == "ids":
+            gathered[job.splits[0]].add_ids(*binary.documents(part, tokenizer.eot_id, tokenizer.vocab_size))
+            continue
+        opened = part.continues
+        for piece in pieces(part, job.text_key, job.share, faults):
+            target = gathered[job.splits[int(piece.held_out)]]
+            ids = tokenizer.encode([piece.text])[0]
+            if ids and not opened:
+                target.take(tokenizer.prefix)
+                opened = True
+            target.take(ids)
+            target.text_bytes += len(piece.text.encode())
+            if piece.last:
+                target.close(tokenizer.eot_id if opened else None)
+                opened = False
     faults.settle()
     gathered[job.splits[0]].counts.update(faults.counts)
     return {name: g.run() for name, g in gathered.items()}

@@ -9,11 +9,13 @@ directories are skipped.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.errors import DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import open_regular
 from shardwise.spec.shipped import recipes_directory
 from shardwise.spec.units import typed
@@ -35,6 +37,7 @@ _LARGEST_ID_BYTES = 8
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
+_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 Kind = Literal["text", "jsonl", "other", "ids"]
 _KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
 """By suffix; any other file is text."""
@@ -70,6 +73,20 @@ class Sources:
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
     share: float
+
+
+@contextmanager
+def reading(path: Path | str = "the data", fix: str = "restore it, or name other data") -> Iterator[None]:
+    """Turns an OSError into DATA001, but for those of a full disk. ``path``: what is read, for errors that
+    do not name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _WRITTEN:
+            raise
+        path = error.filename or path
+        what = f"{path} cannot be read: {error.strerror or first_line(error)}"
+        raise MissingInputError(Problem("DATA001", what, str(path), fix)) from error
 
 
 def find(paths: str | Sequence[str], records: bool = False) -> list[Source]:
@@ -149,7 +166,7 @@ def unit_hash(name: str) -> float:
 
 def _line_start(path: Path, at: int) -> int:
     """The start of the first line that begins at ``at`` or later."""
-    with open_regular(path) as file:
+    with reading(path), open_regular(path) as file:
         file.seek(max(at - 1, 0))
         while (piece := file.readline(2**20)) and not piece.endswith(b"\n"):
             pass
@@ -201,12 +218,9 @@ def _source(path: Path, name: str) -> Source:
         fix = f"{_COMPRESSED[path.suffix]} {path}, and name {path.with_suffix('').name}"
         what = f"{path.name} is compressed; of these only .jsonl.gz and .jsonl.zst can be read"
         raise DataError(Problem("DATA008", what, str(path), fix))
-    try:
+    with reading(path, f"chmod +r {typed(path)}"):
         size = path.stat().st_size
         open_regular(path).close()
-    except OSError as error:
-        fix = f"chmod +r {typed(path)}"
-        raise MissingInputError(Problem("DATA001", f"{path} cannot be read: {error.strerror}", _WHERE, fix)) from error
     return Source(path.resolve(), name, "other" if lines else _KINDS.get(path.suffix, "text"), 0, size)
 
 

@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from shardwise.data.source import digest
+from shardwise.data.source import digest, reading
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.spec.files import MANIFEST_BYTES, open_regular, read_regular
 
@@ -99,7 +99,7 @@ class DataManifest:
 def checksum(path: Path) -> str:
     """xxh3-128 of a file, in hex."""
     summed = xxhash.xxh3_128()
-    with open_regular(path) as file:
+    with reading(path), open_regular(path) as file:
         while block := file.read(_READ_BYTES):
             summed.update(block)
     return summed.hexdigest()
@@ -196,21 +196,23 @@ class TokenStore:
     @cached_property
     def _packs(self) -> NDArray[np.uint64]:
         assert self.split.packs is not None
-        return np.memmap(self.directory / self.split.packs.name, dtype="<u8", mode="r").reshape(-1, 2)
+        return self._map(self.split.packs, "<u8").reshape(-1, 2)
 
     @cached_property
     def _masks(self) -> list[NDArray[Any]]:
-        return [np.memmap(self.directory / file.name, dtype=np.uint8, mode="r") for file in self.split.masks]
+        return [self._map(file, "u1") for file in self.split.masks]
 
     @cached_property
     def _shards(self) -> list[NDArray[Any]]:
-        files = self.split.shards
-        return [np.memmap(self.directory / file.name, dtype=self.split.dtype, mode="r") for file in files]
+        return [self._map(file, self.split.dtype) for file in self.split.shards]
 
     @cached_property
     def _documents(self) -> NDArray[np.uint64]:
-        path = self.directory / self.split.document_file.name
-        return np.memmap(path, dtype="<u8", mode="r").reshape(-1, 2)
+        return self._map(self.split.document_file, "<u8").reshape(-1, 2)
+
+    def _map(self, file: FileSum, dtype: str) -> NDArray[Any]:
+        with reading(path := self.directory / file.name, _REDO):
+            return np.memmap(path, dtype=dtype, mode="r")
 
     def document_ends(self, after: int, upto: int) -> NDArray[np.int64]:
         """The ends e (exclusive; the token before is the end-of-text) with after < e <= upto, ascending."""
@@ -283,6 +285,7 @@ def is_prepared(directory: Path) -> bool:
     return (directory / MANIFEST).is_file()
 
 
+@reading("the prepared data", _REDO)
 def load(directory: Path, verify: bool | None = None) -> Prepared:
     """Open a prepared directory. Sizes are always checked (DATA010); contents (DATA013) if ``verify`` is true, or is
     None and the data take at most 4 GiB."""

@@ -147,10 +147,11 @@ def find_template(named: str | None, tokenizer: Path) -> str:
             return named
         if path.is_file():
             return read_regular(path, NOTE_BYTES).decode()
-    except UnicodeError as error:
-        name = f" {path.name}" if isinstance(error, UnicodeDecodeError) else ""
-        fix = "save it as UTF-8, or data.chat_template=<another>"
-        raise DataError(Problem("CHAT001", f"the chat template{name} is not UTF-8", WHERE, fix)) from error
+    except (UnicodeError, OSError) as error:
+        name = "" if isinstance(error, UnicodeEncodeError) else f" {path.name[:80]}"
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8"
+        fix = "save it as readable UTF-8, or data.chat_template=<another>"
+        raise DataError(Problem("CHAT001", f"the chat template{name} {why}", WHERE, fix)) from error
     fix = f"data.chat_template={' or '.join(SHIPPED)}, a file, or the text of a template"
     if named is not None:
         raise DataError(Problem("CHAT001", f"`{named}` is neither a chat template nor a file", WHERE, fix))

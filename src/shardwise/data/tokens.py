@@ -134,6 +134,8 @@ def read_facts(file: Path) -> dict[str, Any]:
         why = "it is not UTF-8"
     except UnicodeEncodeError as error:
         why = f"it holds half a character (lone surrogate U+{ord(error.object[error.start]):04X})"
+    except OSError as error:
+        why = error.strerror or first_line(error)
     except (ValueError, RecursionError) as error:
         why = f"it is not JSON: {first_line(error, 200)}"
     raise _unusable(file, why)
