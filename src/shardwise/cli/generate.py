@@ -53,8 +53,7 @@ def run(options: Options) -> None:
     """Print the continuation, or the answer."""
     import torch
 
-    from shardwise.data.chat import ask
-    from shardwise.runtime.generate import Sampling, answer, continue_text
+    from shardwise.runtime.generate import Sampling, answer, ask, continue_text
 
     prompt = options.prompt or " ".join(options.words)
     if options.prompt and options.words:

@@ -26,9 +26,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.faults import Fault, not_unicode
 from shardwise.data.formats import ROLES, Conversation, Segment
-from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template, find_template
-from shardwise.data.tokens import special_tokens
-from shardwise.errors import DataError, Problem
+from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template
 from shardwise.spec.files import read_regular
 
 if TYPE_CHECKING:
@@ -313,18 +311,3 @@ def lay(segments: Sequence[Segment], encoder: Encoder, eot_id: int, end_of_turn:
     eot = encoder.eot(eot_id)
     learnt = segments[-1].supervised and end_of_turn
     return (*found, Rendered(eot, [(0, len(eot))] if learnt else []))
-
-
-def ask(tokenizer: Path, question: str) -> Prompt:
-    """A question as the turn of a user, by the chat template beside a tokenizer. Raises DataError (CHAT001) where there
-    is none, and for a question that cannot be encoded."""
-    try:
-        text = find_template(None, tokenizer)
-    except DataError as error:
-        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
-        raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
-    chat = Chat(Template(text, special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)
-    try:
-        return chat.ask([{"role": "user", "content": question}])
-    except Fault as fault:
-        raise DataError(Problem(fault.code, f"the question {fault.what}", "--prompt", fault.fix)) from fault

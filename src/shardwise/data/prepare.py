@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def prepare(
     note = cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
-    of = _Ingredients(data, sources, _files(sources), settings)
+    of = _Ingredients(data, sources, store.source_files(sources), settings)
     with _writing(cache):
         tokenizer = _tokenizer(of, cache, said)
         of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
@@ -185,35 +185,9 @@ def _stats(sources: Sources, data: Data) -> list[list[Any]]:
     return [[str(path), name, path.stat().st_size, path.stat().st_mtime_ns] for path, name in named]
 
 
-@source.reading()
-def _files(sources: Sources) -> dict[Path, dict[str, Any]]:
-    """Path, size, time and checksum of each source file."""
-    facts: dict[Path, dict[str, Any]] = {}
-    for path in (s.original for s in (*sources.train, *sources.validation)):
-        if path not in facts:
-            stat = path.stat()
-            told = {"path": str(path), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-            facts[path] = {**told, "xxh3": store.checksum(path)}
-    return facts
-
-
-@source.reading()
-def _first_change(files: Iterable[dict[str, Any]]) -> str | None:
-    """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
-    for facts in files:
-        path = Path(facts["path"])
-        if not path.is_file():
-            continue
-        stat = path.stat()
-        same = (stat.st_size, stat.st_mtime_ns) == (facts["size_bytes"], facts["mtime_ns"])
-        if not same and (stat.st_size != facts["size_bytes"] or store.checksum(path) != facts["xxh3"]):
-            return str(path)
-    return None
-
-
 @dataclass(frozen=True)
 class _Ingredients:
-    """Everything that goes into prepared data. ``files``: what :func:`_files` returns."""
+    """Everything that goes into prepared data. ``files``: what :func:`store.source_files` returns."""
 
     data: Data
     sources: Sources
@@ -315,7 +289,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
                 writers[name].add(run)
             done += sum(part.stop - part.start for part in unit)
             said("tokens", done, total)
-        if changed := _first_change(of.files.values()):
+        if changed := store.first_change(of.files.values()):
             what = f"{changed} changed while it was being prepared"
             raise DataError(Problem("DATA013", what, str(target), "prepare again when it no longer changes"))
         splits = {name: writer.close(of.rules) for name, writer in writers.items()}
@@ -348,7 +322,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
     _check_tokenizer(target, manifest, tokenizer)
     if manifest.fingerprint != fingerprint:
         what = f"{target} was prepared from other files or settings"
-        if changed := _first_change(manifest.files):
+        if changed := store.first_change(manifest.files):
             what = f"{changed} changed since it was prepared"
         fix = "another --out; or the same command with --force, which replaces it"
         raise DataError(Problem("DATA013", what, str(target), fix))
@@ -378,7 +352,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
         fix = "leave it out: the prepared data include a tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
-    if changed := _first_change(prepared.manifest.files):
+    if changed := store.first_change(prepared.manifest.files):
         fix = f"with the recipe that made it: shardwise data prepare RECIPE.yaml --force --out {typed(directory)}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
     return prepared

@@ -17,7 +17,7 @@ For preference optimisation samples 2i and 2i + 1 are the chosen and the rejecte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from shardwise.data.source import digest, reading
+from shardwise.data.source import Sources, digest, reading
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.spec.files import MANIFEST_BYTES, open_regular, read_regular
 
@@ -103,6 +103,32 @@ def checksum(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             summed.update(block)
     return summed.hexdigest()
+
+
+@reading()
+def source_files(sources: Sources) -> dict[Path, dict[str, Any]]:
+    """Path, size, time and checksum of each source file."""
+    facts: dict[Path, dict[str, Any]] = {}
+    for path in (s.original for s in (*sources.train, *sources.validation)):
+        if path not in facts:
+            stat = path.stat()
+            told = {"path": str(path), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+            facts[path] = {**told, "xxh3": checksum(path)}
+    return facts
+
+
+@reading()
+def first_change(files: Iterable[dict[str, Any]]) -> str | None:
+    """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
+    for facts in files:
+        path = Path(facts["path"])
+        if not path.is_file():
+            continue
+        stat = path.stat()
+        same = (stat.st_size, stat.st_mtime_ns) == (facts["size_bytes"], facts["mtime_ns"])
+        if not same and (stat.st_size != facts["size_bytes"] or checksum(path) != facts["xxh3"]):
+            return str(path)
+    return None
 
 
 def sum_file(directory: Path, name: str) -> FileSum:

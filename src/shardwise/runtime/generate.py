@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
-from shardwise.data.chat import Prompt
-from shardwise.errors import Problem, TrainingError
+from shardwise.data.chat import Chat, Encoder, Prompt
+from shardwise.data.faults import Fault
+from shardwise.data.template import Template, find_template
+from shardwise.errors import DataError, Problem, TrainingError
 from shardwise.methods.loss import Output, logits
 from shardwise.models.blocks import with_head
 from shardwise.models.config import ModelSpec, learnt_positions
@@ -112,3 +115,18 @@ def answer(
 
     text = tokenizer.decode(generate(parts, asked.ids, sampling, device, over))
     return (text.partition(asked.closing)[0] if asked.closing else text).strip()
+
+
+def ask(tokenizer: Path, question: str) -> Prompt:
+    """A question as the turn of a user, by the chat template beside a tokenizer. Raises DataError (CHAT001) where there
+    is none, and for a question that cannot be encoded."""
+    try:
+        text = find_template(None, tokenizer)
+    except DataError as error:
+        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
+        raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
+    chat = Chat(Template(text, tokens.special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)
+    try:
+        return chat.ask([{"role": "user", "content": question}])
+    except Fault as fault:
+        raise DataError(Problem(fault.code, f"the question {fault.what}", "--prompt", fault.fix)) from fault
