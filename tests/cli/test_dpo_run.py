@@ -43,7 +43,11 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     settings = "model.path=model method=dpo method.beta=0.5 data.path=pairs.jsonl data.cache=cache train.seq_len=96"
     more = "data.validation_share=0.2 train.global_batch_size=4 optim.learning_rate=2e-3 optim.schedule=constant"
     last = "evaluate.eval_steps=4 precision.compute=fp32 run.timeout_s=60 run.device=cpu train.max_steps=8"
-    saved = ["checkpoint.save_steps=3", "checkpoint.asynchronous=false"]  # there when a rank is killed soon after
+    saved = [
+        "evaluate.max_batches=50",
+        "checkpoint.save_steps=3",
+        "checkpoint.asynchronous=false",
+    ]  # there when a rank is killed soon after
     return ["train", *settings.split(), *more.split(), *last.split(), *saved]
 
 
