@@ -20,7 +20,7 @@ from shardwise.runtime.checkpoint.locate import best
 from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, chunk_hashes
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.job import read_run
-from shardwise.runtime.state import Saved
+from shardwise.runtime.state import RunFacts
 from shardwise.runtime.watch.metrics import keep_until
 from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
@@ -141,7 +141,7 @@ def test_a_run_with_a_damaged_file_is_listed_compared_and_resumed(
         identity = read_run(run)
         assert identity is not None and {*identity} == {"run_id", "data"}
         state = values(99)
-        found = RunCheckpoints(run / "checkpoints", Checkpoint(), "run").resume(state, log=print, kind=Saved)
+        found = RunCheckpoints(run / "checkpoints", Checkpoint(), "run").resume(state, log=print, kind=RunFacts)
         assert found is not None and same(state, values(found["step"]) if name != STATE else state)
         assert found == facts(2) or name in (MANIFEST, STATE)
         keep_until(run / "metrics.jsonl", 2)

@@ -25,7 +25,7 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class _Step(Numbered):
+class _StepLine(Numbered):
     """What is compared of a line of metrics.jsonl; null is a value that was not finite."""
 
     tokens: Count | None = None
@@ -108,7 +108,7 @@ def read_history(directory: Path) -> History:
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
     unread: list[str] = []
     recipe = dotted(Recipe().model_dump()) | dotted(_settings(directory / "recipe.yaml", unread))
-    rows = {record["step"]: record for record in _records(directory / "metrics.jsonl", _Step, unread)}
+    rows = {record["step"]: record for record in _records(directory / "metrics.jsonl", _StepLine, unread)}
     events = _records(directory / "events.jsonl", _Event, unread)
     measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json", unread)
     return History(directory, recipe, rows, tuple(events), measured, identity, tuple(unread))

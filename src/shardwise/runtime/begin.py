@@ -21,7 +21,7 @@ from shardwise.runtime.reference import refer
 from shardwise.runtime.report.header import header
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
-from shardwise.runtime.state import Saved, TrainState
+from shardwise.runtime.state import RunFacts, TrainState
 from shardwise.runtime.watch.guard import Guard, Ownership
 from shardwise.runtime.watch.metrics import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.watch.trackers import Subject, track
@@ -59,7 +59,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     checkpoints.prepare(state.tensors())
     checkpoints.guard(state.optimizer)
     fresh = start.allow_fresh_start
-    facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=fresh, kind=Saved)
+    facts = checkpoints.resume(state.tensors(), start.resume_from, allow_fresh_start=fresh, kind=RunFacts)
     if facts is not None:
         state.load_facts(facts)
         check_length(state.step, job.max_steps)

@@ -175,7 +175,7 @@ def settle(job: Job, meshes: Meshes) -> Job:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunRecord:
     """What a later start needs of ``run.json``."""
 
     run_id: str
@@ -189,7 +189,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     path, state = directory / "run.json", "is missing"
     if there := path.exists():
         try:
-            return {**vars(from_json(_Run, read_regular(path, NOTE_BYTES)))}
+            return {**vars(from_json(_RunRecord, read_regular(path, NOTE_BYTES)))}
         except (OSError, ValueError) as error:
             state = f"cannot be read ({error}), and was renamed to run.json.damaged"
         path.rename(path.with_name("run.json.damaged"))

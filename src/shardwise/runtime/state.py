@@ -74,7 +74,7 @@ class _Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Identity):
+class RunFacts(Identity):
     """The facts of a checkpoint: the counters of a :class:`TrainState`, and its loss scale."""
 
     step: Count

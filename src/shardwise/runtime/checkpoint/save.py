@@ -187,14 +187,12 @@ class RunCheckpoints:
 
         ``tensors`` may be a function of the names that a checkpoint holds. ``path``: a run, a directory of checkpoints,
         or one checkpoint, instead of this run's own. ``kind``: what its facts must be (manifest.read_facts). Afterwards
-        ``rejected`` holds the problem of each checkpoint that was skipped; ``log`` gets them as text on the first rank.
-        Raises DataError if there are checkpoints and none can be used (unless ``allow_fresh_start``), or if they do not
-        fit the model. Waits for the save in flight.
+        ``rejected`` holds the problem of each that was skipped; ``log`` gets them as text on the first rank. Raises
+        DataError if none of them can be used (unless ``allow_fresh_start``), or if they do not fit the model.
         """
         if self._thread is not None:
             self._thread.join()
         self.rejected = []
-        first = self.crew.rank == 0
         try:
             found = self.crew.first(lambda: _find(self.directory, path))
             for step, directory in found:
@@ -205,7 +203,7 @@ class RunCheckpoints:
                         raise
                     self.rejected.append(_problem(error.first, directory))
                     continue
-                if first:
+                if self.crew.rank == 0:
                     _tell(log, directory, self.rejected, found[0][0] - step)
                 return facts
         except RankError as error:
@@ -216,7 +214,7 @@ class RunCheckpoints:
         fix = "restore one of them, or start over without them: --allow-fresh-start"
         if not allow_fresh_start:
             raise DataError(Problem("CKPT016", what, str(path or self.directory), fix), *self.rejected)
-        if first:
+        if self.crew.rank == 0:
             log("\n".join([f"warning[CKPT016]: {what}; starting afresh", *map(str, self.rejected)]))
         return None
 
@@ -339,11 +337,9 @@ def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
 
 
 def read(path: str | Path, tensors: Tensors) -> Facts:
-    """Load ``tensors``, in place, from a run's newest intact checkpoint (or the one named); returns its facts.
-
-    For one process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does;
-    prints to stderr what was wrong with newer ones.
-    """
+    """Load ``tensors``, in place, from a run's newest intact checkpoint (or the one named); returns its facts. For one
+    process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does; prints to
+    stderr what was wrong with newer ones."""
     problems: list[Problem] = []
     for _, directory in locate(Path(path)):
         try:
