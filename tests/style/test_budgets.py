@@ -7,9 +7,9 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 1_900,
+    "spec": 2_040,
     "models": 3_300,
-    "data": 3_150,
+    "data": 3_210,
     "distributed": 500,
     "methods": 450,
     "techniques": 4_200,
@@ -17,10 +17,11 @@ PACKAGE_LINES = {
     "runtime": 4_800,
     "prove": 1_000,
     "launch": 1_300,
-    "interop": 1_600,
+    "interop": 1_400,
     "cli": 2_000,
 }
-"""Lines of code by package: docs/decisions/0013. One is raised only by taking from another."""
+"""Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 140 went to spec
+and 60 to data, which already read the keys, templates and files of other systems."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 
