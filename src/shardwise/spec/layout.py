@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -69,6 +70,10 @@ class Layout:
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
         return rank // self._stride(axis) % self.degree(axis)
+
+    def rank(self, where: Mapping[Axis, int]) -> int:
+        """The rank that stands there; first on the axes that are not named."""
+        return sum(index * self._stride(axis) for axis, index in where.items())
 
     def size(self, group: str) -> int:
         """How many ranks a group has."""

@@ -1,0 +1,57 @@
+"""Kinds of rank: what they hold and where they stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.spec.layout import Layout
+from shardwise.spec.place import Place, place_of, places
+
+STAGES = [(0, 1, 2), (3, 4), (5, 6)]
+WHOLE = Layout(pp=3, dp_replicate=2, dp_shard=4, cp=1, tp=2)
+
+
+def test_the_first_stage_has_the_stem_and_the_last_the_head() -> None:
+    found = [place_of(rank, WHOLE, STAGES) for rank in range(WHOLE.world)]
+    assert [place.stem for place in found] == [rank < 16 for rank in range(48)]
+    assert [place.head for place in found] == [rank >= 32 for rank in range(48)]
+    assert [place.blocks for place in found] == [STAGES[rank // 16] for rank in range(48)]
+
+
+def test_a_place_stands_where_its_rank_stands() -> None:
+    for rank in range(WHOLE.world):
+        place = place_of(rank, WHOLE, STAGES)
+        assert place.coordinate("dp_shard") == rank // 2 % 4
+        assert place.index("fsdp") == rank // 2 % 4
+        assert place.index("batch") == rank % 16 // 2
+
+
+def test_every_rank_has_as_much_as_one_of_the_places_or_stands_between_two() -> None:
+    """Of a dim that divides unevenly the first ranks have most and the last least."""
+    for layout in (Layout(), Layout(dp_shard=5), Layout(dp_shard=3, tp=4), Layout(dp_replicate=4, tp=2)):
+        kinds = places(layout, [range(2)])
+        assert kinds[0] == Place(layout, 0, (0, 1)) and len(set(kinds)) == len(kinds)
+        for group in ("fsdp", "tp"):
+            for size in (1, 2, 7, 12):
+                here = {stop - start for start, stop in (place.part(size, group) for place in kinds)}
+                for rank in range(layout.world):
+                    start, stop = place_of(rank, layout, [range(2)]).part(size, group)
+                    assert min(here) <= stop - start <= max(here)
+
+
+def test_the_parts_of_a_dim_are_the_whole_dim() -> None:
+    layout = Layout(dp_shard=5, tp=2)
+    for size in (3, 10, 12):
+        held = [i for rank in range(0, 10, 2) for i in range(*place_of(rank, layout, [()]).part(size, "fsdp"))]
+        assert held == list(range(size))
+
+
+def test_replicas_are_of_one_kind() -> None:
+    assert len(places(Layout(dp_replicate=8), [()])) == 1
+    assert len(places(Layout(dp_replicate=2, dp_shard=8), [()])) == 3
+    assert [place.rank for place in places(Layout(dp_shard=8, tp=2), [()])] == [0, 1, 8, 9, 14, 15]
+
+
+def test_stages_must_be_as_many_as_the_layout_has() -> None:
+    with pytest.raises(ValueError, match="blocks are given for 3 stages, and the layout has 1"):
+        places(Layout(), STAGES)
