@@ -13,6 +13,9 @@ from itertools import product
 
 from shardwise.spec.layout import Axis, Layout, cut
 
+DIFFERING: tuple[Axis, ...] = ("pp", "dp_shard", "cp", "tp")
+"""The axes along which ranks differ in what they hold."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -48,14 +51,9 @@ def place_of(rank: int, layout: Layout, stages: Sequence[Sequence[int]]) -> Plac
 
 
 def places(layout: Layout, stages: Sequence[Sequence[int]]) -> list[Place]:
-    """The kinds of rank, rank 0's first: of the stages, of the shards (``fsdp``) and of the tensor-parallel ranks the
-    first, a middle one and the last."""
-    kinds = product(_ends(layout.pp), _ends(layout.dp_shard), _ends(layout.cp), _ends(layout.tp))
-    found = []
-    for stage, shard, context, tensor in kinds:
-        where: dict[Axis, int] = {"pp": stage, "dp_shard": shard, "cp": context, "tp": tensor}
-        found.append(place_of(layout.rank(where), layout, stages))
-    return found
+    """The kinds of rank, rank 0's first: on each axis along which they differ the first, a middle one and the last."""
+    kinds = product(*(_ends(layout.degree(axis)) for axis in DIFFERING))
+    return [place_of(layout.rank(dict(zip(DIFFERING, where, strict=True))), layout, stages) for where in kinds]
 
 
 def _ends(degree: int) -> list[int]:
