@@ -78,7 +78,7 @@ def test_what_is_sent(cut: bool) -> None:
     """On a fake group of 8 ranks and fake tensors: once forward and once backward at each edge, of the whole stream,
     filled up."""
     with fake_world(Layout(tp=8)) as groups:
-        tracker = WorldCounter(FakeTensorMode(), groups.axis_names())
+        tracker = WorldCounter(FakeTensorMode(), groups.called())
         with tracker.fake, tracker:  # type: ignore[union-attr]
             stream = torch.empty((1, 6) if cut else (1, 5, 6), requires_grad=True)
             column, row = torch.empty(1, 6, requires_grad=True), torch.empty(6, 1, requires_grad=True)

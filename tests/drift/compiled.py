@@ -111,7 +111,7 @@ def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
     for meter in meters:
         for _ in range(Meter.MEMORY_STEP):
             batches = random_batches(spec, plan, rank)
-            with meter.measuring(state), sends(groups.axis_names()) as sent:
+            with meter.measuring(state), sends(groups.called()) as sent:
                 supervised, _ = reduce.count_supervised(groups, sum(b.supervised_tokens() for b in batches))
                 losses.append(step(state, batches, supervised, rules).loss)
     result.sent, result.peak_bytes = sent, min(meter.memory.peak_bytes for meter in meters if meter.memory)

@@ -119,7 +119,7 @@ def test_preferences(ranks: RankPool) -> None:
 def tracked(tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype) -> tuple[WorldCounter, int]:
     """A loss of 8,000 ids over 8 ranks on fake tensors, and the bytes of its logits of one chunk, in fp32."""
     with fake_world(Layout(tp=8)) as groups:
-        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True), groups.axis_names())
+        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True), groups.called())
         assert tracker.fake is not None
         with tracker.fake, tracker:
             local = torch.empty(1000, 4, dtype=dtype)

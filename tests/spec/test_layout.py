@@ -10,7 +10,8 @@ from shardwise.spec.layout import GROUPS, Layout
 from shardwise.spec.plan import Plan, Shard
 
 WHOLE = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=4, ranks_per_node=8)
-LAYOUTS = [Layout(), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=3, tp=2), WHOLE]
+EXPERTS = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, ranks_per_node=8)
+LAYOUTS = [Layout(), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=3, tp=2), WHOLE, EXPERTS]
 
 
 def test_ranks_are_numbered_with_tp_innermost() -> None:
@@ -19,6 +20,78 @@ def test_ranks_are_numbered_with_tp_innermost() -> None:
     for rank, place in enumerate(places):
         assert tuple(WHOLE.coordinate(rank, axis) for axis in axes) == place  # type: ignore[arg-type]
     assert WHOLE.world == 96
+
+
+def enumerated(layout: Layout) -> dict[int, dict[str, int]]:
+    """Where every rank stands, by brute force: counted up along the mesh, and again along that of the experts."""
+    inner = layout.dp_shard * layout.cp * layout.tp
+    found: dict[int, dict[str, int]] = {}
+    outer = list(product(range(layout.pp), range(layout.dp_replicate)))
+    places = product(outer, range(layout.dp_shard), range(layout.cp), range(layout.tp))
+    experts = product(outer, range(inner // layout.ep), range(layout.ep))
+    for rank, ((stage, replica), shard, sequence, tensor) in enumerate(places):
+        found[rank] = {"pp": stage, "dp_replicate": replica, "dp_shard": shard, "cp": sequence, "tp": tensor}
+    for rank, (_, copy, expert) in enumerate(experts):
+        found[rank] |= {"expert_fsdp": copy, "ep": expert}
+    return found
+
+
+SHAPES = list(product((1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 4), (1, 2, 3, 8)))
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[2] * s[3] * s[4] % s[5] == 0])
+def test_every_question_about_ranks_is_answered_as_enumeration_answers_it(shape: tuple[int, ...]) -> None:
+    """Coordinates, indices, members and reaches of every group, those of experts among them."""
+    layout = Layout(**dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), shape, strict=True)))
+    where = enumerated(layout)
+    assert len(where) == layout.world
+    for rank, at in where.items():
+        assert {axis: layout.coordinate(rank, axis) for axis in at} == at  # type: ignore[arg-type]
+        dense = {axis: index for axis, index in at.items() if axis not in ("ep", "expert_fsdp")}
+        assert layout.rank(dense) == rank  # type: ignore[arg-type]
+    for group, axes in GROUPS.items():
+        mesh = (
+            ("pp", "dp_replicate", "expert_fsdp", "ep")
+            if {"ep", "expert_fsdp"} & set(axes)
+            else ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        )
+        others = [axis for axis in mesh if axis not in axes]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in where.items():
+            alike.setdefault(tuple(at[axis] for axis in others), []).append(rank)
+        assert layout.members(group) == list(alike.values())
+        assert {len(ranks) for ranks in alike.values()} == {layout.size(group)}
+        assert all(layout.index(rank, group) == ranks.index(rank) for ranks in alike.values() for rank in ranks)
+        assert layout.reach(group) >= max(ranks[-1] - ranks[0] + 1 for ranks in alike.values())
+
+
+def test_experts_are_spread_over_neighbours() -> None:
+    """Sixteen ranks of two replicas hold eight experts' shares: each group of four neighbours holds all."""
+    layout = Layout(dp_replicate=2, dp_shard=4, tp=2, ep=4)
+    assert layout.members("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.members("expert_fsdp")[:2] == [[0, 4], [1, 5]]
+    assert layout.members("expert_loss")[0] == [0, 4, 8, 12]
+    assert [layout.coordinate(rank, "ep") for rank in (0, 1, 5, 15)] == [0, 1, 1, 3]
+
+
+def test_experts_must_divide_the_ranks_of_a_replica() -> None:
+    with pytest.raises(ValueError, match="ep 3 does not divide dp_shard x cp x tp = 4"):
+        Layout(dp_shard=4, ep=3).size("expert_fsdp")
+
+
+def test_groups_along_the_same_axes_have_one_name() -> None:
+    assert [Layout(dp_shard=8).called(group) for group in ("fsdp", "loss", "batch")] == ["dp_shard"] * 3
+    assert [Layout(dp_replicate=8, tp=2).called(group) for group in ("loss", "batch")] == ["dp_replicate"] * 2
+    assert Layout(dp_shard=8, cp=2, tp=2).called("fsdp/4") == "fsdp/4"
+    assert Layout(dp_replicate=2, dp_shard=8).called("loss") == "world"
+    assert Layout(dp_shard=8).called("fsdp/4") == "dp_shard/4"
+    assert [WHOLE.called(group) for group in ("world", "stage", "loss", "batch", "tp")] == [
+        "world",
+        "stage",
+        "loss",
+        "batch",
+        "tp",
+    ]
 
 
 def test_sizes_are_products_of_degrees() -> None:
@@ -67,7 +140,7 @@ def test_how_far_a_group_reaches() -> None:
     assert Layout(dp_shard=8, tp=2).reach("dp_shard/2") == 4
 
 
-@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("stage", "world")])
+@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("stage", "world")])  # experts: ep 1
 @pytest.mark.parametrize("per_node", [1, 4, 8, 16, 32])
 def test_groups_that_pass_through_a_node(group: str, per_node: int) -> None:
     """The most on any node, where nodes and groups are aligned."""

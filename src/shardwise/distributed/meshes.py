@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.spec.layout import GROUPS, Layout
+from shardwise.spec.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Meshes:
             numbers.zero_()
         self.sum(numbers, "world")
 
-    def axis_names(self) -> dict[str, str]:
-        """From the names of process groups to their axes."""
-        return {str(self.groups[axis].group_name): axis for axis, _ in self.layout.axes()}
+    def called(self) -> dict[str, str]:
+        """From the names of process groups to what the layout calls them."""
+        return {str(group.group_name): self.layout.called(name) for name, group in self.groups.items()}
 
-    def mesh(self, *axes: str) -> DeviceMesh:
-        """The part of the device mesh along those of ``axes`` that are larger than 1."""
+    def mesh(self, *groups: str) -> DeviceMesh:
+        """The part of the device mesh along those of ``groups`` that are larger than 1, each of one axis."""
         assert self.axes is not None
-        return self.axes[tuple(axis for axis in axes if self.size(axis) > 1)]
+        return self.axes[tuple(self.layout.called(group) for group in groups if self.size(group) > 1)]
 
 
 def meshes(layout: Layout, kind: str) -> Meshes:
@@ -70,15 +70,12 @@ def meshes(layout: Layout, kind: str) -> Meshes:
     large = layout.axes()
     axes = init_device_mesh(kind, tuple(size for _, size in large), mesh_dim_names=tuple(axis for axis, _ in large))
     assert dist.group.WORLD is not None
-    groups = {axis: axes.get_group(axis) for axis, _ in large} | {"world": dist.group.WORLD}
-    for name, along in GROUPS.items():
-        differ = [axis for axis, _ in large if axis in along]
-        if name in groups or not differ:
-            continue
-        if len(differ) == 1:
-            groups[name] = groups[differ[0]]
-        elif len(differ) == len(large):
-            groups[name] = groups["world"]
-        else:
-            groups[name] = dist.new_subgroups_by_enumeration(layout.members(name))[0]
+    groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}
+    for name in layout.groups():
+        alike = layout.called(name)
+        if alike not in groups and layout.size(name) == layout.world:
+            groups[alike] = groups["world"]
+        elif alike not in groups:
+            groups[alike] = dist.new_subgroups_by_enumeration(layout.members(name))[0]
+        groups[name] = groups[alike]
     return Meshes(layout, dist.get_rank(), axes, groups)

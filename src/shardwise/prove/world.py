@@ -130,7 +130,7 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
     if fake is None:
         fake = parameter_count(spec) > SMALL
     with fake_world(plan.layout, rank) as groups:
-        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.axis_names())
+        tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.called())
         with watch_resizes(tracker.resize):
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
-AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "expert_fsdp", "ep"]
+MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh order, outermost first: neighbours in rank number are neighbours on the last axes."""
+EXPERT_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "expert_fsdp", "ep")
+"""The same ranks as experts see them: dp_shard x cp x tp folded anew, so that neighbours have different experts."""
 GROUPS: dict[str, tuple[Axis, ...]] = {
-    "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "world": MESH,
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
     "batch": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
+    "expert_loss": ("dp_replicate", "expert_fsdp"),
+    "expert_fsdp": ("expert_fsdp",),
+    "ep": ("ep",),
     "pp": ("pp",),
     "dp_replicate": ("dp_replicate",),
     "dp_shard": ("dp_shard",),
@@ -29,6 +34,10 @@ stage   those with the same part of the model: each of its parameters is whole, 
 loss    those whose tokens differ: what is counted is counted once over them
 batch   those that read different rows
 fsdp    those over which a sharded strategy cuts the weights
+ep      those that have different experts, and together all of them
+
+Of a weight of an expert the ranks of ``expert_loss`` have copies or pieces, and ``expert_fsdp`` is to it what ``fsdp``
+is to the other weights. There are these three only where ``ep`` is larger than 1.
 """
 
 
@@ -59,20 +68,33 @@ class Layout:
         """Ranks over which a sharded strategy cuts the weights."""
         return self.size("fsdp")
 
+    @property
+    def expert_fsdp(self) -> int:
+        """Ranks of a replica that have the same experts. Raises ValueError where ``ep`` does not divide its ranks."""
+        ranks = self.dp_shard * self.cp * self.tp
+        if ranks % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp_shard x cp x tp = {ranks}")
+        return ranks // self.ep
+
     def degree(self, axis: Axis) -> int:
-        degree: int = vars(self)[axis]
+        degree: int = self.expert_fsdp if axis == "expert_fsdp" else vars(self)[axis]
         return degree
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
-        return tuple((axis, self.degree(axis)) for axis in GROUPS["world"] if self.degree(axis) > 1)
+        return tuple((axis, self.degree(axis)) for axis in MESH if self.degree(axis) > 1)
+
+    def groups(self) -> list[str]:
+        """The names of the groups of more than one rank, those of experts only where these are spread."""
+        spread = [name for name, axes in GROUPS.items() if self.ep > 1 or axes[-1] in MESH]
+        return [name for name in spread if self.size(name) > 1]
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
         return rank // self._stride(axis) % self.degree(axis)
 
     def rank(self, where: Mapping[Axis, int]) -> int:
-        """The rank that stands there; first on the axes that are not named."""
+        """The rank that stands there; first on the axes that are not named. All axes are of one mesh."""
         return sum(index * self._stride(axis) for axis, index in where.items())
 
     def size(self, group: str) -> int:
@@ -111,10 +133,23 @@ class Layout:
         stride = self._stride(GROUPS[group.partition("/")[0]][-1])
         return min(self.ranks_per_node, stride) * max(1, self.ranks_per_node // self.reach(group))
 
+    def called(self, group: str) -> str:
+        """One name for all groups whose ranks differ along the same axes: the last in ``GROUPS``; of all ranks along
+        several axes, the world. So what was asked for as ``fsdp`` is ``dp_shard`` where there is no cp."""
+        name, slash, part = group.partition("/")
+        own = self._large(name)
+        if name == "world" or (len(own) > 1 and own == self._large("world")):
+            return "world"
+        return next(other for other in reversed(GROUPS) if self._large(other) == own) + slash + part
+
+    def _large(self, group: str) -> list[Axis]:
+        """The axes larger than 1 along which the ranks of a group differ."""
+        return [axis for axis in GROUPS[group] if self.degree(axis) > 1]
+
     def _stride(self, axis: Axis) -> int:
         """How far neighbours on ``axis`` are apart in rank number."""
-        world = GROUPS["world"]
-        return prod(self.degree(inner) for inner in world[world.index(axis) + 1 :])
+        mesh = MESH if axis in MESH else EXPERT_MESH
+        return prod(self.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
 
 
 def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    if plan.layout.world != plan.layout.dp * plan.layout.tp:
+    if plan.layout.ep > 1 or plan.layout.world != plan.layout.dp * plan.layout.tp:
         what = "pipeline, context and expert parallelism are not supported yet: `layout` must set them to 1"
         problems.append(Problem("PLAN016", what, "layout", "use dp_replicate, dp_shard and tp only"))
     if problem := _unserved(spec, plan, cluster):

@@ -184,7 +184,7 @@ class Meter:
         self.memory: Memory | None = None
         self.traffic: dict[tuple[str, str], tuple[int, int]] = {}
         self.measured = False
-        self._axes = meshes.axis_names()
+        self._axes = meshes.called()
         self._device = device
         self._steps = 0
 
