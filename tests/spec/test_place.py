@@ -28,11 +28,12 @@ def test_a_place_stands_where_its_rank_stands() -> None:
 
 def test_every_rank_has_as_much_as_one_of_the_places_or_stands_between_two() -> None:
     """Of a dim that divides unevenly the first ranks have most and the last least."""
-    for layout in (Layout(), Layout(dp_shard=5), Layout(dp_shard=3, tp=4), Layout(dp_replicate=4, tp=2)):
-        kinds = places(layout, [range(2)])
-        assert kinds[0] == Place(layout, 0, (0, 1)) and len(set(kinds)) == len(kinds)
+    sizes = (1, 2, 7, 12)
+    for layout in (Layout(), Layout(dp_shard=5), Layout(dp_shard=3, tp=4), Layout(dp_shard=2, cp=2, tp=2)):
+        kinds = places(layout, [range(2)], {"fsdp": sizes, "tp": sizes})
+        assert kinds[0] == Place(layout, 0, range(2)) and len(set(kinds)) == len(kinds)
         for group in ("fsdp", "tp"):
-            for size in (1, 2, 7, 12):
+            for size in sizes:
                 here = {stop - start for start, stop in (place.part(size, group) for place in kinds)}
                 for rank in range(layout.world):
                     start, stop = place_of(rank, layout, [range(2)]).part(size, group)
@@ -46,12 +47,32 @@ def test_the_parts_of_a_dim_are_the_whole_dim() -> None:
         assert held == list(range(size))
 
 
-def test_replicas_are_of_one_kind() -> None:
-    assert len(places(Layout(dp_replicate=8), [()])) == 1
-    assert len(places(Layout(dp_replicate=2, dp_shard=8), [()])) == 3
-    assert [place.rank for place in places(Layout(dp_shard=8, tp=2), [()])] == [0, 1, 8, 9, 14, 15]
+def test_ranks_that_hold_as_much_are_of_one_kind() -> None:
+    """Replicas; those of a group that cuts evenly; and of ten ids over four ranks the first three."""
+    assert len(places(Layout(dp_replicate=8), [()], {"fsdp": {7}, "tp": {7}})) == 1
+    assert len(places(Layout(dp_shard=4, tp=2), [()], {"fsdp": {8, 12}, "tp": {10}})) == 1
+    assert [place.rank for place in places(Layout(dp_shard=4, tp=2), [()], {"fsdp": {10}})] == [0, 6]
+    found = places(Layout(dp_shard=4, tp=2), [()], {"fsdp": {10, 9}, "tp": {9}})
+    assert [place.rank for place in found] == [0, 1, 6, 7]
+
+
+def test_of_many_ranks_a_middle_one_has_less_than_the_first_and_more_than_the_last() -> None:
+    """Of 128,256 ids over 512 ranks the first have 251 and the last none; of 9 over 8 the first four have 2, the fifth
+    has 1."""
+    ranks = [place.rank for place in places(Layout(dp_shard=512), [()], {"fsdp": {128_256}})]
+    assert ranks == [0, 511]
+    assert [place.rank for place in places(Layout(dp_shard=8), [()], {"fsdp": {9}})] == [0, 4, 7]
+
+
+def test_stages_are_of_three_kinds() -> None:
+    found = places(Layout(pp=4, dp_shard=2), [(i,) for i in range(4)], {})
+    assert [(place.stem, place.blocks, place.head) for place in found] == [
+        (True, (0,), False),
+        (False, (2,), False),
+        (False, (3,), True),
+    ]
 
 
 def test_stages_must_be_as_many_as_the_layout_has() -> None:
     with pytest.raises(ValueError, match="blocks are given for 3 stages, and the layout has 1"):
-        places(Layout(), STAGES)
+        places(Layout(), STAGES, {})

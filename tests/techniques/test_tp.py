@@ -11,6 +11,7 @@ from shardwise.models.load import load_spec
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
+from shardwise.spec.place import place_of
 from shardwise.spec.plan import Lora, Optim, Plan
 from shardwise.techniques import lora, precision, tp, tp_state
 from tests.models import hf_models
@@ -149,7 +150,7 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     """Of every weight of a sheet as it is cut for the last rank of eight, adapters and an odd vocabulary among them."""
     spec = replace(LLAMA, num_hidden_layers=1, vocab_size=128_257)
     plan = Plan(Layout(tp=8), lora=Lora(4, 8.0))
-    sheet = replace(sheet_of(spec, "wide", ranks=8), rank=7)
+    sheet = sheet_of(spec, "wide", ranks=8).at(place_of(7, plan.layout, [range(1)]), plan)
     for technique in (lora, precision, tp):
         sheet = technique.cost(sheet, plan)
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))

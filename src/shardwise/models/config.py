@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -96,6 +97,7 @@ class LayerKind:
     local: bool = False
 
 
+@lru_cache(maxsize=64)
 def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The kinds of layer that a model has, in order of appearance, and the kind of each layer."""
     kinds: dict[LayerKind, int] = {}

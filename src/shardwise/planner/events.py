@@ -35,8 +35,8 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """One collective over the ranks of ``axis``; ``bytes`` is what is gathered, scattered or reduced. In the stream
-    ``compute`` the operations after it wait for it; in another it runs beside them."""
+    """One collective over the ranks of a group, ``axis``; ``bytes`` is what is gathered, scattered or reduced. In the
+    stream ``compute`` the operations after it wait for it; in another it runs beside them."""
 
     kind: str
     axis: str

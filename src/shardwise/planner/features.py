@@ -137,7 +137,8 @@ def assembled(spec: ModelSpec, unit: Callable[[What, ModelSpec], Unit], ranks: i
     own = own_part(spec, ranks)
     made = {named: unit(*named) for named in templates(own)}
     blocks = [made["block", block(own, kind)] for kind in kinds]
-    return joined(spec, made["stem", stem(own)], blocks, made["tail", tail(own)]).bound(sizes(own))
+    made_of = joined(spec, made["stem", stem(own)], blocks, made["tail", tail(own)])
+    return replace(made_of.bound(sizes(own)), ranks=ranks)
 
 
 def joined(spec: ModelSpec, stem: Unit, traced: list[Unit], tail: Unit) -> Sheet:

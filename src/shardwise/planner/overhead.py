@@ -4,11 +4,13 @@ there; a CPU has none of this."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
 
 CUDA_RESERVE_BYTES = 3 * 2**29
 """CUDA's context and the code of kernels, 0.5 to 1 GiB, and holes between the allocator's blocks: not computed."""
@@ -83,13 +85,18 @@ def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int
 def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
     """The ends of blocks that no tensor fills, of weights, gradients and both moments, a block for the count of steps
     of each trained weight, and the last segments of every stream. Activations fill their blocks, or nearly."""
-    total = 0
-    for unit, times in costed.repeated():
-        for weight in unit.weights:
-            size = weight.local_numel(plan.layout, 0, padded=True) * BYTES[weight.dtype]
-            unfilled = -size % BLOCK_BYTES
-            total += times * (4 * unfilled + BLOCK_BYTES if weight.trained else unfilled)
+    total = sum(times * _unfilled_bytes(unit, costed.place) for unit, times in costed.repeated())
     return total + _streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _unfilled_bytes(unit: Unit, place: Place) -> int:
+    total = 0
+    for weight in unit.weights:
+        size = weight.local_numel(place, padded=True) * BYTES[weight.dtype]
+        unfilled = -size % BLOCK_BYTES
+        total += 4 * unfilled + BLOCK_BYTES if weight.trained else unfilled
+    return total
 
 
 def _streams(plan: Plan) -> int:
@@ -109,9 +116,9 @@ def communicators(plan: Plan) -> list[int]:
     found = [RING_AND_TREE]
     if layout.tp > 1 and layout.dp > 1:
         found.append(RING_AND_TREE)
-    if layout.dp_replicate > 1 and (layout.dp_shard > 1 or layout.tp > 1):
+    if layout.dp_replicate > 1 and (layout.fsdp > 1 or layout.tp > 1):
         found.append(RING_AND_TREE)
-    if layout.dp_shard > 1 and layout.world > layout.dp_shard:
+    if layout.fsdp > 1 and layout.world > layout.fsdp:
         found.append(RING)
     if plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool):
         found.append(RING)

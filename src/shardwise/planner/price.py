@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.planner.overhead import standing_bytes
-from shardwise.planner.schedule import folded
+from shardwise.planner.schedule import around, micro_batches
 from shardwise.planner.spans import Span
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
+from shardwise.spec.place import places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet
 
 
 def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
-    """``plan`` with its estimate. Rank 0 is the fullest: no slice of a tensor is larger than the first."""
-    costed = techniques.cost(sheet, plan)
-    span = folded(costed, plan, cluster.kind)
-    memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
-    sent = traffic(span, plan)
-    estimate = Estimate(memory, sum(memory.values()), cluster.device.memory_bytes, sent, flops(span, plan))
-    return replace(plan, estimate=estimate)
+    """``plan`` with its estimate: that of the fullest of its places. Raises ValueError for the sheet of another."""
+    found, passes = [], {}
+    for costed in at_places(sheet, plan):
+        if costed.units not in passes:
+            passes[costed.units] = micro_batches(costed, plan, cluster.kind)
+        span = around(costed, plan, passes[costed.units])
+        memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
+        sent = traffic(span, plan)
+        size = sum(memory.values())
+        found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops(span, plan)))
+    return replace(plan, estimate=max(found, key=lambda estimate: estimate.peak_bytes))
+
+
+def at_places(sheet: Sheet, plan: Plan) -> Iterator[Sheet]:
+    """The sheet of each place, rewritten by the plan."""
+    first = techniques.cost(sheet, plan)
+    yield first
+    for place in places(plan.layout, [range(len(sheet.order))], techniques.cuts(first, plan))[1:]:
+        yield techniques.cost(sheet, plan, place)
 
 
 def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
@@ -30,7 +44,7 @@ def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for send, calls in span.sent.items():
-        name = (send.axis, send.kind, send.category)
+        name = (plan.layout.called(send.axis), send.kind, send.category)
         total[name] += send.bytes * calls
         count[name] += calls
     return tuple(Traffic(*name, total[name], count[name], link(name[0], plan.layout)) for name in total)

@@ -28,27 +28,33 @@ PERIODS = 4
 between, which must come to the same."""
 
 
-def schedule(sheet: Sheet, plan: Plan, rank: int = 0, kind: Kind = "cpu") -> list[Event]:
-    """The events of one step on ``rank``, the state of the model included, from before the first forward; with the
-    workspaces of kernels where ``kind`` is cuda."""
+def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
+    """The events of one step at the sheet's place, the state of the model included, from before the first forward; with
+    the workspaces of kernels where ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
+    sheet.check(plan)
     tape = Tape()
-    _begin(tape, sheet, plan, rank)
+    _begin(tape, sheet, plan)
     step = _Step(tape, sheet, plan, kind)
     for index in range(plan.batch.accumulation):
         step.micro_batch(last=index == plan.batch.accumulation - 1)
     tape.add(Mark("end of backward"))
-    for sent in sheet.step:
-        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    _end(tape, sheet)
     return tape.events
 
 
-def _begin(tape: Tape, sheet: Sheet, plan: Plan, rank: int) -> None:
+def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
-    for category, size in optim.state_bytes(sheet, plan, rank).items():
+    for category, size in optim.state_bytes(sheet, plan).items():
         tape.make(("state", category), category, size)
     # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of.
     batch, each = plan.batch, 8 * (4 if plan.loss == "dpo" else 3)
     tape.make("batch", "buffers", each * batch.micro_batch_size * batch.seq_len * batch.accumulation)
+
+
+def _end(tape: Tape, sheet: Sheet) -> None:
+    """What is sent once, after the last backward pass."""
+    for sent in sheet.step:
+        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
 
 
 class _Step:
@@ -117,7 +123,22 @@ class _Step:
 
 
 def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
-    """The span of :func:`schedule` on rank 0."""
+    """The span of :func:`schedule`."""
+    return around(sheet, plan, micro_batches(sheet, plan, kind))
+
+
+def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
+    """The span of a step whose micro-batches come to ``passes``. Where two places differ in their slices alone, they
+    share those."""
+    begin, end = Folding(), Folding()
+    _begin(begin, sheet, plan)
+    _end(end, sheet)
+    return joined([*begin.taken().values(), passes, *end.taken().values()])
+
+
+def micro_batches(sheet: Sheet, plan: Plan, kind: Kind) -> Span:
+    """The span of all micro-batches of a step. Raises ValueError for the sheet of another plan."""
+    sheet.check(plan)
     start, period = _period(sheet, plan)
     count = (len(sheet.order) - start) // period
     keep = PERIODS
@@ -131,14 +152,13 @@ def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
 
 
 def _told(sheet: Sheet, plan: Plan, kind: Kind, told: tuple[int, int, int]) -> Span | None:
-    """The span of a step of which so many periods of so many blocks are told, from the block ``start`` on, the second
-    standing for those left out too. None where the second and the third are not alike."""
+    """The span of micro-batches of which so many periods of so many blocks are told, from the block ``start`` on, the
+    second standing for those left out too. None where the second and the third are not alike."""
     start, period, keep = told
     count = (len(sheet.order) - start) // period
     order = sheet.order[: start + keep * period] + sheet.order[start + count * period :]
     tape, m = Folding(), plan.batch.accumulation
-    _begin(tape, sheet, plan, rank=0)
-    spans = [*tape.taken().values()]
+    spans: list[Span] = []
     step = _Step(tape, replace(sheet, order=order), plan, kind)
     second = range(start + period, start + 2 * period)
     for index in range(min(m, 3)):
@@ -151,9 +171,7 @@ def _told(sheet: Sheet, plan: Plan, kind: Kind, told: tuple[int, int, int]) -> S
         spans.append(_repeated(found, second, count - keep))
         if index == 1:
             spans.append(spans[-1].times(max(0, m - 3)))
-    for sent in sheet.step:
-        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
-    return joined([*spans, *tape.taken().values()])
+    return joined(spans)
 
 
 def _repeated(found: dict[Hashable, Span], second: range, times: int) -> Span:

@@ -48,8 +48,8 @@ MARKS = ("input", "output", "gradient_in", "gradient_out")
 
 
 def variant(precision: Precision) -> str:
-    """``wide`` if statistics have the compute dtype, so that converting to it makes no tensor; else ``narrow``."""
-    return "wide" if precision.compute in ("fp32", "fp64") else "narrow"
+    """Which variant of a unit serves these types."""
+    return precision.variant
 
 
 def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, ranks: int = 1) -> Sheet:
@@ -59,7 +59,7 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, rank
     cells = cells_of(which, cache_directory)
     if spec.hf_model is None:
         sheet = assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory), ranks)
-        return replace(sheet, cells=cells)
+        return replace(sheet, cells=cells, types=which)
     path = cache_directory / f"{key(spec, which)}.json"
     packed = _cached(path)
     if packed is None:
@@ -67,7 +67,7 @@ def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, rank
 
         packed = pack(trace(spec, which))
         _keep(path, packed)
-    return replace(unpack(packed, spec), cells=cells)
+    return replace(unpack(packed, spec), cells=cells, types=which)
 
 
 def _unit_of(what: What, template: ModelSpec, which: str, cache_directory: Path) -> Unit:

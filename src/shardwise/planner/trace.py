@@ -92,7 +92,7 @@ def trace(spec: ModelSpec, variant: str, ranks: int = 1) -> Sheet:
             sheet = _hf_sheet(spec, dtype)
     else:
         sheet = assembled(spec, partial(trace_template, variant), ranks)
-    return replace(sheet, cells={name: trace_cell(variant, name) for name in cells.NAMES})
+    return replace(sheet, types=variant, cells={name: trace_cell(variant, name) for name in cells.NAMES})
 
 
 @cache

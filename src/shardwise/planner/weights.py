@@ -118,7 +118,7 @@ class Replicated(Weights):
         wire = BYTES[self.plan.precision.reduce]
         if self.plan.precision.reduce != self.plan.precision.weights:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
-        self.tape.add(Send("all_reduce", "dp_replicate", "gradients", total // self.bytes * wire, "reduce"))
+        self.tape.add(Send("all_reduce", "loss", "gradients", total // self.bytes * wire, "reduce"))
 
 
 class Sharded(Weights):
@@ -145,9 +145,9 @@ class Sharded(Weights):
         size, again = self.groups[group], ("post forward", group) in self.tape.alive
         self.tape.make(("slice", group), "buffers", 0 if again else size.cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
-        axis, calls = (f"dp_shard/{self.reshard}", size.regathers) if again else ("dp_shard", size.gathers)
+        over, calls = (f"fsdp/{self.reshard}", size.regathers) if again else ("fsdp", size.gathers)
         for call in calls:
-            self.tape.add(Send("all_gather", axis, "weights", call, "gather"))
+            self.tape.add(Send("all_gather", over, "weights", call, "gather"))
         self.tape.free(("slice", group))
         self.buffers.append(group)
 
@@ -233,17 +233,17 @@ class Sharded(Weights):
         self.tape.drop("scatter")  # of the group before
         self.tape.make("scatter", "buffers", size.reduce_bytes)
         for call in size.reduces:
-            self.tape.add(Send("reduce_scatter", "dp_shard", "gradients", call, "reduce"))
+            self.tape.add(Send("reduce_scatter", "fsdp", "gradients", call, "reduce"))
         for key in self.unsharded.pop(group, []):
             self.tape.free(key)
         self.tape.drop(("accumulated", group))
-        share = size.reduce_bytes // self.plan.layout.dp_shard
+        share = size.reduce_bytes // self.plan.layout.fsdp
         self.tape.make(("scattered", group), "buffers", share)
         if replicas > 1 and not self.last:
             self.tape.hold(("partial", group), "gradients", share)
         else:
             for call in size.reduces if replicas > 1 else ():
-                each = call // self.plan.layout.dp_shard
+                each = call // self.plan.layout.fsdp
                 self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "reduce"))
             self.tape.drop(("partial", group))
             self.tape.hold(("grad", group), "gradients", size.gradient_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -13,6 +13,7 @@ from shardwise.planner.spans import fold, moments, same
 from shardwise.planner.trace import trace
 from shardwise.prove.world import Measured, measure
 from shardwise.spec.cluster import Kind
+from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import optim
@@ -56,17 +57,16 @@ class Drift:
 
 def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
     """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
-    with, that of rank 0, is not that of the events one by one."""
-    costed, first = (techniques.cost(replace(sheet, rank=which), plan) for which in (rank, 0))
-    events = schedule(costed, plan, rank, device)
+    with is not that of the events one by one."""
+    costed = techniques.cost(sheet, plan, place_of(rank, plan.layout, [range(len(sheet.order))]))
+    events = schedule(costed, plan, device)
     span, at = fold(events), moments(events)
-    priced = fold(schedule(first, plan, 0, device)) if rank else span
-    assert same(folded(first, plan, device), priced), "the repeated spans of blocks are not what the events come to"
+    assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
     sent: Counter[tuple[str, str, int]] = Counter()
     for send, calls in span.sent.items():
-        sent[send.axis, send.kind, send.bytes] += calls
+        sent[plan.layout.called(send.axis), send.kind, send.bytes] += calls
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
-    state = optim.state_bytes(costed, plan, rank)
+    state = optim.state_bytes(costed, plan)
     state["gradients"] = at["end of backward"]["gradients"]
     return Measured(sent, state, end - start, span.top_bytes)
 

@@ -44,7 +44,7 @@ UNWRITTEN = 0x2C
 """Each byte of memory that is not written: 2e-12 in fp32 and bf16, 0.07 in fp16, so that nothing becomes infinite."""
 
 Sent = Counter[tuple[str, str, int]]
-"""(axis, kind, bytes of one call) -> calls."""
+"""(group, as the layout calls it, kind, bytes of one call) -> calls."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class WorldCounter(TorchDispatchMode):
         group, size = group_name(args), payload_bytes(args)
         ranks = group_size(group)
         if ranks > 1:
-            part = "world" if ranks == dist.get_world_size() else f"dp_shard/{ranks}"
+            part = "world" if ranks == dist.get_world_size() else f"fsdp/{ranks}"
             control = size <= CONTROL_BYTES and ranks == dist.get_world_size()
             axis = "world" if control else self.axes.get(group, part)
             self.sent[axis, kind, size] += 1
@@ -169,7 +169,8 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
             result.state["gradients"] = _storage_bytes(gradients)
 
     _step(state, replace(rules, enter=enter), rules.plan.batch.accumulation)
-    result.sent = Counter(tracker.sent)
+    for (axis, kind, size), calls in tracker.sent.items():
+        result.sent[rules.plan.layout.called(axis), kind, size] += calls
     result.peak_bytes = tracker.peak_bytes
     result.state["weights"] = _storage_bytes(list(state.parameters().values()))
     moments = [value for states in state.optimizer.state.values() for value in states.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -82,7 +83,7 @@ class Layout:
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
-        return tuple((axis, self.degree(axis)) for axis in MESH if self.degree(axis) > 1)
+        return tuple((axis, self.degree(axis)) for axis in self.large("world"))
 
     def groups(self) -> list[str]:
         """The names of the groups of more than one rank, those of experts only where these are spread."""
@@ -136,13 +137,9 @@ class Layout:
     def called(self, group: str) -> str:
         """One name for all groups whose ranks differ along the same axes: the last in ``GROUPS``; of all ranks along
         several axes, the world. So what was asked for as ``fsdp`` is ``dp_shard`` where there is no cp."""
-        name, slash, part = group.partition("/")
-        own = self._large(name)
-        if name == "world" or (len(own) > 1 and own == self._large("world")):
-            return "world"
-        return next(other for other in reversed(GROUPS) if self._large(other) == own) + slash + part
+        return _called(self, group)
 
-    def _large(self, group: str) -> list[Axis]:
+    def large(self, group: str) -> list[Axis]:
         """The axes larger than 1 along which the ranks of a group differ."""
         return [axis for axis in GROUPS[group] if self.degree(axis) > 1]
 
@@ -150,6 +147,15 @@ class Layout:
         """How far neighbours on ``axis`` are apart in rank number."""
         mesh = MESH if axis in MESH else EXPERT_MESH
         return prod(self.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
+
+
+@lru_cache(maxsize=1024)
+def _called(layout: Layout, group: str) -> str:
+    name, slash, part = group.partition("/")
+    own = layout.large(name)
+    if name == "world" or (len(own) > 1 and own == layout.large("world")):
+        return "world"
+    return next(other for other in reversed(GROUPS) if layout.large(other) == own) + slash + part
 
 
 def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:

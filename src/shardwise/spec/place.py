@@ -7,14 +7,12 @@ divide evenly the last ranks have less than the first, perhaps nothing. A plan i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from shardwise.spec.layout import Axis, Layout, cut
-
-DIFFERING: tuple[Axis, ...] = ("pp", "dp_shard", "cp", "tp")
-"""The axes along which ranks differ in what they hold."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Place:
 
     layout: Layout = Layout()
     rank: int = 0
-    blocks: tuple[int, ...] = ()
+    blocks: range | tuple[int, ...] = ()
     stem: bool = True
     head: bool = True
 
@@ -38,24 +36,50 @@ class Place:
 
     def part(self, size: int, group: str) -> tuple[int, int]:
         """The half-open range that it has of a dim of ``size``, cut over the ranks of ``group``."""
-        return cut((0, size), self.layout.size(group), self.index(group))
+        ranks, index = _stands(self.layout, self.rank, group)
+        return cut((0, size), ranks, index)
+
+    def share(self, size: int, group: str) -> int:
+        """The length of the largest part of a dim of ``size``, to which FSDP2 fills up all others."""
+        return -(-size // _stands(self.layout, self.rank, group)[0])
 
 
-def place_of(rank: int, layout: Layout, stages: Sequence[Sequence[int]]) -> Place:
+@lru_cache(maxsize=1024)
+def _stands(layout: Layout, rank: int, group: str) -> tuple[int, int]:
+    """How many ranks a group has, and which of them this one is: asked for every weight of every plan."""
+    return layout.size(group), layout.index(rank, group)
+
+
+def place_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]]) -> Place:
     """The place of ``rank``. ``stages``: the blocks of each stage of the pipeline, one where there is none. Raises
     ValueError where that is not as many as the layout has."""
     if len(stages) != layout.pp:
         raise ValueError(f"blocks are given for {len(stages)} stages, and the layout has {layout.pp}")
     stage = layout.coordinate(rank, "pp")
-    return Place(layout, rank, tuple(stages[stage]), stage == 0, stage == layout.pp - 1)
+    return Place(layout, rank, stages[stage], stage == 0, stage == layout.pp - 1)
 
 
-def places(layout: Layout, stages: Sequence[Sequence[int]]) -> list[Place]:
-    """The kinds of rank, rank 0's first: on each axis along which they differ the first, a middle one and the last."""
-    kinds = product(*(_ends(layout.degree(axis)) for axis in DIFFERING))
-    return [place_of(layout.rank(dict(zip(DIFFERING, where, strict=True))), layout, stages) for where in kinds]
+def places(
+    layout: Layout, stages: Sequence[range | tuple[int, ...]], cuts: Mapping[str, Collection[int]]
+) -> list[Place]:
+    """The kinds of rank, rank 0's first: of the stages, and of each group over which dims are cut, the first, a middle
+    one and the last, but of ranks whose parts are as large one. ``cuts``: the sizes of the dims that are cut over a
+    group, by its name (``fsdp``, ``tp``)."""
+    found = []
+    for stage, shard, tensor in product(_ends(layout.pp), _kinds(layout, "fsdp", cuts), _kinds(layout, "tp", cuts)):
+        where: dict[Axis, int] = {"pp": stage, "dp_shard": shard // layout.cp, "cp": shard % layout.cp, "tp": tensor}
+        found.append(place_of(layout.rank(where), layout, stages))
+    return found
 
 
-def _ends(degree: int) -> list[int]:
+def _kinds(layout: Layout, group: str, cuts: Mapping[str, Collection[int]]) -> list[int]:
+    ranks, found = layout.size(group), dict[tuple[int, ...], int]()
+    for index in _ends(ranks):
+        parts = (cut((0, size), ranks, index) for size in cuts.get(group, ()))
+        found.setdefault(tuple(stop - start for start, stop in parts), index)
+    return list(found.values())
+
+
+def _ends(ranks: int) -> list[int]:
     """The first, a middle one and the last of so many, each once."""
-    return sorted({0, degree // 2, degree - 1})
+    return sorted({0, ranks // 2, ranks - 1})

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, prod
+from math import prod
 
-from shardwise.spec.layout import Axis, Layout
-from shardwise.spec.plan import BYTES
+from shardwise.spec.place import Place
+from shardwise.spec.plan import BYTES, Plan
 
 Dim = int | str
 """A whole number, or a product such as ``b*s`` or ``2*K*e``. Bound, only ``b``, ``s`` and ``b*s`` are left."""
@@ -34,7 +34,7 @@ def size_of(dim: Dim, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``shape`` is global. ``shards`` are the (axis, dim) pairs that cut it; local sizes follow from a layout.
+    """``shape`` is global. ``shards`` are the (group, dim) pairs that cut it; local sizes follow from a place.
     ``dtype`` is a dtype of a plan, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
     ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient.
     ``symbols`` is the shape before it was bound; empty where a model was traced with its own numbers. What has a place
@@ -45,7 +45,7 @@ class Tensor:
     shape: tuple[Dim, ...]
     dtype: str
     category: str = "activations"
-    shards: tuple[tuple[Axis, int], ...] = ()
+    shards: tuple[tuple[str, int], ...] = ()
     used_as: str = "compute"
     trained: bool = True
     symbols: tuple[Dim, ...] = ()
@@ -57,8 +57,8 @@ class Tensor:
         kept = (self.trained, self.symbols, self.inside)
         return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, *kept)
 
-    def cut(self, *shards: tuple[Axis, int]) -> Tensor:
-        """The same tensor, cut along these dims and no others."""
+    def cut(self, *shards: tuple[str, int]) -> Tensor:
+        """The same tensor, cut along these dims over these groups, and no others."""
         kept = (self.used_as, self.trained, self.symbols, self.inside)
         return Tensor(self.name, self.shape, self.dtype, self.category, shards, *kept)
 
@@ -77,15 +77,13 @@ class Tensor:
         """Bytes of the whole tensor."""
         return self.numel(b, s) * BYTES[self.dtype]
 
-    def local_numel(self, layout: Layout, rank: int, padded: bool) -> int:
-        """Elements on ``rank``. Each cut gives every rank ceil(size / n) rows but the last ones, which get what is
+    def local_numel(self, place: Place, padded: bool) -> int:
+        """Elements at ``place``. Each cut gives every rank ceil(size / n) rows but the last ones, which get what is
         left, perhaps none; ``padded`` counts the full ceil(size / n), which is what FSDP2 allocates."""
         shape = [dim if isinstance(dim, int) else 1 for dim in self.shape]
-        for axis, dim in self.shards:
-            share = ceil(shape[dim] / layout.degree(axis))
-            if not padded:
-                share = max(0, min(share, shape[dim] - share * layout.coordinate(rank, axis)))
-            shape[dim] = share
+        for group, dim in self.shards:
+            start, stop = (0, place.share(shape[dim], group)) if padded else place.part(shape[dim], group)
+            shape[dim] = stop - start
         return prod(shape)
 
 
@@ -169,10 +167,10 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
-    the loss caps its logits. ``sizes`` are those that it is bound to: under tensor parallelism a rank's own.
-    ``key_heads`` are those of the whole model; ``heads_apart``: norms of queries and keys are of a head. ``rank``:
-    whose sheet it is, where ranks have unequal pieces. ``cells``: by name, layers as techniques would have them, traced
-    alone; in symbols."""
+    the loss caps its logits. ``sizes`` are those that it is bound to: those of each of ``ranks`` tensor-parallel ranks.
+    ``key_heads`` are those of the whole model; ``heads_apart``: norms of queries and keys are of a head. ``types``: the
+    variant of :attr:`Precision.variant` that was traced. ``cells``: by name, layers as techniques would have them,
+    traced alone; in symbols. ``place``: whose sheet it is; ``plan``: that by which it has been rewritten."""
 
     model: str
     stem: Unit
@@ -184,13 +182,28 @@ class Sheet:
     capped: bool = False
     key_heads: int = 0
     heads_apart: bool = True
-    rank: int = 0
+    types: str = ""
+    ranks: int = 1
+    place: Place = Place()
+    plan: Plan | None = None
     sizes: Sizes = field(default_factory=dict)
     cells: Mapping[str, Unit] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> Sheet:
         """The sheet of a model with these sizes; of one bound before, with others."""
         return replace(self.rewritten(lambda unit: unit.bound(sizes)), sizes=sizes)
+
+    def at(self, place: Place, plan: Plan) -> Sheet:
+        """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""
+        made = object.__new__(Sheet)
+        vars(made).update(vars(self), place=place, plan=plan)
+        return made
+
+    def check(self, plan: Plan) -> None:
+        """Raises ValueError where this sheet has been rewritten by another plan than ``plan``, or by none."""
+        if self.plan is not plan and self.plan != plan:
+            what = "no plan" if self.plan is None else "another plan"
+            raise ValueError(f"the sheet of {self.model} was rewritten by {what}: use techniques.cost(sheet, plan)")
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,11 @@ from shardwise.errors import Problem
 from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import cut
+from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard, tp
 
 if TYPE_CHECKING:
@@ -80,11 +83,37 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
     return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 
 
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """The effect of the whole plan on the model on paper."""
+def cost(sheet: Sheet, plan: Plan, place: Place | None = None) -> Sheet:
+    """The effect of the whole plan on the model on paper, at ``place`` or else at the first. Raises ValueError where
+    the sheet is of another model, of other types or of another degree of tensor parallelism than the plan."""
+    kept = (sheet.model, sheet.types, sheet.ranks)
+    asked = (plan.model or sheet.model, plan.precision.variant if sheet.types else "", plan.layout.tp)
+    if kept != asked:
+        words = ["{}, {}, tp {}".format(*each) for each in (kept, asked)]
+        raise ValueError(f"a sheet of {words[0]} cannot be priced with a plan of {words[1]}")
+    sheet = sheet.at(place or place_of(0, plan.layout, [range(len(sheet.order))]), plan)
     for technique in ORDER:
         sheet = technique.cost(sheet, plan)
     return sheet
+
+
+def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:
+    """By the name of a group, the sizes of dims that are cut over it, of a sheet that ``plan`` has rewritten. All that
+    tensor parallelism cuts, but the vocabulary, it cuts evenly."""
+    found: dict[str, set[int]] = {}
+    for unit in sheet.units:
+        for group, size in _cuts(unit):
+            found.setdefault(group, set()).add(size)
+    ids, ranks = sheet.sizes.get("V", 0), plan.layout.tp
+    if ids % ranks:
+        pieces = {stop - start for start, stop in (cut((0, ids), ranks, index) for index in (0, ranks // 2, ranks - 1))}
+        found["tp"], found["fsdp"] = {ids}, found.get("fsdp", set()) | (pieces if plan.sharded else set())
+    return found
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _cuts(unit: Unit) -> frozenset[tuple[str, int]]:
+    return frozenset((group, int(weight.shape[dim])) for weight in unit.weights for group, dim in weight.shards)
 
 
 def apply(

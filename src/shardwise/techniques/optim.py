@@ -14,15 +14,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.spec.sheet import Collective, Sheet
+from shardwise.spec.sheet import KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.tp_state import whole_shape
@@ -83,20 +85,31 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     return parts
 
 
-def state_bytes(sheet: Sheet, plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes of weights and moments on ``rank``. FSDP2 pads weights; moments are not padded. Each trained weight has a
-    step count of 4 bytes."""
-    number, weights, moments = BYTES[plan.optim.moments or plan.precision.weights], 0, 0
-    kinds = [(sheet.stem, 1), (sheet.tail, 1)] + [(block, sheet.order.count(i)) for i, block in enumerate(sheet.blocks)]
-    for unit, times in kinds:
-        for weight in unit.weights:
-            weights += times * weight.local_numel(plan.layout, rank, padded=True) * BYTES[weight.dtype]
-            if not weight.trained:
-                continue
-            mine, shape = weight.local_numel(plan.layout, rank, padded=False), tuple(map(int, weight.shape))
-            packed = plan.optim.name == "adamw8bit" and quantised(whole_shape(weight, sheet, plan.layout.tp))
-            moments += times * (4 + (moment_bytes(shape, mine) if packed else 2 * mine * number))
+def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
+    """Bytes of weights and moments at the sheet's place. FSDP2 pads weights; moments are not padded. Each trained
+    weight has a step count of 4 bytes."""
+    number = BYTES[plan.optim.moments or plan.precision.weights]
+    found = []
+    for unit, times in sheet.repeated():
+        packed: frozenset[str] = frozenset()
+        if plan.optim.name == "adamw8bit":
+            shapes = {weight.name: whole_shape(weight, sheet, plan.layout.tp) for weight in unit.weights}
+            packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
+        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed)])
+    weights, moments = map(sum, zip(*found, strict=True))
     return {"weights": weights, "moments": moments}
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str]) -> tuple[int, int]:
+    """Of one unit; ``number``: bytes of an element of a moment, but of those of ``packed`` weights."""
+    weights = moments = 0
+    for weight in unit.weights:
+        weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
+        if weight.trained:
+            mine, shape = weight.local_numel(place, padded=False), tuple(map(int, weight.shape))
+            moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else 2 * mine * number)
+    return weights, moments
 
 
 def settings(name: str, optim: OptimSection) -> Settings:

@@ -29,6 +29,7 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
@@ -126,9 +127,9 @@ class UnitBytes:
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
     """The units of a sharded plan: blocks by number, and the two ends."""
-    kinds = [_group(block.weights, plan) for block in sheet.blocks]
+    kinds = [_group(block.weights, plan, sheet.place) for block in sheet.blocks]
     found: dict[Hashable, UnitBytes] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
-    return found | {name: _group(weights, plan) for name, weights in _ends(sheet).items()}
+    return found | {name: _group(weights, plan, sheet.place) for name, weights in _ends(sheet).items()}
 
 
 def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
@@ -139,10 +140,10 @@ def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
     return {"tail": sheet.stem.weights + sheet.tail.weights}
 
 
-def _group(weights: tuple[Tensor, ...], plan: Plan) -> UnitBytes:
-    precision, ranks = plan.precision, plan.layout.dp_shard
+def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
+    precision, ranks = plan.precision, plan.layout.fsdp
     k = int(plan.shard.reshard_after_forward) or 1  # ranks that keep a copy
-    padded = {weight.name: weight.local_numel(plan.layout, 0, padded=True) for weight in weights}
+    padded = {weight.name: weight.local_numel(place, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
     calls = _calls(weights, plan)
     wire = [[(padded[w.name] * ranks, BYTES[w.used_as]) for w in call] for call in calls]
@@ -176,7 +177,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 @lru_cache(maxsize=KEPT_UNITS)
 def _cut(unit: Unit) -> Unit:
-    return dataclasses.replace(unit, weights=tuple(weight.cut(("dp_shard", 0)) for weight in unit.weights))
+    return dataclasses.replace(unit, weights=tuple(weight.cut(("fsdp", 0)) for weight in unit.weights))
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
@@ -216,7 +217,7 @@ def apply(
 def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], apart: Sequence[nn.Module]) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    dp_mesh = meshes.mesh("dp_replicate", "dp_shard")
+    dp_mesh = meshes.mesh("dp_replicate", "fsdp")
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
     scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
     reduce = torch_dtype(plan.precision.reduce)

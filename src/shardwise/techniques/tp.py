@@ -140,8 +140,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     ranks, key_heads = plan.layout.tp, sheet.key_heads
     if ranks == 1:
         return sheet
-    first, ids = plan.layout.coordinate(sheet.rank, "tp"), int(sheet.stem.weights[0].shape[0])
-    start, stop = cut((0, ids), ranks, first)
+    start, stop = sheet.place.part(int(sheet.stem.weights[0].shape[0]), "tp")
 
     def own(unit: Unit) -> tuple[tuple[str, tuple[int, ...]], ...]:
         shapes = {w.name: tuple(map(int, w.shape)) for w in unit.weights}
@@ -177,8 +176,8 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
         for weight in unit.weights:
             found = state(weight.name, sheet.key_heads, plan.layout.tp, heads_apart=sheet.heads_apart)
             if weight.trained and found.partial(sequence_parallel=plan.sequence_parallel):
-                slices = weight.cut(("dp_shard", 0)) if plan.sharded else weight
-                count += times * slices.local_numel(plan.layout, sheet.rank, padded=False)
+                slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
+                count += times * slices.local_numel(sheet.place, padded=False)
     return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.weights])] if count else []
 
 
