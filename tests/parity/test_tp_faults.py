@@ -18,19 +18,23 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
 from shardwise.spec.plan import Lora, Plan
-from shardwise.techniques import tp
+from shardwise.techniques import states, tp
+from shardwise.techniques.states import Division, State
 from tests.parity import drawn
 from tests.parity.cases import TIED
 from tests.parity.test_tp import EVEN, plan
 
 Planted = Callable[[], AbstractContextManager[Any]]
-linear, state = tp._linear, tp.state
+linear, state = tp._linear, states.state
 WHOLE, SEQUENCE = (plan("ddp", 1, 2, sequence=sequence) for sequence in (False, True))
 
 
-def key_heads_are_whole(name: str, key_heads: int, ranks: int, **more: bool) -> tp.State:
-    found = state(name, key_heads, ranks, **more)
-    return tp.State(None, inside=False) if ".k." in name or ".v." in name else found
+def key_heads_are_whole(name: str, how: Division) -> State:
+    return State() if ".k." in name or ".v." in name else state(name, how)
+
+
+def norms_are_whole(name: str, how: Division) -> State:
+    return state(name, how._replace(sequence_parallel=False))
 
 
 def biased(module: nn.Linear, *given: Any, biased: bool) -> Callable[[Tensor], Tensor]:
@@ -47,15 +51,15 @@ def summed_in_place(partial: Tensor, group: Any) -> Tensor:
     return partial
 
 
-def sides_swapped(name: str, key_heads: int, ranks: int, **more: bool) -> tp.State:
-    found = state(name, key_heads, ranks, **more)
+def sides_swapped(name: str, how: Division) -> State:
+    found = state(name, how)
     other = {None: None, 0: 1, 1: 0}[found.dim]
-    return tp.State(other, found.inside) if ".lora_b." in name else found
+    return State(other, found.partial) if ".lora_b." in name else found
 
 
 FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
     "norms' gradients are not summed over tokens": (
-        lambda: patch.object(tp.State, "partial", lambda self, sequence_parallel: self.dim is None and self.inside),
+        lambda: patch.object(tp, "state", norms_are_whole),
         EVEN,
         SEQUENCE,
     ),

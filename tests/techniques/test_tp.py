@@ -13,7 +13,8 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Lora, Optim, Plan
-from shardwise.techniques import lora, precision, tp, tp_state
+from shardwise.techniques import lora, precision, tp
+from shardwise.techniques.states import Division, State, state, whole_shape
 from tests.models import hf_models
 from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
 
@@ -22,23 +23,22 @@ CLUSTER = parse_cluster("8xH100")
 ONLY = "`parallel.tp=1`, the only number that serves this model, with these settings, on {} devices"
 
 
-def states(spec: ModelSpec, ranks: int, adapters: Lora | None = None) -> dict[str, tp.State]:
+def states(
+    spec: ModelSpec, ranks: int, adapters: Lora | None = None, *, sequence_parallel: bool = False
+) -> dict[str, State]:
     names = [*parameter_shapes(spec), *(lora.adapters(spec, adapters) if adapters else ())]
-    return {name.removeprefix("layers.0."): tp.state(name, spec.num_key_value_heads, ranks) for name in names}
+    how = Division(ranks, spec.num_key_value_heads, sequence_parallel=sequence_parallel)
+    return {name.removeprefix("layers.0."): state(name, how) for name in names}
 
 
-def summed(found: dict[str, tp.State], *, sequence_parallel: bool) -> set[str]:
-    return {
-        name
-        for name, state in found.items()
-        if state.partial(sequence_parallel=sequence_parallel) and "layers." not in name
-    }
+def summed(found: dict[str, State]) -> set[str]:
+    return {name for name, state in found.items() if state.partial and "layers." not in name}
 
 
 def test_every_dim_that_is_cut_is_one_that_a_parameter_has() -> None:
     for spec in (UNTIED, TIED, GEMMA, QWEN, LLAMA):
         for name, shape in parameter_shapes(spec).items():
-            dim = tp.state(name, spec.num_key_value_heads, 2).dim
+            dim = state(name, Division(2, spec.num_key_value_heads)).dim
             assert dim is None or dim < len(shape), name
 
 
@@ -47,11 +47,10 @@ def test_which_gradients_are_summed_follows_from_where_a_parameter_is_used() -> 
     biased = replace(QWEN, mlp_bias=True)
     heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
     stream = {"attention_norm.weight", "mlp_norm.weight", "norm.weight", "mlp.down.bias"}
-    found = states(biased, 2)
-    assert summed(found, sequence_parallel=False) == heads
-    assert summed(found, sequence_parallel=True) == heads | stream
+    assert summed(states(biased, 2)) == heads
+    assert summed(states(biased, 2, sequence_parallel=True)) == heads | stream
     whole = {f"attention.{layer}.{word}" for layer in "kv" for word in ("weight", "bias")}
-    assert summed(states(biased, 4), sequence_parallel=False) == heads | whole  # two key heads
+    assert summed(states(biased, 4)) == heads | whole  # two key heads
 
 
 def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
@@ -62,7 +61,7 @@ def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
         f"{layer}.lora_a.weight" for layer in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
     }
     rows = {"attention.o.lora_b.weight", "mlp.down.lora_b.weight"}
-    assert summed(found, sequence_parallel=False) == columns | rows
+    assert summed(found) == columns | rows
     whole = states(UNTIED, 4, Lora(4, 8.0))  # two key heads
     assert (whole["attention.k.lora_b.weight"].dim, whole["attention.v.lora_a.weight"].dim) == (None, None)
 
@@ -118,12 +117,12 @@ def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:
     found = states(UNTIED, 2, Lora(4, 8.0, dora=True))
     assert found["attention.q.lora_m"].dim == 0
     assert found["mlp.down.lora_m"].dim is None
-    assert found["mlp.down.lora_m"].partial(sequence_parallel=False)
+    assert found["mlp.down.lora_m"].partial
 
 
 def test_norms_over_whole_projections_are_cut_with_them() -> None:
-    assert tp.state("layers.0.attention.q_norm.weight", 8, 2, heads_apart=False).dim == 0
-    assert tp.state("layers.0.attention.q_norm.weight", 8, 2).dim is None
+    assert state("layers.0.attention.q_norm.weight", Division(2, 8, heads_apart=False)) == State(0)
+    assert state("layers.0.attention.q_norm.weight", Division(2, 8)) == State(None, partial=True)
 
 
 def test_of_rows_in_four_bits_each_rank_has_whole_blocks() -> None:
@@ -154,12 +153,12 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     for technique in (lora, precision, tp):
         sheet = technique.cost(sheet, plan)
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))
-    found = {weight.name: tp_state.whole_shape(weight, sheet, 8) for unit in sheet.units for weight in unit.weights}
+    found = {weight.name: whole_shape(weight, sheet, 8) for unit in sheet.units for weight in unit.weights}
     assert found == {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.sinks", "layers.0.mlp.router.weight", "layers.0.mlp_norm.bias"])
 def test_an_unknown_parameter_is_refused(name: str) -> None:
     """With and without asserts: whole on every rank, its gradient would be too small and nobody would be told."""
-    with pytest.raises(ValueError, match=f"does not know how to cut `{name}`: add what it is to .*tp_state.state"):
-        tp_state.state(name, 4, 2)
+    with pytest.raises(ValueError, match=f"no row says what .* hold of `{name}`: add one to .*states.TABLE"):
+        state(name, Division(2, 4))

@@ -27,7 +27,7 @@ from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
-from shardwise.techniques.tp_state import whole_shape
+from shardwise.techniques.states import whole_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
 from shardwise.spec.plan import BYTES, Plan
@@ -31,17 +33,22 @@ from shardwise.techniques import tp_units
 from shardwise.techniques.degrees import inside
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, nf4_shapes, quantised
-from shardwise.techniques.tp_state import ROWS, TABLES, State, state
+from shardwise.techniques.states import (
+    ROW_PRODUCTS,
+    VOCABULARY,
+    Division,
+    division,
+    division_on_paper,
+    state,
+    sums,
+    uncovered,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from shardwise.distributed.meshes import Meshes
-
-
-def _state(name: str, spec: ModelSpec, ranks: int) -> State:
-    return state(name, spec.num_key_value_heads, ranks, heads_apart=spec.qk_norm != "projection")
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
@@ -73,6 +80,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         what = f"{spec.name} runs in transformers' own modules, which tensor parallelism cannot cut"
         fix = "`parallel.tp=1`: the batch, or weights, are divided instead"
         return [Problem("PLAN022", what, "parallel.tp", fix)]
+    if missing := uncovered(_names(spec, plan.lora is not None), division(spec, plan)):
+        what = f"tensor parallelism does not know what ranks hold of {', '.join(f'`{name}`' for name in missing)}"
+        return [Problem("PLAN022", what, "parallel.tp", "`parallel.tp=1`: the batch, or weights, are divided instead")]
     odd = _odd(spec, plan, ranks)
     if not odd:
         return []
@@ -83,6 +93,15 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         fix = f"`parallel.tp=1`, the only number that serves this model, with these settings, on {devices} devices"
     what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
     return [Problem("PLAN022", what, "parallel.tp", fix)]
+
+
+@lru_cache(maxsize=64)
+def _names(spec: ModelSpec, adapted: bool) -> list[str]:
+    """The parameters of a model, of whose blocks one stands for all, and those that adapters and 4 bits may add."""
+    names = list(parameter_shapes(replace(spec, num_hidden_layers=1)))
+    linear = [name.removesuffix("weight") for name in names if is_linear(name) and adapted]
+    added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
+    return names + [layer + word for layer in linear for word in added]
 
 
 def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
@@ -171,21 +190,25 @@ def _rows_used(name: str) -> bool:
 
 def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
     """Bytes of this rank's slices of the gradients that are parts of a sum over the ranks."""
-    count = 0
+    count, how = 0, division_on_paper(sheet, plan)
     for unit, times in sheet.repeated():
         for weight in unit.weights:
-            found = state(weight.name, sheet.key_heads, plan.layout.tp, heads_apart=sheet.heads_apart)
-            if weight.trained and found.partial(sequence_parallel=plan.sequence_parallel):
+            if weight.trained and _summed(weight.name, how):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
                 count += times * slices.local_numel(sheet.place, padded=False)
     return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.weights])] if count else []
+
+
+def _summed(name: str, how: Division) -> bool:
+    """Whether a gradient is summed over the ranks after the last backward of a step."""
+    return "tp" in sums({"tp": state(name, how)})
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Cuts the weights, and makes every layer compute with this rank's part."""
     if plan.layout.tp > 1:
         for part in parts:
-            _cut(part, meshes)
+            _cut(part, plan, meshes)
             _connect(part, plan, meshes)
     return parts
 
@@ -202,9 +225,9 @@ def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
 
     gradients: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
+        how = division(_spec(part), plan)
         for name, parameter in part.named_parameters():
-            found = _state(name, _spec(part), plan.layout.tp)
-            if parameter.grad is not None and found.partial(sequence_parallel=plan.sequence_parallel):
+            if parameter.grad is not None and _summed(name, how):
                 shard = local(parameter.grad)
                 gradients.setdefault(shard.dtype, []).append(shard)
     for shards in gradients.values():
@@ -219,15 +242,15 @@ def _spec(part: nn.Module) -> ModelSpec:
     return spec
 
 
-def _cut(part: nn.Module, meshes: Meshes) -> None:
+def _cut(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     """Replace every parameter by a DTensor, of which this rank holds its part."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, ranks, made = meshes.mesh("tp"), meshes.size("tp"), {}
+    mesh, ranks, made, how = meshes.mesh("tp"), meshes.size("tp"), {}, division(_spec(part), plan)
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:  # a tied weight is one parameter
-            dim, piece = _state(name, _spec(part), ranks).dim, parameter.detach()
+            dim, piece = state(name, how).dim, parameter.detach()
             if dim is not None:
                 start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
                 piece = piece.narrow(dim, start, stop - start).contiguous()
@@ -272,7 +295,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     for name, module in part.named_modules():
         inside = torch_dtype(compute_dtype(plan.precision, name))
         place = name.rpartition(".")[2]
-        if place in TABLES:
+        if place in VOCABULARY:
             module.forward = {"embed": embed, "head": head}[place]
         elif isinstance(module, RMSNorm):
             cut = place in ("q_norm", "k_norm") and spec.qk_norm == "projection"
@@ -280,14 +303,14 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.forward = _norm(module, inside, outside, norm)  # type: ignore[method-assign, assignment]
         elif isinstance(module, nn.Linear):
             heads, piece = _own_head(name, spec, meshes), _piece(module, name, spec, meshes)
-            module.forward = _linear(module, inside, outside, heads, piece, biased=place not in ROWS)  # type: ignore[method-assign, assignment]
-            if place in ROWS:
+            module.forward = _linear(module, inside, outside, heads, piece, biased=place not in ROW_PRODUCTS)  # type: ignore[method-assign, assignment]
+            if place in ROW_PRODUCTS:
                 module.lora_share = LayerShare(place=meshes.index("tp"), group=group, piece=piece)  # type: ignore[assignment]
             else:
                 module.lora_share = LayerShare(heads or slice(None), piece=piece)  # type: ignore[assignment]
         if place in ("attention", "mlp", "head"):
             module.register_forward_pre_hook(entered)
-        if place in ROWS:
+        if place in ROW_PRODUCTS:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
 
 
@@ -308,7 +331,7 @@ def _piece(module: Any, layer: str, spec: ModelSpec, meshes: Meshes) -> Any:
     if "codes" not in dict(module.named_parameters(recurse=False)):
         return None
     heads, ranks, blocks = _own_head(layer, spec, meshes), meshes.size("tp"), module.in_features // NF4_BLOCK
-    if layer.rpartition(".")[2] in ROWS:
+    if layer.rpartition(".")[2] in ROW_PRODUCTS:
         return MatrixPiece(0, cut((0, blocks), ranks, meshes.index("tp"))[0], blocks)
     row = cut((0, module.out_features), ranks, meshes.index("tp"))[0] if heads is None else heads.start
     return MatrixPiece(row, 0, blocks)

@@ -1,0 +1,155 @@
+"""What ranks hold of each parameter on each axis, and how its gradient comes: one table, and what follows from it.
+
+On an axis a parameter is cut along a dim, or every rank holds it whole; and what a rank computes of its gradient is all
+of it, or a part of a sum over the ranks. From these two follow the sums after backward, how often each element is held
+(by which its square is divided in the norm) and the placements that a checkpoint is written from. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet, Tensor
+
+Use = Literal["outputs", "inputs", "own", "stream"]
+"""How ranks use a parameter: each has the rows, or the columns, of its own outputs or inputs; all hold it whole and use
+it with their own heads or columns; or on the residual stream, of which they have their own tokens under sequence
+parallelism, and otherwise all."""
+
+
+class Row(NamedTuple):
+    """Layers and parameters of theirs, by name, and their use on each axis."""
+
+    layers: str
+    words: str
+    tp: Use
+
+
+TABLE = (
+    Row("q k v gate up", "weight bias codes sizes lora_b lora_m", tp="outputs"),
+    Row("q k v gate up", "groups lora_a", tp="own"),
+    Row("o down", "weight codes sizes lora_a", tp="inputs"),
+    Row("o down", "groups lora_b lora_m", tp="own"),
+    Row("o down", "bias", tp="stream"),
+    Row("embed head", "weight", tp="outputs"),
+    Row("q_norm k_norm", "weight", tp="own"),
+    Row("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
+)
+FEW_KEY_HEADS = (Row("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
+"""In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""
+PROJECTION_NORMS = (Row("q_norm k_norm", "weight", tp="outputs"),)
+"""In place of the above where a norm is of all heads together."""
+ROW_PRODUCTS = ("o", "down")
+"""Layers whose inputs are cut, so that each rank has a part of a sum."""
+VOCABULARY = ("embed", "head")
+
+
+def _indexed(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    return {(layer, word): row for row in rows for layer in row.layers.split() for word in row.words.split()}
+
+
+_ROWS, _FEW, _PROJECTION = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PROJECTION_NORMS))
+
+
+class Division(NamedTuple):
+    """What decides how a model is divided among the ``ranks`` of an axis. ``heads_apart``: queries and keys are
+    normalised head by head, not over the whole projection."""
+
+    ranks: int
+    key_heads: int
+    heads_apart: bool = True
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a parameter on one axis: the ``dim`` that is cut over the ranks, None if each holds it whole; ``partial``:
+    what each rank computes of its gradient is a part of the sum over the ranks."""
+
+    dim: int | None = None
+    partial: bool = False
+
+
+States = Mapping[str, State]
+"""By the name of the group whose ranks they are of; those of a parameter multiply to its stage."""
+
+
+def division(spec: ModelSpec, plan: Plan) -> Division:
+    """How ``plan`` divides a model among tensor-parallel ranks."""
+    return Division(plan.layout.tp, spec.num_key_value_heads, spec.qk_norm != "projection", plan.sequence_parallel)
+
+
+def division_on_paper(sheet: Sheet, plan: Plan) -> Division:
+    """The same from the model's sheet."""
+    return Division(plan.layout.tp, sheet.key_heads, sheet.heads_apart, plan.sequence_parallel)
+
+
+def use(name: str, how: Division) -> Use:
+    """How tensor-parallel ranks use the parameter with this canonical name. Raises ValueError where no row of the table
+    has it."""
+    layer, _, word = name.rpartition(".")
+    if layer.endswith((".lora_a", ".lora_b")):
+        layer, _, word = layer.rpartition(".")
+    key = (layer.rpartition(".")[2], word)
+    row = _FEW.get(key) if how.key_heads < how.ranks else None
+    row = row or (None if how.heads_apart else _PROJECTION.get(key)) or _ROWS.get(key)
+    if row is None:
+        raise ValueError(f"no row says what tensor-parallel ranks hold of `{name}`: add one to {__name__}.TABLE")
+    return row.tp
+
+
+def state(name: str, how: Division) -> State:
+    """The state of a parameter on the axis ``tp``. What is not cut has a gradient in parts wherever ranks use it with
+    different things: their heads and columns, or their tokens."""
+    used = use(name, how)
+    dim = {"outputs": 0, "inputs": 1}.get(used)
+    return State(dim, used == "own" or (used == "stream" and how.sequence_parallel))
+
+
+def states(name: str, dims: int, how: Division, plan: Plan) -> States:
+    """The states of a parameter of so many ``dims`` on every axis. Over data-parallel ranks every gradient is a part of
+    a sum; a sharded strategy cuts dim 0, which a scalar does not have."""
+    found = {"tp": state(name, how)} if how.ranks > 1 else {}
+    if plan.sharded and dims:
+        return found | {"dp_replicate": State(None, partial=True), "fsdp": State(0, partial=True)}
+    return found | {"loss": State(None, partial=True)}
+
+
+def sums(of: States) -> dict[str, str]:
+    """By group, what makes a gradient whole: an all-reduce where every rank holds the parameter, a reduce-scatter where
+    each holds a piece; nothing where its own part is all of it."""
+    kinds = {group: "all_reduce" if state.dim is None else "reduce_scatter" for group, state in of.items()}
+    return {group: kind for group, kind in kinds.items() if of[group].partial}
+
+
+def copies(of: States, layout: Layout) -> int:
+    """On how many ranks of a stage each element is held: what its square is divided by in the norm."""
+    return prod(layout.size(group) for group, state in of.items() if state.dim is None)
+
+
+def uncovered(names: Iterable[str], how: Division) -> list[str]:
+    """Those of the parameters of which no row says what ranks hold."""
+    found = []
+    for name in names:
+        try:
+            use(name, how)
+        except ValueError:
+            found.append(name)
+    return found
+
+
+def whole_shape(weight: Tensor, sheet: Sheet, ranks: int) -> tuple[int, ...]:
+    """The shape of the whole parameter of which ``weight``, on a sheet that tensor parallelism has cut, is a piece."""
+    shape = [dim for dim in weight.shape if isinstance(dim, int)]
+    how = Division(ranks, sheet.key_heads, sheet.heads_apart)
+    cut = state(weight.name, how).dim if ranks > 1 else None
+    if cut is not None:
+        ids = weight.name.rpartition(".")[0] in VOCABULARY
+        shape[cut] = sheet.sizes["V"] if ids else shape[cut] * ranks
+    return tuple(shape)
