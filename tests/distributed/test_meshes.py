@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.prove.pool import RankPool
-from shardwise.spec.layout import GROUPS, Layout
+from shardwise.spec.layout import GROUPS, Layout, groups_of
 
 TP, HYBRID = Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=2)
 
@@ -18,7 +18,7 @@ def sums(rank: int, world: int, layout: Layout) -> tuple[dict[str, list[int]], i
     """For each name the ranks that this one sums with; a sum of its rows' number, 10 and up, over all that count; and
     its number among those that read different rows."""
     groups, found = meshes(layout, "cpu"), {}
-    for name in [name for name in GROUPS if layout.size(name) == 1 or name in layout.groups()]:
+    for name in [name for name in GROUPS if layout.size(name) == 1 or name in groups_of(layout)]:
         bits = torch.tensor(2**rank)
         groups.sum(bits, name)
         found[name] = [other for other in range(world) if int(bits) >> other & 1]
@@ -35,7 +35,7 @@ def sums(rank: int, world: int, layout: Layout) -> tuple[dict[str, list[int]], i
 def test_a_group_is_the_ranks_that_the_layout_says(ranks: RankPool, layout: Layout) -> None:
     answers = ranks.run(sums, layout, world=4)
     for rank, (found, total, index) in enumerate(answers):
-        assert {*layout.groups()} <= {*found}
+        assert {*groups_of(layout)} <= {*found}
         for name in found:
             assert found[name] == next(members for members in layout.members(name) if rank in members), name
         assert index == layout.index(rank, "batch")

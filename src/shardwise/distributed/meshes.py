@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, groups_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def meshes(layout: Layout, kind: str) -> Meshes:
     axes = init_device_mesh(kind, tuple(size for _, size in large), mesh_dim_names=tuple(axis for axis, _ in large))
     assert dist.group.WORLD is not None
     groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}
-    for name in layout.groups():
+    for name in groups_of(layout):
         alike = layout.called(name)
         if alike not in groups and layout.size(name) == layout.world:
             groups[alike] = groups["world"]

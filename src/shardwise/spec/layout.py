@@ -83,20 +83,15 @@ class Layout:
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
-        return tuple((axis, self.degree(axis)) for axis in self.large("world"))
-
-    def groups(self) -> list[str]:
-        """The names of the groups of more than one rank, those of experts only where these are spread."""
-        spread = [name for name, axes in GROUPS.items() if self.ep > 1 or axes[-1] in MESH]
-        return [name for name in spread if self.size(name) > 1]
+        return tuple((axis, self.degree(axis)) for axis in _large(self, "world"))
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
-        return rank // self._stride(axis) % self.degree(axis)
+        return rank // _stride(self, axis) % self.degree(axis)
 
     def rank(self, where: Mapping[Axis, int]) -> int:
         """The rank that stands there; first on the axes that are not named. All axes are of one mesh."""
-        return sum(index * self._stride(axis) for axis, index in where.items())
+        return sum(index * _stride(self, axis) for axis, index in where.items())
 
     def size(self, group: str) -> int:
         """How many ranks a group has."""
@@ -114,7 +109,7 @@ class Layout:
         """The ranks of every group of this name."""
         found: dict[int, list[int]] = {}
         for rank in range(self.world):
-            own = sum(self.coordinate(rank, axis) * self._stride(axis) for axis in GROUPS[group])
+            own = sum(self.coordinate(rank, axis) * _stride(self, axis) for axis in GROUPS[group])
             found.setdefault(rank - own, []).append(rank)
         return list(found.values())
 
@@ -127,11 +122,11 @@ class Layout:
         """How many neighbours in rank number a group extends over."""
         name, _, part = group.partition("/")
         outermost = GROUPS[name][0]
-        return self._stride(outermost) * (int(part) if part else self.degree(outermost))
+        return _stride(self, outermost) * (int(part) if part else self.degree(outermost))
 
     def groups_per_node(self, group: str) -> int:
         """How many groups of this name have a rank on the same node."""
-        stride = self._stride(GROUPS[group.partition("/")[0]][-1])
+        stride = _stride(self, GROUPS[group.partition("/")[0]][-1])
         return min(self.ranks_per_node, stride) * max(1, self.ranks_per_node // self.reach(group))
 
     def called(self, group: str) -> str:
@@ -139,23 +134,31 @@ class Layout:
         several axes, the world. So what was asked for as ``fsdp`` is ``dp_shard`` where there is no cp."""
         return _called(self, group)
 
-    def large(self, group: str) -> list[Axis]:
-        """The axes larger than 1 along which the ranks of a group differ."""
-        return [axis for axis in GROUPS[group] if self.degree(axis) > 1]
 
-    def _stride(self, axis: Axis) -> int:
-        """How far neighbours on ``axis`` are apart in rank number."""
-        mesh = MESH if axis in MESH else EXPERT_MESH
-        return prod(self.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
+def groups_of(layout: Layout) -> list[str]:
+    """The names of the groups of more than one rank, those of experts only where these are spread."""
+    spread = [name for name, axes in GROUPS.items() if layout.ep > 1 or axes[-1] in MESH]
+    return [name for name in spread if layout.size(name) > 1]
+
+
+def _large(layout: Layout, group: str) -> list[Axis]:
+    """The axes larger than 1 along which the ranks of a group differ."""
+    return [axis for axis in GROUPS[group] if layout.degree(axis) > 1]
+
+
+def _stride(layout: Layout, axis: Axis) -> int:
+    """How far neighbours on ``axis`` are apart in rank number."""
+    mesh = MESH if axis in MESH else EXPERT_MESH
+    return prod(layout.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
 
 
 @lru_cache(maxsize=1024)
 def _called(layout: Layout, group: str) -> str:
     name, slash, part = group.partition("/")
-    own = layout.large(name)
-    if name == "world" or (len(own) > 1 and own == layout.large("world")):
+    own = _large(layout, name)
+    if name == "world" or (len(own) > 1 and own == _large(layout, "world")):
         return "world"
-    return next(other for other in reversed(GROUPS) if layout.large(other) == own) + slash + part
+    return next(other for other in reversed(GROUPS) if _large(layout, other) == own) + slash + part
 
 
 def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ it with their own heads or columns; or on the residual stream, of which they hav
 parallelism, and otherwise all."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Layers and parameters of theirs, by name, and their use on each axis."""
 
     layers: str
@@ -32,25 +32,25 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row("q k v gate up", "weight bias codes sizes lora_b lora_m", tp="outputs"),
-    Row("q k v gate up", "groups lora_a", tp="own"),
-    Row("o down", "weight codes sizes lora_a", tp="inputs"),
-    Row("o down", "groups lora_b lora_m", tp="own"),
-    Row("o down", "bias", tp="stream"),
-    Row("embed head", "weight", tp="outputs"),
-    Row("q_norm k_norm", "weight", tp="own"),
-    Row("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
+    TableRow("q k v gate up", "weight bias codes sizes lora_b lora_m", tp="outputs"),
+    TableRow("q k v gate up", "groups lora_a", tp="own"),
+    TableRow("o down", "weight codes sizes lora_a", tp="inputs"),
+    TableRow("o down", "groups lora_b lora_m", tp="own"),
+    TableRow("o down", "bias", tp="stream"),
+    TableRow("embed head", "weight", tp="outputs"),
+    TableRow("q_norm k_norm", "weight", tp="own"),
+    TableRow("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
 )
-FEW_KEY_HEADS = (Row("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
+FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
 """In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""
-PROJECTION_NORMS = (Row("q_norm k_norm", "weight", tp="outputs"),)
+PROJECTION_NORMS = (TableRow("q_norm k_norm", "weight", tp="outputs"),)
 """In place of the above where a norm is of all heads together."""
 ROW_PRODUCTS = ("o", "down")
 """Layers whose inputs are cut, so that each rank has a part of a sum."""
 VOCABULARY = ("embed", "head")
 
 
-def _indexed(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+def _indexed(rows: Iterable[TableRow]) -> dict[tuple[str, str], TableRow]:
     return {(layer, word): row for row in rows for layer in row.layers.split() for word in row.words.split()}
 
 
