@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.prove.pool import RankPool
+from tests.covering import covering
 
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
 
@@ -23,15 +24,25 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``matrix(n)``, `make test` runs every nth case; the others are marked ``prove``."""
-    seen: Counter[str] = Counter()
+    """Of a test marked ``matrix(n)``, `make test` runs one case in n; the others are marked ``prove``."""
+    matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        matrix = item.get_closest_marker("matrix")
-        if matrix is not None:
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % matrix.args[0]:
-                item.add_marker("prove")
-            seen[test] += 1
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix") is not None:
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("matrix")
+        assert marker is not None
+        sampled = sample([tuple(map(str, case.callspec.params.values())) for case in cases], marker.args[0])
+        for place, case in enumerate(cases):
+            if place not in sampled:
+                case.add_marker("prove")
+
+
+def sample(cases: list[tuple[str, ...]], n: int) -> set[int]:
+    """Places of one case in ``n``: where each case has values of its own every nth, else those that meet most pairs."""
+    if all(len(set(values)) == len(cases) for values in zip(*cases, strict=True)):
+        return set(range(0, len(cases), n))
+    return set(covering(cases)[: -(-len(cases) // n)])
 
 
 @pytest.fixture(scope="session", autouse=True)

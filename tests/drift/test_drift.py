@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 
@@ -16,6 +15,7 @@ from shardwise.prove.world import measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import Sheet
+from tests.covering import pairwise
 
 # Sizes that 8 and 512 do not divide, so that padding is at work.
 SPEC = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
@@ -54,13 +54,10 @@ def plan_of(dial: str, world: int, **settings: object) -> Plan:
     return replace(plan, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.matrix(5)
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_subset_of_techniques(dial: str, precision: str, remat: str) -> None:
-    for accumulation in (1, 2) if remat in ("none", "full") else (2,):
-        check(subset(dial, precision, remat, accumulation), ranks=(7,))
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize(("dial", "precision", "remat", "accumulation"), pairwise(DIALS, PRECISIONS, REMATS, (1, 2)))
+def test_every_subset_of_techniques(dial: str, precision: str, remat: str, accumulation: int) -> None:
+    check(subset(dial, precision, remat, accumulation), ranks=(7,))
 
 
 @pytest.mark.matrix(7)
@@ -86,22 +83,20 @@ def subset(dial: str, precision: str, remat: str, accumulation: int) -> Plan:
     return plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat])
 
 
-@pytest.mark.matrix(6)
-@pytest.mark.parametrize(
-    ("dial", "world"),
-    [(dial, world) for dial in DIALS for world in (2, 8, 512) if world > 2 or not dial.startswith("hsdp")],
-)
-def test_first_middle_and_last_rank(dial: str, world: int) -> None:
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(("dial", "world", "rank"), pairwise(DIALS, (4, 8, 512), ("first", "middle", "last")))
+def test_first_middle_and_last_rank(dial: str, world: int, rank: str) -> None:
     plan = plan_of(dial, world, batch=Batch(2, 2, 32, 64), precision=PRECISIONS["bf16"], remat=REMATS["full"])
-    check(plan, ranks=tuple({0, world // 2, world - 1}))
+    check(plan, ranks=({"first": 0, "middle": world // 2, "last": world - 1}[rank],))
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.parametrize(("dial", "precision"), list(product(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS)))
-def test_tied_embeddings(dial: str, precision: str) -> None:
-    for accumulation in (1, 3):
-        plan = plan_of(dial, 8, batch=Batch(2, accumulation, 32, 40), precision=PRECISIONS[precision])
-        check(plan, replace(SPEC, tie_word_embeddings=True))
+@pytest.mark.parametrize(
+    ("dial", "precision", "accumulation"), pairwise(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS, (1, 3))
+)
+def test_tied_embeddings(dial: str, precision: str, accumulation: int) -> None:
+    plan = plan_of(dial, 8, batch=Batch(2, accumulation, 32, 40), precision=PRECISIONS[precision])
+    check(plan, replace(SPEC, tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -125,12 +120,10 @@ PATTERNS = {
 
 
 @pytest.mark.matrix(5)
-@pytest.mark.parametrize("modules", PATTERNS)
-@pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
-def test_types_by_module(dial: str, modules: str) -> None:
+@pytest.mark.parametrize(("modules", "dial", "remat"), pairwise(PATTERNS, ("ddp", "zero2", "zero3"), ("none", "full")))
+def test_types_by_module(modules: str, dial: str, remat: str) -> None:
     precision = Precision("bf16", modules=PATTERNS[modules])  # type: ignore[arg-type]
-    for remat in ("none", "full"):
-        check(plan_of(dial, 8, precision=precision, remat=REMATS[remat]))
+    check(plan_of(dial, 8, precision=precision, remat=REMATS[remat]))
 
 
 def test_one_process() -> None:

@@ -13,6 +13,7 @@ from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from tests.covering import pairwise
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
 
 TIED = replace(SPEC, tie_word_embeddings=True)
@@ -48,14 +49,13 @@ def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, 
 
 
 @pytest.mark.matrix(5)
-@pytest.mark.parametrize("dial", DIALS)
-@pytest.mark.parametrize("what", FROZEN)
-def test_frozen(what: str, dial: str) -> None:
-    """Two rows of the grid for each, others for the next, so that every pair of settings comes up."""
+@pytest.mark.parametrize(
+    ("what", "dial", "precision", "remat", "m"),
+    pairwise(FROZEN, DIALS, ("fp32", "bf16"), ("none", "selective", "full"), (1, 2)),
+)
+def test_frozen(what: str, dial: str, precision: str, remat: str, m: int) -> None:
     spec, frozen = FROZEN[what]
-    turn = list(FROZEN).index(what) + DIALS.index(dial)
-    for precision, remat, m in (GRID[(turn + step) % len(GRID)] for step in (0, 7)):
-        check(frozen_plan(dial, frozen, precision, remat, m), spec, ranks=(7,))
+    check(frozen_plan(dial, frozen, precision, remat, m), spec, ranks=(7,))
 
 
 @pytest.mark.big
@@ -90,17 +90,18 @@ def test_together_with_types_by_module(dial: str) -> None:
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.parametrize("what", ["first block and embedding", "all but norms"])
-@pytest.mark.parametrize("dial", ["ddp", "zero3"])
-def test_peak(dial: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "dial", "remat"),
+    pairwise(("first block and embedding", "all but norms"), ("ddp", "zero3"), ("none", "full")),
+)
+def test_peak(what: str, dial: str, remat: str) -> None:
     spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
-    for remat in ("none", "full"):
-        plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
-        plan = replace(plan, shard=Shard(plan.shard.strategy))
-        found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
-        assert found.measured.peak_bytes > 2**29
-        assert not found.differences()
-        assert abs(found.peak_error) < 0.03
+    plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
+    plan = replace(plan, shard=Shard(plan.shard.strategy))
+    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    assert found.measured.peak_bytes > 2**29
+    assert not found.differences()
+    assert abs(found.peak_error) < 0.03
 
 
 CLUSTER = parse_cluster("8xH100")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import Op, Unit
 from shardwise.techniques.tp_units import SEND
+from tests.covering import pairwise
 from tests.drift.test_drift import PRECISIONS, REMATS
 
 SPEC = ModelSpec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
@@ -23,6 +25,7 @@ WIDE = replace(SPEC, name="drift-tp-wide", hidden_size=128, intermediate_size=10
 LONG = replace(SPEC, name="drift-tp-long", intermediate_size=2048, head_dim=256)
 """Of whose rows eight ranks have whole blocks of 256."""
 SEQUENCE = {"whole": False, "sequence": True}
+RANKS = ("first", "last")
 DIALS = {
     "ddp over 1": ("ddp", Layout(tp=2)),
     "ddp over 2": ("ddp", Layout(dp_replicate=2, tp=4)),
@@ -82,40 +85,59 @@ def plan_of(dial: str, sequence: str, **settings: object) -> Plan:
     return replace(plan, sequence_parallel=SEQUENCE[sequence], **settings)  # type: ignore[arg-type]
 
 
-def check(spec: ModelSpec, plan: Plan) -> None:
-    for rank in (0, plan.layout.world - 1):
-        assert not drift(spec, plan, rank).differences(), f"rank {rank} of {plan}"
+def check(spec: ModelSpec, plan: Plan, which: str) -> None:
+    rank = 0 if which == "first" else plan.layout.world - 1
+    assert not drift(spec, plan, rank).differences(), f"rank {rank} of {plan}"
 
 
-@pytest.mark.matrix(19)
-@pytest.mark.parametrize("sequence", SEQUENCE)
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat: str, sequence: str) -> None:
-    check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]))
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("dial", "precision", "remat", "sequence", "rank"), pairwise(DIALS, PRECISIONS, REMATS, SEQUENCE, RANKS)
+)
+def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat: str, sequence: str, rank: str) -> None:
+    check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
 
 
-@pytest.mark.matrix(11)  # of ten cases a model, so that each model, strategy and way of splitting the stream is met
-@pytest.mark.parametrize("sequence", SEQUENCE)
-@pytest.mark.parametrize("dial", DIALS)
-@pytest.mark.parametrize("model", MODELS)
-def test_models(model: str, dial: str, sequence: str) -> None:
+def of_model(model: str, dial: str, sequence: str, remat: str, rank: str) -> None:
     spec = replace(SPEC, **MODELS[model])  # type: ignore[arg-type]
-    for remat in ("none", "selective"):
-        check(spec, plan_of(dial, sequence, remat=REMATS[remat]))
+    check(spec, plan_of(dial, sequence, remat=REMATS[remat]), rank)
 
 
-@pytest.mark.matrix(17)
-@pytest.mark.parametrize("sequence", SEQUENCE)
-@pytest.mark.parametrize("dial", DIALS)
-@pytest.mark.parametrize("other", OTHERS)
-def test_beside_other_techniques(other: str, dial: str, sequence: str) -> None:
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("model", "dial", "sequence", "remat", "rank"), pairwise(MODELS, DIALS, SEQUENCE, ("none", "selective"), RANKS)
+)
+def test_models(model: str, dial: str, sequence: str, remat: str, rank: str) -> None:
+    of_model(model, dial, sequence, remat, rank)
+
+
+def beside(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
     spec = WIDE if "nf4" in other else LONG if "8 bits" in other else SPEC
     if "biased" in other:
         spec = replace(spec, attention_bias=True, mlp_bias=True)
-    for remat in ("none", "full"):
-        check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]))
+    check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("other", "dial", "sequence", "remat", "rank"), pairwise(OTHERS, DIALS, SEQUENCE, ("none", "full"), RANKS)
+)
+def test_beside_other_techniques(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
+    beside(other, dial, sequence, remat, rank)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("sequence", SEQUENCE)
+@pytest.mark.parametrize("dial", DIALS)
+def test_every_combination(dial: str, sequence: str) -> None:
+    """What the coverings above are of."""
+    for rank in RANKS:
+        for precision, remat in product(PRECISIONS, REMATS):
+            check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
+        for model, remat in product(MODELS, ("none", "selective")):
+            of_model(model, dial, sequence, remat, rank)
+        for other, remat in product(OTHERS, ("none", "full")):
+            beside(other, dial, sequence, remat, rank)
 
 
 @pytest.mark.matrix(3)

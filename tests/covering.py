@@ -1,0 +1,36 @@
+"""Coverings: of all combinations of some settings, few in which every pair of values is met.
+
+    @pytest.mark.parametrize(("dial", "remat", "sequence"), pairwise(DIALS, REMATS, (False, True)))
+
+This is what a matrix of a proof is made of unless a reason is given; the whole product is for `make prove-big`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Case = Sequence[Hashable]
+
+
+def pairs(case: Case) -> set[tuple[tuple[int, Hashable], ...]]:
+    """Its values two by two, each with its place among the others."""
+    return set(combinations(enumerate(case), 2))
+
+
+def covering(cases: Sequence[Case], cost: Callable[[int], float] = lambda place: 0.0) -> list[int]:
+    """Places of as few of ``cases`` as meet all pairs that any meets, each next one that with most pairs which none
+    before it has; of several the cheapest, and of these the first. So the first few meet every value."""
+    met, found = [pairs(case) for case in cases], []
+    missing = set[tuple[tuple[int, Hashable], ...]]().union(*met)
+    while missing:
+        found.append(max(range(len(cases)), key=lambda place: (len(met[place] & missing), -cost(place))))
+        missing -= met[found[-1]]
+    return found
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Of the product of ``axes``, cases in which every two values of two axes come together at least once."""
+    cases = list(product(*(tuple(axis) for axis in axes)))
+    return [cases[place] for place in covering(cases)]
