@@ -22,20 +22,47 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+LONG = (
+    "tests/parity/test_tp_pairwise.py",
+    "tests/parity/test_tp_compile.py",
+    "tests/runtime/checkpoint/test_save.py",
+    "tests/runtime/test_loop.py",
+    "tests/faults/test_stops.py",
+    "tests/faults/test_tp.py",
+    "tests/faults/test_kills.py",
+    "tests/drift/test_real_steps.py",
+    "tests/prove/test_pool.py",
+    "tests/runtime/test_own.py",
+    "tests/drift/test_tp.py",
+    "tests/planner/test_spans.py",
+    "tests/runtime/test_build.py",
+    "tests/parity/test_fp64.py",
+    "tests/parity/test_field.py",
+    "tests/faults/test_hangs.py",
+    "tests/techniques/test_rounding.py",
+    "tests/planner/test_features.py",
+)
+"""Files that take longest, the longest first."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``matrix(n)``, `make test` runs one case in n; the others are marked ``prove``."""
-    matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix") is not None:
-            matrices[item.nodeid.partition("[")[0]].append(item)
-    for cases in matrices.values():
-        marker = cases[0].get_closest_marker("matrix")
-        assert marker is not None
-        sampled = sample([tuple(map(str, case.callspec.params.values())) for case in cases], marker.args[0])
-        for place, case in enumerate(cases):
-            if place not in sampled:
-                case.add_marker("prove")
+    """Of a test marked ``matrix(n)``, `make test` runs one case in n; the others are marked ``prove``. Of one marked
+    ``rare(n)``, `make prove` runs one case in n; the others are marked ``big``. Long files come first, so that no
+    worker is left with one at the end."""
+    for mark, sampled_as, left_as in (("matrix", None, "prove"), ("rare", "prove", "big")):
+        matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+        for item in items:
+            if isinstance(item, pytest.Function) and item.get_closest_marker(mark) is not None:
+                matrices[item.nodeid.partition("[")[0]].append(item)
+        for cases in matrices.values():
+            marker = cases[0].get_closest_marker(mark)
+            assert marker is not None
+            sampled = sample([tuple(map(str, case.callspec.params.values())) for case in cases], marker.args[0])
+            for place, case in enumerate(cases):
+                if (marked := sampled_as if place in sampled else left_as) is not None:
+                    case.add_marker(marked)
+    items.sort(key=lambda item: LONG.index(path) if (path := item.nodeid.partition("::")[0]) in LONG else len(LONG))
 
 
 def sample(cases: list[tuple[str, ...]], n: int) -> set[int]:

@@ -12,9 +12,10 @@ from itertools import combinations, product
 from typing import Any
 
 Case = Sequence[Hashable]
+Pair = tuple[tuple[int, Hashable], ...]
 
 
-def pairs(case: Case) -> set[tuple[tuple[int, Hashable], ...]]:
+def pairs(case: Case) -> set[Pair]:
     """Its values two by two, each with its place among the others."""
     return set(combinations(enumerate(case), 2))
 
@@ -23,14 +24,15 @@ def covering(cases: Sequence[Case], cost: Callable[[int], float] = lambda place:
     """Places of as few of ``cases`` as meet all pairs that any meets, each next one that with most pairs which none
     before it has; of several the cheapest, and of these the first. So the first few meet every value."""
     met, found = [pairs(case) for case in cases], []
-    missing = set[tuple[tuple[int, Hashable], ...]]().union(*met)
+    missing = set[Pair]().union(*met)
     while missing:
         found.append(max(range(len(cases)), key=lambda place: (len(met[place] & missing), -cost(place))))
         missing -= met[found[-1]]
     return found
 
 
-def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Of the product of ``axes``, cases in which every two values of two axes come together at least once."""
-    cases = list(product(*(tuple(axis) for axis in axes)))
+def pairwise(*axes: Iterable[Any], legal: Callable[..., bool] = lambda *case: True) -> list[tuple[Any, ...]]:
+    """Of the ``legal`` cases of the product of ``axes``, some in which every two values of two axes come together that
+    come together in any."""
+    cases = [case for case in product(*(tuple(axis) for axis in axes)) if legal(*case)]
     return [cases[place] for place in covering(cases)]

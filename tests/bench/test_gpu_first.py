@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHEAP, ALL = ["machine", "loss"], ["attention", "numbers", "memory", "step", "kernels", "speed", "run"]
+CHEAP, MORE = ["machine", "loss"], ["attention", "numbers", "memory", "step"]
+DEAR = ["kernels", "speed", "run"]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sections", [CHEAP, pytest.param(ALL, marks=pytest.mark.prove)], ids=["cheap", "all"])
+@pytest.mark.parametrize(
+    "sections",
+    [CHEAP, pytest.param(MORE, marks=pytest.mark.prove), pytest.param(DEAR, marks=pytest.mark.big)],
+    ids=["cheap", "more", "dear"],
+)
 def test_every_section_is_rehearsed(sections: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

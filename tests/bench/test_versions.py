@@ -18,7 +18,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.prove
+@pytest.mark.big
 @pytest.mark.timeout(300)
 def test_a_version_computes_what_it_computes_itself() -> None:
     ended = subprocess.run(

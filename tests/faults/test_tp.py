@@ -10,7 +10,7 @@ import pytest
 from tests.faults.conftest import Make
 from tests.faults.job import KILL, SAVE, STEPS, Job
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 KILLED = -signal.SIGKILL
 
 
@@ -31,17 +31,18 @@ def ended_by(job: Job, killed: int, codes: list[int]) -> None:
     assert found.rank in {0, 1, 2, 3} - {killed}
 
 
+@pytest.mark.rare(4)
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
+        ("forward", 3),
+        ("reduce", 2),
+        ("logging", 0),
         ("data", 1),
         ("count", 2),
-        ("forward", 3),
         ("backward", 0),
-        ("reduce", 2),
         ("clip", 3),
         ("optimizer", 1),
-        ("logging", 0),
         ("logging", 3),
     ],
 )
@@ -57,6 +58,7 @@ def test_a_rank_killed_in_any_phase_of_a_step(make: Make, undisturbed: Job, phas
     job.same_as(undisturbed)
 
 
+@pytest.mark.rare(3)
 @pytest.mark.parametrize(
     ("rank", "when", "left"), [(3, "torn", [SAVE]), (0, "unnamed", [SAVE]), (0, "named", [SAVE, 2 * SAVE])]
 )
@@ -77,6 +79,7 @@ def test_a_rank_killed_while_it_saves(
     assert not [path.name for path in (job.directory / "checkpoints").iterdir() if "tmp" in path.name]
 
 
+@pytest.mark.prove
 def test_a_run_killed_again_and_again(make: Make, undisturbed: Job) -> None:
     """Before the first checkpoint, twice in the same stretch, and after the last step: each of the four ranks once."""
     job = make("tp-again", strategy="tp-zero3", world=4)
@@ -90,6 +93,7 @@ def test_a_run_killed_again_and_again(make: Make, undisturbed: Job) -> None:
     job.same_as(undisturbed)
 
 
+@pytest.mark.prove
 def test_it_goes_on_without_tensor_parallelism(make: Make, whole: Job) -> None:
     """And computes what the run of two ranks did: losses within 1e-6 relative, in fp32."""
     four = make("tp-resized", strategy="tp-zero3", world=4)

@@ -3,13 +3,13 @@ prints them."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 
 from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from tests.covering import Pair, covering, pairs
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
 from tests.parity.dpo_ranks import SEQ_LEN as PAIRS_LEN
 
@@ -42,7 +42,6 @@ LORA = {
     "magnitudes": replace(ADAPTERS, dora=True),
     "four bits": replace(ADAPTERS, nf4=True),
 }
-LAYOUTS = 60
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class Case:
         assert self.layout is not None
         return self.layout.world * self.accumulation
 
-    def pairs(self) -> set[tuple[tuple[str, object], ...]]:
-        return set(combinations([(field.name, vars(self)[field.name]) for field in fields(self)], 2))
+    def pairs(self) -> set[Pair]:
+        return pairs(astuple(self))
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -96,19 +95,9 @@ EVERY = [
 ]
 
 
-def covering() -> list[Case]:
-    """At least ``LAYOUTS`` of them, the same ones always; of several that meet as many new pairs, the fastest."""
-    left = random.Random(0).sample(EVERY, len(EVERY))
-    missing = set[tuple[tuple[str, object], ...]]().union(*(case.pairs() for case in left))
-    found = []
-    while missing or len(found) < LAYOUTS:
-        best = max(left, key=lambda case: (len(case.pairs() & missing), -case.calls))
-        missing -= best.pairs()
-        left.remove(best)
-        found.append(best)
-    return found
+CASES = [EVERY[place] for place in covering([astuple(case) for case in EVERY], lambda place: EVERY[place].calls)]
 
 
 if __name__ == "__main__":
-    for case in covering():
+    for case in CASES:
         print(case)

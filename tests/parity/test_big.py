@@ -45,6 +45,14 @@ def test_fp32(ranks: RankPool, strategy: str, spec: ModelSpec) -> None:
 
 
 @pytest.mark.big
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp"])
+def test_fp64(ranks: RankPool, strategy: str) -> None:
+    for world in (4,) if strategy == "hsdp" else (2, 4):
+        plans = grid(strategy, world, FP64)
+        holds(parity.prove(ranks, UNTIED, plans), plans)
+
+
+@pytest.mark.big
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp64_of_tied_embeddings_biases_and_scaled_rotation(ranks: RankPool, strategy: str, world: int) -> None:

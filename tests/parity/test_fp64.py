@@ -14,7 +14,8 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Remat, Shard
-from tests.parity.cases import FP64, STRATEGIES, TIED, UNTIED, grid, plan
+from tests.covering import pairwise
+from tests.parity.cases import FP64, STRATEGIES, TIED, UNTIED, plan
 
 TOLERANCE = 1e-9
 
@@ -26,16 +27,17 @@ def holds(found: list[parity.Parity], plans: list[Plan]) -> None:
         assert all(error.error <= TOLERANCE for error in errors), f"{measured}\nunder {of}"
 
 
-@pytest.mark.matrix(5)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_strategies(ranks: RankPool, strategy: str, world: int) -> None:
-    plans = grid(strategy, world, FP64)
-    holds(parity.prove(ranks, UNTIED, plans), plans)
+def two_by_two(strategy: str, world: int, *more: object) -> bool:
+    return strategy != "hsdp" or world == 4
 
 
-def test_hybrid_two_by_two(ranks: RankPool) -> None:
-    plans = grid("hsdp", 4, FP64)
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize(
+    ("strategy", "world", "remat", "accumulation"),
+    pairwise((*STRATEGIES, "hsdp"), (2, 4), ("none", "selective", "full"), (1, 4), legal=two_by_two),
+)
+def test_strategies(ranks: RankPool, strategy: str, world: int, remat: str, accumulation: int) -> None:
+    plans = [plan(strategy, world, FP64, Remat(remat), accumulation)]  # type: ignore[arg-type]
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 

@@ -16,7 +16,8 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Plan, Remat
-from tests.parity.cases import FP64, TIED, UNTIED, plan
+from tests.covering import pairwise
+from tests.parity.cases import FP64, STRATEGIES, TIED, UNTIED, plan
 
 TOLERANCE = 1e-9
 FROZEN = {
@@ -58,22 +59,13 @@ def frozen_plan(strategy: str, world: int, frozen: tuple[str, ...], remat: str, 
     return replace(plan(strategy, world, FP64, Remat(remat), accumulation), frozen=frozen)  # type: ignore[arg-type]
 
 
+CASES = pairwise(FROZEN, STRATEGIES, ("none", "selective", "full"), (1, 2))
+
+
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("what", FROZEN)
 def test_every_strategy(ranks: RankPool, what: str) -> None:
-    plans = [
-        frozen_plan(strategy, 2, FROZEN[what], remat, accumulation)
-        for strategy, remat, accumulation in (
-            ("ddp", "none", 2),
-            ("ddp", "full", 1),
-            ("zero1", "selective", 2),
-            ("zero2", "none", 2),
-            ("zero3", "none", 2),
-            ("zero3", "selective", 1),
-            ("zero3", "full", 2),
-        )
-    ]
-    holds(ranks, UNTIED, plans)
+    holds(ranks, UNTIED, [frozen_plan(s, 2, FROZEN[what], remat, m) for of, s, remat, m in CASES if of == what])
 
 
 @pytest.mark.prove

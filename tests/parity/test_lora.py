@@ -17,7 +17,8 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.fourbit import dequantise, quantise
-from tests.parity.cases import BF16, FP64, TIED, UNTIED, plan
+from tests.covering import pairwise
+from tests.parity.cases import BF16, FP64, STRATEGIES, TIED, UNTIED, plan
 
 WIDE = replace(UNTIED, hidden_size=64, intermediate_size=128, num_attention_heads=8, head_dim=8)
 TOLERANCE = 1e-9
@@ -54,18 +55,15 @@ def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch
     return value.to(torch_dtype(of.lora.frozen)).double()
 
 
+TARGETS: dict[str, tuple[str, ...]] = {"all-linear": (), "q and v": ("q", "v"), "down": ("down",)}
+CASES = pairwise(TARGETS, STRATEGIES, ("none", "selective", "full"), (1, 2))
+
+
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("targets", [(), ("q", "v"), ("down",)], ids=["all-linear", "q and v", "down"])
-def test_every_strategy(ranks: RankPool, targets: tuple[str, ...]) -> None:
-    settings = (
-        ("ddp", "none", 2),
-        ("ddp", "full", 1),
-        ("zero1", "selective", 2),
-        ("zero2", "none", 2),
-        ("zero3", "selective", 1),
-        ("zero3", "full", 2),
-    )
-    holds(ranks, UNTIED, [lora_plan(s, 2, Lora(3, 6.0, targets), remat, m) for s, remat, m in settings])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_every_strategy(ranks: RankPool, targets: str) -> None:
+    lora = Lora(3, 6.0, TARGETS[targets])
+    holds(ranks, UNTIED, [lora_plan(s, 2, lora, remat, m) for of, s, remat, m in CASES if of == targets])
 
 
 @pytest.mark.prove

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Plan, Remat, Shard
 from tests.parity import drawn
-from tests.parity.cases import BF16, FP32, FP64, GEMMA, QWEN, ROWS, SEQ_LEN, TIED, UNTIED
+from tests.parity.cases import BF16, FP32, FP64, QWEN, ROWS, SEQ_LEN, UNTIED
 from tests.parity.test_fp64 import holds
 
 EVEN = replace(UNTIED, name="tiny-even", intermediate_size=28)
@@ -35,18 +34,16 @@ def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
-@pytest.mark.matrix(2)
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
-def test_beside_every_strategy(ranks: RankPool, sequence: bool) -> None:
+def test_beside_every_strategy(ranks: RankPool) -> None:
+    """The models, other degrees and all pairs of settings are in test_tp_pairwise.py."""
     plans = [
         plan(strategy, 2, 2, sequence=sequence, remat=remat, accumulation=accumulation)
-        for strategy, remat, accumulation in (
-            ("ddp", "full", 4),
-            ("ddp", "selective", 1),
-            ("zero1", "none", 4),
-            ("zero2", "selective", 4),
-            ("zero3", "full", 1),
-            ("zero3", "none", 4),
+        for strategy, sequence, remat, accumulation in (
+            ("ddp", True, "full", 4),
+            ("zero1", False, "none", 1),
+            ("zero2", True, "selective", 4),
+            ("zero3", False, "full", 1),
+            ("zero3", True, "none", 4),
         )
     ]
     holds(drawn.prove(ranks, EVEN, plans), plans)
@@ -86,32 +83,3 @@ def test_modules_in_types_of_their_own(ranks: RankPool, sequence: bool) -> None:
     ]
     for found, of in zip(drawn.prove(ranks, spec, plans, steps=1), plans, strict=True):
         assert found.loss.error <= 1e-6 and found.gradient.error <= 1e-5, f"{found}\nunder {of}"
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("spec", [TIED, GEMMA, QWEN_EVEN], ids=lambda spec: spec.name)
-def test_models(ranks: RankPool, spec: ModelSpec, sequence: bool) -> None:
-    """One key head for two ranks, biases, tied weights; caps, windows, norms of heads, four norms a block."""
-    plans = [plan("ddp", 1, 2, sequence=sequence, remat="selective"), plan("zero3", 2, 2, sequence=sequence)]
-    holds(drawn.prove(ranks, spec, plans), plans)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_four_ranks(ranks: RankPool, sequence: bool) -> None:
-    """More ranks than key heads, and a vocabulary of which the last has fewer ids."""
-    plans = [plan("ddp", 1, 4, sequence=sequence, remat="full")]
-    holds(drawn.prove(ranks, EVEN, plans), plans)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_adapters(ranks: RankPool, sequence: bool) -> None:
-    """On layers whose outputs are cut and on layers whose inputs are, under a frozen model."""
-    adapters = Lora(4, 8.0, frozen="fp64")
-    plans = [
-        replace(plan("ddp", 1, 2, sequence=sequence), lora=adapters),
-        replace(plan("zero3", 2, 2, sequence=sequence, remat="selective", accumulation=2), lora=adapters),
-    ]
-    holds(drawn.prove(ranks, EVEN, plans), plans)

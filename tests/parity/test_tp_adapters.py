@@ -18,7 +18,8 @@ ADAPTERS = Lora(4, 8.0, frozen="fp64")
 DORA = replace(ADAPTERS, dora=True)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
 def test_norms_over_whole_projections(ranks: RankPool, sequence: bool) -> None:
     plans = [
         plan("ddp", 1, 2, sequence=sequence, remat="selective"),

@@ -18,7 +18,7 @@ from tests.parity.test_fp64 import holds
 from tests.parity.test_tp import EVEN, QWEN_EVEN, plan
 from tests.parity.test_tp_adapters import OLMO
 
-pytestmark = [pytest.mark.prove, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def trained(rank: int, world: int, spec: ModelSpec, of: Plan) -> tuple[parity.Trace, int, int]:
@@ -37,23 +37,34 @@ def compiled_holds(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
     holds([parity.compare(right, [trace for trace, *_ in found])], [of])
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
-    compiled_holds(ranks, EVEN, plan("ddp", 1, 2, sequence=sequence))
+ADAPTERS = Lora(4, 8.0, frozen="fp64")
+CASES: dict[str, tuple[ModelSpec, Plan]] = {
+    "whole": (EVEN, plan("ddp", 1, 2, sequence=False)),
+    "gemma": (GEMMA, plan("ddp", 1, 2, sequence=True, remat="selective")),
+    "zero3": (EVEN, plan("zero3", 2, 2, sequence=True, remat="full", accumulation=2)),
+    "dora": (EVEN, replace(plan("ddp", 1, 2, sequence=True), lora=replace(ADAPTERS, dora=True))),
+    "norms over projections": (OLMO, plan("ddp", 1, 2, sequence=True, remat="selective")),
+}
+"""Every strategy, way of recomputing and way of splitting the stream, adapters, and norms that send."""
+MORE: dict[str, tuple[ModelSpec, Plan]] = {
+    "sequence": (EVEN, plan("ddp", 1, 2, sequence=True)),
+    "qwen": (QWEN_EVEN, plan("ddp", 1, 2, sequence=True, remat="selective")),
+    "tied": (TIED, plan("ddp", 1, 2, sequence=True, remat="selective")),
+    "zero3, none": (EVEN, plan("zero3", 2, 2, sequence=True, accumulation=2)),
+    "zero3, selective": (EVEN, plan("zero3", 2, 2, sequence=True, remat="selective", accumulation=2)),
+    "adapters, whole": (EVEN, replace(plan("ddp", 1, 2, sequence=False), lora=ADAPTERS)),
+    "adapters, sequence": (EVEN, replace(plan("ddp", 1, 2, sequence=True), lora=ADAPTERS)),
+    "dora, whole": (EVEN, replace(plan("ddp", 1, 2, sequence=False), lora=replace(ADAPTERS, dora=True))),
+}
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_beside_zero3(ranks: RankPool, remat: str) -> None:
-    compiled_holds(ranks, EVEN, plan("zero3", 2, 2, sequence=True, remat=remat, accumulation=2))
+@pytest.mark.prove
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_plan(ranks: RankPool, name: str) -> None:
+    compiled_holds(ranks, *CASES[name])
 
 
-@pytest.mark.parametrize("spec", [GEMMA, QWEN_EVEN, OLMO, TIED], ids=lambda spec: spec.name)
-def test_models(ranks: RankPool, spec: ModelSpec) -> None:
-    compiled_holds(ranks, spec, plan("ddp", 1, 2, sequence=True, remat="selective"))
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("dora", [False, True], ids=["plain", "dora"])
-def test_adapters(ranks: RankPool, dora: bool, sequence: bool) -> None:
-    of = plan("ddp", 1, 2, sequence=sequence)
-    compiled_holds(ranks, EVEN, replace(of, lora=Lora(4, 8.0, frozen="fp64", dora=dora)))
+@pytest.mark.big
+@pytest.mark.parametrize("name", MORE)
+def test_more_compiled_plans(ranks: RankPool, name: str) -> None:
+    compiled_holds(ranks, *MORE[name])

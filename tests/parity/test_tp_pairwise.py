@@ -18,10 +18,8 @@ from shardwise.spec.plan import Lora, Plan, Precision
 from tests.parity import drawn, moved_ranks, test_dpo
 from tests.parity.cases import BF16, FP32
 from tests.parity.moved_ranks import Side
-from tests.parity.pairwise import EVERY, LAYOUTS, LORA, MODELS, Case, covering
+from tests.parity.pairwise import CASES, EVERY, LORA, MODELS, Case
 from tests.parity.test_fp64 import holds
-
-CASES = covering()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,6 @@ def of_model(model: str) -> list[Case]:
 
 def test_every_pair_is_met() -> None:
     met = set().union(*(case.pairs() for case in CASES))
-    assert len(CASES) >= LAYOUTS
     assert met == set().union(*(case.pairs() for case in EVERY))
     assert {case.tp for case in CASES} == {2, 4, 8}
 
@@ -55,7 +52,7 @@ def test_layouts(eight: RankPool, pairs: Path, model: str) -> None:
         print(case)
     spec, plans = cases[0].spec, [case.plan for case in cases]
     if model != "pairs":
-        holds(drawn.prove(eight, spec, plans), plans)
+        holds(drawn.prove(eight, spec, plans, steps=3), plans)
         return
     for world in {plan.layout.world for plan in plans}:
         test_dpo.holds(eight, pairs, [plan for plan in plans if plan.layout.world == world], spec)
@@ -76,7 +73,7 @@ def test_fp32_and_bf16(eight: RankPool, model: str) -> None:
     trains as it does in fp64, within these tolerances: weights of 0.1, as in test_tp.py, rows of 64, small adapters."""
     columns = max(128, MODELS[model].intermediate_size)
     spec = replace(MODELS[model], initializer_range=0.1, hidden_size=64, intermediate_size=columns)
-    cases = of_model(model)[::4]
+    cases = of_model(model)[:1]
     wide, narrow = ([in_type(case, precision) for case in cases] for precision in (FP32, BF16))
     for found, of in zip(drawn.prove(eight, spec, wide, steps=1), wide, strict=True):
         assert found.loss.error <= 1e-6 and found.gradient.error <= 1e-5, f"{found}\nunder {of}"
@@ -106,22 +103,22 @@ def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> lis
 STRATEGIES = ("ddp", "zero1", "zero3")
 DEGREES = (1, 2, 4)
 MOVES = [
-    (Side(DEGREES[a], STRATEGIES[b]), Side(DEGREES[(a + b) % 3], STRATEGIES[(a + 2 * b + more) % 3]))
+    (Side(DEGREES[a], STRATEGIES[b]), Side(DEGREES[(a + b) % 3], STRATEGIES[(a + 2 * b) % 3]))
     for a in range(3)
     for b in range(3)
-    for more in range(2)
 ]
 """Where a run is saved, and where it goes on."""
 
 
 def test_every_move_is_made() -> None:
-    """From each and to each of nine layouts, and each of nine changes of the degree, twice."""
+    """From each and to each of nine layouts, and each of nine changes of the degree and of the strategy."""
     for counted in (
         Counter(source for source, _ in MOVES),
         Counter(target for _, target in MOVES),
         Counter((source.tp, target.tp) for source, target in MOVES),
+        Counter((source.strategy, target.strategy) for source, target in MOVES),
     ):
-        assert len(counted) == 9 and set(counted.values()) == {2}
+        assert len(counted) == 9 and set(counted.values()) == {1}
 
 
 ODD = replace(MODELS["biased"], hidden_size=17, intermediate_size=28)

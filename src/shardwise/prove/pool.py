@@ -32,7 +32,15 @@ from typing import Any, Self
 from shardwise.distributed.torch_private import forget_sharding
 from shardwise.spec.safe_path import safe_path
 
-PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "shardwise.prove.pool")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",  # what DTensor loads at its first operation
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "shardwise.prove.pool",
+    "shardwise.prove.parity",
+)
+"""What takes seconds to load, once for all ranks."""
 AFTER_FIRST_FAILURE_S = 2.0
 """How long the other ranks may take to fail too, once one has: they often wait in a collective for it."""
 
