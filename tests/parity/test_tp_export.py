@@ -95,7 +95,7 @@ def run(job: Job, name: str | None, *, save: bool = False) -> float:
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize(("kind", "sequence"), zip(LORAS, (True, False, True), strict=True))
+@pytest.mark.parametrize(("kind", "sequence"), list(zip(LORAS, (True, False, True), strict=True)))
 def test_an_exported_adapter(ranks: RankPool, tmp_path: Path, kind: str, sequence: bool) -> None:
     """Ranks of one layout have one loss, to the bit, before and after; those of others to 1e-9, but with magnitudes to
     1e-7: the sizes of rows are computed in the type of the adapters, fp32, and added over tensor-parallel ranks."""

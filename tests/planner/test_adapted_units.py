@@ -12,6 +12,7 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from shardwise.techniques import freeze, lora, precision, tp
+from tests.covering import pairwise
 from tests.planner.test_tp_units import SPEC, B, S, told, traced
 
 BIASED = replace(SPEC, attention_bias=True, mlp_bias=True)
@@ -32,9 +33,8 @@ CASES: dict[str, tuple[ModelSpec, Lora]] = {
 LAYOUTS = {"alone": (1, False), "two": (2, False), "two, sequence": (2, True), "eight, sequence": (8, True)}
 
 
-@pytest.mark.parametrize("which", ["narrow", "wide"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize(("case", "layout", "which"), pairwise(CASES, LAYOUTS, ("narrow", "wide")))
 def test_an_adapted_block_on_paper_is_the_block_that_ran(
     case: str, layout: str, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def unmarked(sheet: Sheet) -> Sheet:
     return replace(sheet.rewritten(unit), sizes={}, cells={})
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_symbols_come_to_what_a_trace_with_the_models_numbers_sees(model: str) -> None:
     """Tensor by tensor and operation by operation: sizes, types, order, what is freed when, what is saved, FLOPs."""
@@ -66,6 +67,7 @@ def test_symbols_come_to_what_a_trace_with_the_models_numbers_sees(model: str) -
     assert asdict(bound) == asdict(seen)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_models_of_every_family_too(family: str) -> None:
     """With features at work that no well-known model has, on numbers that are drawn."""

@@ -23,10 +23,12 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.techniques.replicas import blocks_of_bucket, buckets
+from tests.covering import pairwise
 
 MIB = 2**20
 SEVENTY_B = load_spec("Llama-3-70B")
 WINDOWED = ModelSpec("windowed", 640, 64, 96, 26, 4, 2, 16, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
+MODELS = {"deep": SEVENTY_B, "windowed": WINDOWED}
 DIALS = {
     "one rank": (Layout(), Shard("ddp")),
     "ddp": (Layout(8), Shard("ddp")),
@@ -46,18 +48,18 @@ def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
     return techniques.cost(sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp), plan)
 
 
-@pytest.mark.matrix(3)
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("dial", DIALS)
-def test_spans_come_to_what_events_come_to(dial: str, remat: str) -> None:
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize(
+    ("dial", "remat", "what", "model"), pairwise(DIALS, REMATS, ("full", "five times", "adapters"), MODELS)
+)
+def test_spans_come_to_what_events_come_to(dial: str, remat: str, what: str, model: str) -> None:
     """Full weights and adapters, one micro-batch to five, of a deep model and of one whose layers alternate."""
     layout, shard = DIALS[dial]
-    for accumulation, lora in ((1, None), (5, None), (2, Lora(16))):
-        for spec in (SEVENTY_B, WINDOWED):
-            ranks = layout if spec is SEVENTY_B else replace(layout, tp=min(2, layout.tp))
-            plan = Plan(ranks, Batch(1, accumulation, 512), shard, Precision("bf16"), REMATS[remat], lora=lora)
-            sheet = costed(spec, plan)
-            assert same(folded(sheet, plan), fold(schedule(sheet, plan))), (spec.name, accumulation, lora)
+    accumulation, lora = {"full": (1, None), "five times": (5, None), "adapters": (2, Lora(16))}[what]
+    ranks = layout if model == "deep" else replace(layout, tp=min(2, layout.tp))
+    plan = Plan(ranks, Batch(1, accumulation, 512), shard, Precision("bf16"), REMATS[remat], lora=lora)
+    sheet = costed(MODELS[model], plan)
+    assert same(folded(sheet, plan), fold(schedule(sheet, plan)))
 
 
 BASES = {
@@ -78,12 +80,13 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("spec", [SEVENTY_B, WINDOWED], ids=["deep", "windowed"])
-def test_a_price_does_not_depend_on_what_was_priced_before(spec: ModelSpec, base: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_price_does_not_depend_on_what_was_priced_before(model: str, base: str) -> None:
     """Plans of one search share units, and what their passes come to: here with one that differs in one thing. Of a
     sheet that was read anew nothing is shared."""
-    begun, ranks = BASES[base], BASES[base].layout.tp
+    spec, begun, ranks = MODELS[model], BASES[base], BASES[base].layout.tp
     shared = sheet_of(spec, "narrow", ranks=ranks)
     for changes in CHANGES:
         if ranks > 1 and "layout" in changes:

@@ -25,6 +25,7 @@ from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Op, Unit
 from shardwise.techniques import freeze, lora, precision, tp
 from shardwise.techniques.tp_units import SEND
+from tests.covering import pairwise
 
 SPEC = ModelSpec("oracle", 601, 48, 104, 1, 8, 4, 8)
 B, S = trace.MICRO_BATCH, trace.SEQ_LEN
@@ -195,10 +196,10 @@ def _bytes(unit: Unit, index: int, which: str) -> tuple[int, str]:
     return tensor.numel(B, S) * {"bf16": 2, "fp32": 4, "bool": 1, "int64": 8}[dtype], dtype
 
 
-@pytest.mark.parametrize("which", ["narrow", "wide"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(
+    ("model", "ranks", "sequence", "which"), pairwise(MODELS, (2, 8), (False, True), ("narrow", "wide"))
+)
 def test_a_block_on_paper_is_the_block_that_ran(
     model: str, ranks: int, sequence: bool, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_pinned_kernel_computes_attention(kind: str, pin: str, monkeypatch: py
     assert asked == [pin] * 2 * spec.num_hidden_layers
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
 def test_initial_weights_do_not_depend_on_the_layout(
     ranks: RankPool, world: int, layout: Layout, strategy: str
@@ -73,6 +74,7 @@ def test_initial_weights_do_not_depend_on_the_layout(
             assert torch.equal(weights[name], value), name
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
 def test_trained_weights_are_read_and_written_in_any_layout(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
@@ -86,6 +88,7 @@ def test_trained_weights_are_read_and_written_in_any_layout(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
 def test_every_rank_tells_what_one_found_in_its_slice(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
@@ -99,7 +102,8 @@ def test_every_rank_tells_what_one_found_in_its_slice(
     assert told[0].startswith("error[MOD006]: `model.embed_tokens.weight` holds 1 NaN of ")
 
 
-@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[:3])
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[2::-1])
 def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
 ) -> None:

@@ -28,6 +28,7 @@ def stop(state: TrainState, stats: StepStats) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.prove
 def test_a_run_that_broke_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
     """To the bit, with recomputation, which draws again what forward drew."""
     settings = Lora(4, 8.0, dropout=0.3)

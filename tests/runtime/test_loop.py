@@ -263,7 +263,8 @@ def test_a_finished_run_that_is_started_again_keeps_its_report(root: Path, whole
     assert "9 steps, 576 tokens" in (directory(again) / "report.md").read_text()
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("step", [5, 2, 8])
 def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: int) -> None:
     made = recipe(root, f"broken-{step}")
     with pytest.raises(Broken):
@@ -327,6 +328,7 @@ def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys
     assert "no checkpoint needs it, so the run starts over" in capsys.readouterr().out
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number: signal.Signals) -> None:
     made = recipe(root, f"stopped-{number.name}")
@@ -342,7 +344,8 @@ def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number:
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
-@pytest.mark.parametrize(("eval_steps", "step"), [(None, 8), (4, 4)])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("eval_steps", "step"), [(4, 4), (None, 8)])
 def test_a_signal_stops_a_validation(
     root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, eval_steps: int | None, step: int
 ) -> None:

@@ -82,11 +82,16 @@ def plain_vision() -> list[float]:
 PLAIN = {"transformers": plain_transformers, "vision": plain_vision}
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_examples_train_as_the_plain_loop_does(ranks: RankPool, name: str, tmp_path: Path) -> None:
-    """fp32: sums in another order, and Adam's first steps make a full step of the sign of a gradient near zero."""
+@pytest.mark.parametrize(
+    ("name", "strategies"), [("transformers", ("ddp", "zero3")), ("vision", ("zero1", "zero2"))], ids=PLAIN
+)
+def test_the_examples_train_as_the_plain_loop_does(
+    ranks: RankPool, name: str, strategies: tuple[str, ...], tmp_path: Path
+) -> None:
+    """fp32: sums in another order, and Adam's first steps make a full step of the sign of a gradient near zero. (That
+    each strategy computes the same of any model is what the tests in float64 show.)"""
     right = PLAIN[name]()
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         for losses in ranks.run(own_ranks.example, name, strategy, str(tmp_path / strategy), world=2, timeout_s=120):
             assert losses == pytest.approx(right, rel=2e-3), strategy
             assert losses[:2] == pytest.approx(right[:2], rel=1e-5), strategy
@@ -165,6 +170,7 @@ def test_a_model_that_is_let_go_of_is_freed(ranks: RankPool, strategy: str) -> N
     assert ranks.run(own_ranks.left, strategy) == [0, 0]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("strategy", "world"), [*((each, 2) for each in STRATEGIES), ("ddp", 4), ("zero3", 4)])
 def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, world: int) -> None:
     """Two micro-batches a rank, and one. A parameter used by nobody has no gradient, and AdamW does not decay it."""

@@ -62,7 +62,8 @@ def test_every_kind_of_layer_meets_every_kind_of_batch() -> None:
     assert 8 < met == graphs["eager"]
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("mode", ["selective", "none", "full"])
 def test_the_first_step_compiles_for_documents_of_any_length(mode: Any) -> None:
     """One graph a kind of layer, made in the first step: what came later would come in the middle of a run, on each
     rank at a step of its own."""
