@@ -40,13 +40,13 @@ def compiled_holds(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
 ADAPTERS = Lora(4, 8.0, frozen="fp64")
 CASES: dict[str, tuple[ModelSpec, Plan]] = {
     "whole": (EVEN, plan("ddp", 1, 2, sequence=False)),
-    "gemma": (GEMMA, plan("ddp", 1, 2, sequence=True, remat="selective")),
     "zero3": (EVEN, plan("zero3", 2, 2, sequence=True, remat="full", accumulation=2)),
     "dora": (EVEN, replace(plan("ddp", 1, 2, sequence=True), lora=replace(ADAPTERS, dora=True))),
     "norms over projections": (OLMO, plan("ddp", 1, 2, sequence=True, remat="selective")),
 }
-"""Every strategy, way of recomputing and way of splitting the stream, adapters, and norms that send."""
+"""Both strategies and ways of splitting the stream, every way of recomputing, adapters, and norms that send."""
 MORE: dict[str, tuple[ModelSpec, Plan]] = {
+    "gemma": (GEMMA, plan("ddp", 1, 2, sequence=True, remat="selective")),
     "sequence": (EVEN, plan("ddp", 1, 2, sequence=True)),
     "qwen": (QWEN_EVEN, plan("ddp", 1, 2, sequence=True, remat="selective")),
     "tied": (TIED, plan("ddp", 1, 2, sequence=True, remat="selective")),
