@@ -22,12 +22,19 @@ def pairs(case: Case) -> set[Pair]:
 
 def covering(cases: Sequence[Case], cost: Callable[[int], float] = lambda place: 0.0) -> list[int]:
     """Places of as few of ``cases`` as meet all pairs that any meets, each next one that with most pairs which none
-    before it has; of several the cheapest, and of these the first. So the first few meet every value."""
+    before it has, then most such values; of several the cheapest, and of these the first. So the first few meet every
+    value."""
     met, found = [pairs(case) for case in cases], []
     missing = set[Pair]().union(*met)
+    new = {value for case in cases for value in enumerate(case)}
+
+    def worth(place: int) -> tuple[int, int, float]:
+        return len(met[place] & missing), len(new.intersection(enumerate(cases[place]))), -cost(place)
+
     while missing:
-        found.append(max(range(len(cases)), key=lambda place: (len(met[place] & missing), -cost(place))))
+        found.append(max(range(len(cases)), key=worth))
         missing -= met[found[-1]]
+        new.difference_update(enumerate(cases[found[-1]]))
     return found
 
 
