@@ -44,7 +44,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:
-    """All of a regular file. Raises OSError (EFBIG) for one larger than ``most_bytes``, of which nothing is read: a
+    """All of a regular file. Raises OSError (EOVERFLOW) for one larger than ``most_bytes``, of which nothing is read: a
     sparse file of a terabyte takes no room on a disk."""
     with open_regular(path) as file:
         _check_size(file, path, most_bytes)
@@ -62,4 +62,4 @@ def regular_lines(path: str | Path) -> Iterator[bytes]:
 
 def _check_size(file: BinaryIO, path: str | Path, most_bytes: int) -> None:
     if os.fstat(file.fileno()).st_size > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes (limit)", str(path))
+        raise OSError(errno.EOVERFLOW, f"it is larger than {most_bytes:,} bytes (limit)", str(path))
