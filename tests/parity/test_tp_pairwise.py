@@ -52,7 +52,7 @@ def test_layouts(eight: RankPool, pairs: Path, model: str) -> None:
         print(case)
     spec, plans = cases[0].spec, [case.plan for case in cases]
     if model != "pairs":
-        holds(drawn.prove(eight, spec, plans, steps=3), plans)
+        holds(drawn.prove(eight, spec, plans), plans)
         return
     for world in {plan.layout.world for plan in plans}:
         test_dpo.holds(eight, pairs, [plan for plan in plans if plan.layout.world == world], spec)
