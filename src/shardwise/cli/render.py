@@ -30,7 +30,7 @@ def label(plan: Plan) -> str:
     if plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp}{tensor}"
     replicas = f", {layout.dp_replicate} replicas (hybrid)" if layout.dp_replicate > 1 else ""
-    return f"{name} over {layout.dp_shard}{replicas}{tensor}"
+    return f"{name} over {layout.fsdp}{replicas}{tensor}"
 
 
 def execution(plan: Plan) -> str:

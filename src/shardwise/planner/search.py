@@ -96,7 +96,7 @@ def _least_memory(able: list[Plan], recipe: Recipe, cluster: Cluster) -> Plan:
 def name(plan: Plan) -> str:
     """``zero3 over 8 x 2, tp 4``."""
     layout = plan.layout
-    over = layout.dp if plan.shard.strategy == "ddp" else layout.dp_shard
+    over = layout.dp if plan.shard.strategy == "ddp" else layout.fsdp
     replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
     return f"{plan.shard.strategy} over {over}{replicas}" + f", tp {layout.tp}" * (layout.tp > 1)
 

@@ -91,11 +91,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"{plan.shard.strategy} shards over dp_shard ranks, but dp_shard is 1"
         problems.append(Problem("PLAN014", what, "parallel.dp_shard", f"dp_shard {layout.dp}, or strategy ddp"))
     k = plan.shard.reshard_after_forward
-    if not isinstance(k, bool) and (
-        plan.shard.strategy != "zero3" or k < 2 or layout.dp_shard % k or k == layout.dp_shard
-    ):
-        divisors = [str(d) for d in range(2, layout.dp_shard) if layout.dp_shard % d == 0]
-        what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.dp_shard} ranks"
+    if not isinstance(k, bool) and (plan.shard.strategy != "zero3" or k < 2 or layout.fsdp % k or k == layout.fsdp):
+        divisors = [str(d) for d in range(2, layout.fsdp) if layout.fsdp % d == 0]
+        what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.fsdp} ranks"
         fix = f"strategy zero3 with {', '.join(divisors) or 'true or false'}"
         problems.append(Problem("PLAN015", what, "parallel.reshard_after_forward", fix))
     return problems

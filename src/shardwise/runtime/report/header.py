@@ -104,4 +104,4 @@ def strategy(job: Job) -> str:
     if job.plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp} ranks{tensor}"
     replicas = f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
-    return f"{name} over {layout.dp_shard} ranks{replicas}{tensor}"
+    return f"{name} over {layout.fsdp} ranks{replicas}{tensor}"
