@@ -52,7 +52,7 @@ def unmarked(sheet: Sheet) -> Sheet:
         changed = {"forward": forward, "forward_plain": unsaved, "backward": backward}
         return replace(one, weights=weights, tensors=tensors, **changed)
 
-    return replace(sheet.rewritten(unit), sizes={}, cells={})
+    return replace(sheet.rewritten(unit), sizes={}, cells={}, types="")
 
 
 @pytest.mark.matrix(3)
