@@ -523,7 +523,7 @@ def test_a_template_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pyt
         find_template("a" * 5000, tmp_path)
     (tmp_path / "a.jinja").write_text("{{ 1 }}")
 
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, *_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("shardwise.data.template.read_regular", fail)

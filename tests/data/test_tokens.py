@@ -274,7 +274,7 @@ def test_a_file_beside_a_tokenizer_that_cannot_be_read(
 ) -> None:
     tokenizer.copy_to(tmp_path)
 
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, *_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(tokens, "read_regular", fail)
