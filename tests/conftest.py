@@ -7,11 +7,14 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from shardwise.planner import sheets
 from shardwise.prove.pool import RankPool
+from shardwise.techniques.variant import Variant
 from tests.covering import covering
 
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
@@ -87,6 +90,18 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
     yield
     left = sorted(path.name for path in _elsewhere.iterdir())
     assert not left, f"this test, or what it started, wrote into the working directory: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds."""
+
+    def traced(variants: list[Variant]) -> list[Any]:
+        from shardwise.planner.trace import traced_here
+
+        return [sheets.pack_unit(unit) for unit in traced_here(variants).values()]
+
+    monkeypatch.setattr(sheets, "traced_apart", traced)
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,17 @@ generation takes; `make prove-big` has all plans, with inductor too.
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
+from shardwise.planner.trace import traced_here
 from shardwise.prove import parity
 from shardwise.prove.drift import predict
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from shardwise.spec.sheet import Sheet
 from tests.drift import compiled
 
 SPEC = ModelSpec("compiled", 601, 48, 100, 2, 6, 2, 8, initializer_range=0.1)
@@ -33,11 +30,6 @@ QUICK = [
     ("zero3", "bf16", "none"),
 ]
 """Every value, and every strategy with a type and a way of recomputing that another has not."""
-
-
-@cache
-def sheet(which: str) -> Sheet:
-    return trace(SPEC, which)
 
 
 def plan_of(strategy: str, precision: str, remat: str) -> Plan:
@@ -54,7 +46,7 @@ def check(ranks: RankPool, plan: Plan, backend: str) -> None:
     for rank, (compiled_run, eager_run) in enumerate(
         ranks.run(compiled.pair, SPEC, plan, backend, world=2, timeout_s=110)
     ):
-        predicted, measured = predict(sheet(variant(plan.precision)), plan, rank), compiled_run.measured
+        predicted, measured = predict(SPEC, plan, rank, units=traced_here), compiled_run.measured
         assert (compiled_run.graphs, eager_run.graphs) == (1, 0), "one compilation serves all blocks"
         assert measured.sent == predicted.sent == eager_run.measured.sent
         assert measured.state == predicted.state

@@ -8,11 +8,10 @@ import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.planner.price import price
-from shardwise.planner.sheets import variant
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
-from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of, sheet
+from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of
 
 
 @pytest.mark.parametrize("dial", DIALS)
@@ -49,7 +48,7 @@ def test_the_peak_of_a_large_model(strategy: str, lora: Lora | None) -> None:
     spec = ModelSpec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
     plan = plan_of(strategy, 8, batch=Batch(2, 1, 2048, 1024), precision=Precision("bf16"), loss="dpo")
     plan = replace(plan, lora=lora, shard=Shard(strategy))  # type: ignore[arg-type]
-    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    found = drift(spec, plan, 0)
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()
 
 
@@ -57,7 +56,7 @@ def test_what_it_costs_more() -> None:
     """The output layer is multiplied once more in each micro-batch; nothing more is sent; memory is nearly the same."""
     batch = Batch(2, 3, 32, 40)
     plans = [Plan(layout("zero3", 8), batch, Shard("zero3"), PRECISIONS["bf16"], loss=loss) for loss in LOSSES]
-    usual, pairs = (price(sheet(SPEC, "narrow"), plan, parse_cluster("8xH100")).estimate for plan in plans)
+    usual, pairs = (price(SPEC, plan, parse_cluster("8xH100")).estimate for plan in plans)
     tokens = 8 * 3 * 2 * 32
     assert pairs.flops_per_step - usual.flops_per_step == 2 * SPEC.vocab_size * SPEC.hidden_size * tokens
     assert pairs.traffic == usual.traffic

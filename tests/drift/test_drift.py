@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
 from shardwise.prove.drift import drift
 from shardwise.prove.world import measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from shardwise.spec.sheet import Sheet
 from tests.covering import pairwise
 
 # Sizes that 8 and 512 do not divide, so that padding is at work.
@@ -29,11 +25,6 @@ PRECISIONS = {
 REMATS = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "every 2": Remat("full", 2)}
 
 
-@cache
-def sheet(spec: ModelSpec, which: str) -> Sheet:
-    return trace(spec, which)
-
-
 def layout(dial: str, world: int) -> Layout:
     if dial == "ddp":
         return Layout(dp_replicate=world)
@@ -44,7 +35,7 @@ def layout(dial: str, world: int) -> Layout:
 
 def check(plan: Plan, spec: ModelSpec = SPEC, ranks: tuple[int, ...] = (0,)) -> None:
     for rank in ranks:
-        found = drift(spec, plan, rank, sheet(spec, variant(plan.precision)))
+        found = drift(spec, plan, rank)
         assert not found.differences(), f"rank {rank} of {plan}"
 
 
@@ -157,7 +148,7 @@ def test_peak_of_a_gigabyte_and_eight_blocks(dial: str, remat: str, precision: s
 def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
     plan = plan_of(dial, 8, batch=Batch(4, 2, 1024, 1024), precision=PRECISIONS[precision], remat=REMATS[remat])
     plan = replace(plan, shard=Shard(plan.shard.strategy))
-    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    found = drift(spec, plan, 0)
     assert found.measured.peak_bytes > 2**30
     assert not found.differences()
     assert abs(found.peak_error) < 0.03

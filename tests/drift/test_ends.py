@@ -12,14 +12,14 @@ from shardwise.models.blocks import ends
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.load import read_spec
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
+from shardwise.planner.sheets import sheet_of
+from shardwise.planner.trace import traced_here
 from shardwise.prove import world
 from shardwise.prove.drift import drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.techniques import precision, shard
-from tests.drift.test_drift import DIALS, PRECISIONS, SPEC, check, plan_of, sheet
+from tests.drift.test_drift import DIALS, PRECISIONS, SPEC, check, plan_of
 from tests.models.hf_models import config_of
 
 TIED = replace(SPEC, tie_word_embeddings=True)
@@ -64,7 +64,7 @@ def test_tied_ends_are_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_backward_reads_before_the_blocks_stays_with_the_root() -> None:
     """A lookup's backward reads no table; that of a norm reads its weight."""
     plan = plan_of("zero3", 8)
-    model, paper = Decoder(SPEC), precision.cost(sheet(SPEC, "wide"), plan)
+    model, paper = Decoder(SPEC), precision.cost(sheet_of(SPEC, plan, units=traced_here), plan)
     assert ends(model) == ([model.embed], [model.norm, model.head])
     assert shard.units(model) == [
         [model.embed],
@@ -90,7 +90,7 @@ def test_the_peak_with_wide_ends(dial: str) -> None:
     spec = ModelSpec("wide-ends", 64_000, 1024, 2816, 4, 8, 4, 128)
     for compute, accumulation in (("bf16", 1), ("fp32", 2)):
         plan = plan_of(dial, 8, batch=Batch(1, accumulation, 512, 256), precision=PRECISIONS[compute])
-        found = drift(spec, replace(plan, shard=Shard(plan.shard.strategy)), 0, sheet(spec, variant(plan.precision)))
+        found = drift(spec, replace(plan, shard=Shard(plan.shard.strategy)), 0)
         assert found.measured.peak_bytes > 2**29
         assert not found.differences()
         assert abs(found.peak_error) < 0.005
@@ -102,7 +102,7 @@ def test_an_embedding_of_two_tables_is_one_unit() -> None:
     assert spec.hf_model is not None and [name for name, _ in spec.hf_model.places][:2] == ["embed", "wpe"]
     for types, m in ((Precision("bf16"), 3), (Precision(), 1)):
         plan = Plan(Layout(dp_shard=8), Batch(2, m, 32, 24), Shard("zero3"), types)
-        assert not drift(spec, plan, 7, trace(spec, variant(types))).differences()
+        assert not drift(spec, plan, 7).differences()
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,15 @@ capped logits, multipliers."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.models.families import FAMILIES, FULL, SLIDING
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from shardwise.spec.sheet import Sheet
 from shardwise.techniques import precision
 from tests.models.families import spec_of
 
@@ -30,22 +26,17 @@ PLANS = {
 }
 
 
-@cache
-def sheet(spec: ModelSpec, which: str) -> Sheet:
-    return trace(spec, which)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
 def test_plans(family: str, plan: str) -> None:
     spec = spec_of(family)
-    assert not drift(spec, PLANS[plan], 7, sheet(spec, variant(PLANS[plan].precision))).differences()
+    assert not drift(spec, PLANS[plan], 7).differences()
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma3_text", "qwen3")])
 def test_every_family(family: str) -> None:
     spec, plan = spec_of(family), PLANS["zero3, bf16, selective recompute, accumulation"]
-    assert not drift(spec, plan, 0, sheet(spec, "narrow")).differences()
+    assert not drift(spec, plan, 0).differences()
 
 
 TYPES = Precision("bf16", modules=(("*norm", "fp32"), ("*.q", "fp32"), ("*.down", "fp32"), ("layers.1.*", "fp32")))
@@ -86,6 +77,6 @@ def test_peak_with_capped_logits(number: Precision) -> None:
         layer_types=(SLIDING, FULL),
     )
     plan = Plan(Layout(dp_shard=8), Batch(4, 1, 1024, 4096), Shard("zero3"), number)
-    found = drift(spec, plan, 0, sheet(spec, variant(number)))
+    found = drift(spec, plan, 0)
     assert not found.differences()
     assert found.measured.peak_bytes > PEAK_FROM_BYTES and abs(found.peak_error) < 0.03

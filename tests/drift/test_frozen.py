@@ -9,12 +9,11 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from tests.covering import pairwise
-from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
+from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
 
 TIED = replace(SPEC, tie_word_embeddings=True)
 DEEP = replace(SPEC, num_hidden_layers=4)
@@ -98,7 +97,7 @@ def test_peak(what: str, dial: str, remat: str) -> None:
     spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
     plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
     plan = replace(plan, shard=Shard(plan.shard.strategy))
-    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    found = drift(spec, plan, 0)
     assert found.measured.peak_bytes > 2**29
     assert not found.differences()
     assert abs(found.peak_error) < 0.03

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.sheets import variant
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
-from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of, sheet
+from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
 from tests.drift.test_frozen import BIASED, DIALS, TIED
 
 WIDE = ModelSpec("wide", 600, 64, 192, 2, 8, 2, 8)
@@ -73,5 +72,5 @@ def test_the_peak_of_a_large_model(kind: str, strategy: str, remat: str) -> None
     rows = 8 if remat == "full" else 2
     plan = plan_of(strategy, 8, batch=Batch(rows, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
     plan = replace(plan, lora=LARGE[kind], shard=Shard(strategy))  # type: ignore[arg-type]
-    found = drift(spec, plan, 0, sheet(spec, variant(plan.precision)))
+    found = drift(spec, plan, 0)
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()

@@ -15,7 +15,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.planner.schedule import folded, schedule
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
@@ -67,7 +67,7 @@ def tokens(batch: Batch) -> MicroBatch:
 @pytest.mark.parametrize("case", CASES)
 def test_a_real_steps_peak_is_within_a_hundredth_of_the_plans(case: str, ranks: RankPool) -> None:
     plan = CASES[case]
-    sheet = techniques.cost(sheet_of(SPEC, variant(plan.precision), ranks=plan.layout.tp), plan)
+    sheet = techniques.cost(sheet_of(SPEC, plan), plan)
     planned = folded(sheet, plan).top_bytes
     assert planned == fold(schedule(sheet, plan)).top_bytes
     for measured in ranks.run(peak_of_a_step, plan, world=plan.layout.world, timeout_s=240):

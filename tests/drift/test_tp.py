@@ -13,8 +13,7 @@ from shardwise.planner import passes
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
-from shardwise.spec.sheet import Op, Unit
-from shardwise.techniques.tp_units import SEND
+from shardwise.spec.sheet import SEND, Op, Unit
 from tests.covering import pairwise
 from tests.drift.test_drift import PRECISIONS, REMATS
 

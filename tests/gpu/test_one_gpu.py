@@ -16,8 +16,6 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
 from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
 from shardwise.runtime.build import build
@@ -182,7 +180,7 @@ def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: 
     """bf16 compute, whose attention runs in the flash kernel; the reference in fp32 takes blocks of scores beside."""
     precision = Precision("bf16", weights)
     plan = Plan(batch=Batch(4, 1, 2048, 1024), shard=Shard(), precision=precision, remat=remat)
-    predicted = predict(trace(LARGE, variant(precision)), plan, device="cuda").peak_bytes
+    predicted = predict(LARGE, plan, device="cuda").peak_bytes
     measured = peak_bytes(plan, alone)
     assert measured > PEAK_FROM_BYTES
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
@@ -191,6 +189,6 @@ def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: 
 @pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=str)
 def test_compiled_memory_is_at_most_what_the_plan_says(alone: torch.device, remat: Remat) -> None:
     plan = Plan(batch=Batch(4, 1, 2048, 1024), precision=BF16, remat=remat, compile=True)
-    predicted = predict(trace(LARGE, variant(BF16)), plan, device="cuda").peak_bytes
+    predicted = predict(LARGE, plan, device="cuda").peak_bytes
     assert predicted > PEAK_FROM_BYTES
     assert peak_bytes(plan, alone) < (1 + PEAK_TOLERANCE) * predicted

@@ -26,7 +26,7 @@ from shardwise.models.known import configs
 from shardwise.models.load import load_spec
 from shardwise.planner.price import price
 from shardwise.planner.schedule import folded
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.load import load_recipe
@@ -148,8 +148,8 @@ def drawn(number: int) -> tuple[str, ModelSpec, Cluster, Plan]:
 def line(number: int) -> str:
     """What plan ``number`` comes to."""
     words, spec, cluster, plan = drawn(number)
-    sheet = sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp)
-    estimate = price(sheet, plan, cluster).estimate
+    sheet = sheet_of(spec, plan)
+    estimate = price(spec, plan, cluster).estimate
     sent: Counter[tuple[str, int, str, int]] = Counter()
     for send, calls in folded(techniques.cost(sheet, plan), plan, cluster.kind).sent.items():
         sent[send.kind, plan.layout.size(send.axis), send.category, send.bytes] += calls

@@ -18,7 +18,7 @@ from shardwise.planner import overhead
 from shardwise.planner.events import Compute, Free, Make
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
@@ -31,7 +31,7 @@ LINES = ("attention workspace", "cuBLAS workspaces", "allocator rounding", "NCCL
 
 
 def costed(spec: ModelSpec, plan: Plan) -> Sheet:
-    return techniques.cost(sheet_of(spec, variant(plan.precision)), plan)
+    return techniques.cost(sheet_of(spec, plan), plan)
 
 
 def workspace(spec: ModelSpec, plan: Plan) -> int:
@@ -77,8 +77,8 @@ def test_it_is_there_while_attention_runs_backward_and_no_longer() -> None:
 def test_workspaces_of_cublas() -> None:
     """For the thread of forward and for that of backward."""
     for name, each in (("8xH100", 32 * MIB), ("8xA100", 8 * MIB + 128 * 1024), ("8xB200", 32 * MIB)):
-        assert price(sheet_of(EIGHT_B, "narrow"), PLAN, parse_cluster(name)).estimate.memory[LINES[1]] == 2 * each
-    exact = price(sheet_of(EIGHT_B, "narrow"), replace(PLAN, deterministic=True), parse_cluster("8xA100"))
+        assert price(EIGHT_B, PLAN, parse_cluster(name)).estimate.memory[LINES[1]] == 2 * each
+    exact = price(EIGHT_B, replace(PLAN, deterministic=True), parse_cluster("8xA100"))
     assert exact.estimate.memory[LINES[1]] == 2 * 32 * MIB
 
 
@@ -96,7 +96,7 @@ def test_the_allocators_sizes_are_torchs() -> None:
 def test_what_the_allocator_rounds_up() -> None:
     """A vector of 100 fp32 numbers takes 512 bytes of each of weight, gradient and moments, a matrix of 64 x 16 fits;
     each has a count of steps; one stream computes, two more gather and reduce, and one sums over replicas."""
-    paper = sheet_of(EIGHT_B, "narrow")
+    paper = sheet_of(EIGHT_B, PLAN)
     vector, matrix = (replace(paper.stem.weights[0], shape=shape, dtype="fp32") for shape in ((100,), (64, 16)))
     small = replace(paper, stem=replace(paper.stem, weights=(vector, matrix)), blocks=(), order=())
     small = replace(small, tail=replace(paper.tail, weights=(replace(vector, trained=False),)))
@@ -139,11 +139,11 @@ def test_plan_prints_a_line_of_each() -> None:
     """Attention is at the peak, since its heads are wider than the rest of a block."""
     plan = replace(PLAN, batch=Batch(8, 1, 4096, 512))
     spec = replace(EIGHT_B, vocab_size=256, hidden_size=1024, num_hidden_layers=2, intermediate_size=512)
-    found = price(sheet_of(spec, "narrow"), plan, parse_cluster("8xH100")).estimate
+    found = price(spec, plan, parse_cluster("8xH100")).estimate
     shown = "\n".join(memory_lines(found))
     for line in LINES:
         assert found.memory[line] > 0 and line in shown
     assert found.allocated_bytes == found.peak_bytes - sum(found.memory[name] for name in (*LINES[2:], "reserve"))
-    cpu = price(sheet_of(spec, "narrow"), plan, parse_cluster("8xCPU")).estimate
+    cpu = price(spec, plan, parse_cluster("8xCPU")).estimate
     assert not any(cpu.memory[name] for name in (*LINES, "reserve"))
     assert cpu.allocated_bytes == cpu.peak_bytes

@@ -16,7 +16,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner.price import price
 from shardwise.planner.search import MARGIN, choose, fits, settings
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import Cluster, Device, Kind, Products, parse_cluster
 from shardwise.spec.layout import Layout
@@ -298,10 +298,10 @@ def test_chunks_of_the_loss_on_a_gpu_are_as_large_as_memory_allows() -> None:
     assert plan.batch.loss_chunk_tokens == 2048 and fits(plan)
     assert plan.why["batch.loss_chunk_tokens"] == "derived: 2,048 x 128,256 logits at a time, 1,002.0 MiB"
     assert next(p for p in settings(recipe(), ONE_B, H100S) if p.shard == plan.shard).estimate == plan.estimate
-    sheet, peaks = sheet_of(ONE_B, variant(plan.precision)), {}
+    peaks = {}
     for chunk in (512, 1024, 2048):
         smaller = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk))
-        peaks[chunk] = price(sheet, smaller, H100S).estimate.peak_bytes
+        peaks[chunk] = price(ONE_B, smaller, H100S).estimate.peak_bytes
     assert peaks[2048] == plan.estimate.peak_bytes and peaks[512] < peaks[1024] < peaks[2048]
     for chunk, peak_bytes in peaks.items():
         tight = replace(H100S, device=replace(H100S.device, memory_bytes=int(peak_bytes / MARGIN) + 2**20))
@@ -313,7 +313,7 @@ def test_chunks_of_the_loss_on_a_gpu_are_as_large_as_memory_allows() -> None:
 def test_on_a_gpu_a_chunks_product_is_added_to_the_sum_as_it_is_made() -> None:
     """It would be a bf16 [V, d] beside the fp32 one."""
     plan = choose(recipe(), ONE_B, H100S)
-    costed = techniques.cost(sheet_of(ONE_B, variant(plan.precision)), plan)
+    costed = techniques.cost(sheet_of(ONE_B, plan), plan)
     sizes = [{name: size for name, size, _ in forward_tensors(costed, plan, kind)} for kind in get_args(Kind)]
     assert sizes[0].pop("product") == 2 * 128_256 * 2048 and sizes[0] == sizes[1]
 

@@ -1,4 +1,4 @@
-"""The units that ship are those the code makes, and a sheet survives being written down."""
+"""The units that ship are those the code makes; another is traced in a process of its own, and kept."""
 
 from __future__ import annotations
 
@@ -12,118 +12,130 @@ from pathlib import Path
 import pytest
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.config import ModelSpec, from_hf, parameter_count
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.planner import sheets, ship
-from shardwise.planner.features import templates
 from shardwise.planner.passes import seen
 from shardwise.planner.schedule import folded
-from shardwise.planner.trace import trace
+from shardwise.planner.sheets import name_of, pack_unit, sheet_of, unpack_unit, variant_of
+from shardwise.planner.trace import trace_once, traced_here
+from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Shard
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.techniques.variant import Variant
 from tests.models.families import config_of
 from tests.models.hf_models import spec_of as hf_spec_of
 
+TRACED_APART = sheets.traced_apart
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
+ADAPTED = Plan(Layout(dp_shard=2, tp=2), Batch(2, 1, 64), Shard("zero3"), Precision("bf16"), lora=Lora(4, nf4=True))
 
 
 @pytest.mark.big
 def test_shipped_units_are_what_the_code_makes() -> None:
-    assert sheets.shipped() == ship.make(ship.reachable())
+    assert sheets.shipped() == ship.make(ship.ordinary())
 
 
 def test_some_shipped_units_are_what_the_code_makes() -> None:
-    made = ship.make(dict.fromkeys([*ship.reachable()][::16]))
+    """A change of what is traced needs ``python -m shardwise.planner.ship``."""
+    wanted = ship.ordinary()
+    assert {name_of(variant) for variant in wanted} == sheets.shipped().keys()
+    made = ship.make(dict.fromkeys([*wanted][::40]))
     assert len(made) >= 10 and made.items() <= sheets.shipped().items()
 
 
 def test_the_shipped_file_is_small() -> None:
-    """Before sizes were symbols, each well-known model had a sheet of its own: 85,854 bytes."""
-    assert len(files("shardwise.planner").joinpath(sheets.SHIPPED).read_bytes()) < 85_854
+    assert len(files("shardwise.planner").joinpath(sheets.SHIPPED).read_bytes()) < 600_000
 
 
-ODD = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
-"""Features that no family has together."""
-KINDS = {"ships": (lambda: SPEC, 0), "odd": (lambda: ODD, 1), "transformers'": (lambda: hf_spec_of("gpt_neox"), 1)}
-"""A model by whether its sheet ships, and how many files it takes in the cache."""
+def test_a_unit_survives_being_written_down() -> None:
+    for unit in ("stem", 0, "tail"):
+        variant = chosen(SPEC, ADAPTED, Place(ADAPTED.layout), unit).variant
+        assert variant_of(name_of(variant)) == variant
+        made = trace_once(variant)
+        assert asdict(unpack_unit(json.loads(json.dumps(pack_unit(made))))) == asdict(made)
 
 
-@pytest.mark.parametrize("variant", ship.VARIANTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_ship_is_cached(kind: str, variant: str, tmp_path: Path) -> None:
-    spec_of, kept = KINDS[kind]
-    made = sheets.sheet_of(spec_of(), variant, tmp_path)
-    assert asdict(made) == asdict(trace(spec_of(), variant))
-    assert len(list(tmp_path.iterdir())) == kept
-    assert asdict(sheets.sheet_of(spec_of(), variant, tmp_path)) == asdict(made)
+def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a cache that is spoilt is made again."""
+    odd = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
+    variant = chosen(odd, Plan(), Place(), 0).variant
+    asked: list[list[Variant]] = []
+
+    def apart(variants: list[Variant]) -> list[object]:
+        asked.append(variants)
+        return TRACED_APART(variants)
+
+    monkeypatch.setattr(sheets, "traced_apart", apart)
+    for again, spoilt in ((False, False), (False, True), (True, False)):
+        sheets._known.cache_clear()
+        found = sheets.units_of([variant], tmp_path)
+        assert asdict(found[variant]) == asdict(trace_once(variant))
+        assert len(asked) == (2 if again else 1)
+        (file,) = tmp_path.iterdir()
+        if spoilt:
+            file.write_text("{not json")
+    sheets._known.cache_clear()
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, kept) in KINDS.items() if kept])
-def test_a_spoilt_cache_is_made_again(kind: str, tmp_path: Path) -> None:
-    spec = KINDS[kind][0]()
-    made = sheets.sheet_of(spec, "wide", tmp_path)
-    (file,) = tmp_path.iterdir()
-    file.write_text("{not json")
-    assert asdict(sheets.sheet_of(spec, "wide", tmp_path)) == asdict(made)
-
-
-def test_depth_and_name_share_a_sheet() -> None:
-    spec = hf_spec_of("gpt_neox")
-    assert sheets.key(spec, "wide") == sheets.key(replace(spec, name="other", num_hidden_layers=9), "wide")
-    assert sheets.key(spec, "wide") != sheets.key(replace(spec, hidden_size=32), "wide")
-    assert sheets.key(spec, "wide") != sheets.key(spec, "narrow")
+def test_an_edit_of_one_technique_does_not_void_the_units_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, adapted = (chosen(SPEC, plan, Place(plan.layout), 0).variant for plan in (Plan(), ADAPTED))
+    assert "techniques/lora.py" in adapted.code and "techniques/tp.py" in adapted.code and not plain.code
+    before = sheets.digest_of(plain), sheets.digest_of(adapted)
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: real(path) + b"#" * (path.name == "lora.py"))
+    sheets._digest.cache_clear()
+    after = sheets.digest_of(plain), sheets.digest_of(adapted)
+    sheets._digest.cache_clear()
+    assert before[0] == after[0] and before[1] != after[1]
 
 
 def test_units_of_other_code_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sheets, "code_digest", lambda: "another")
-    assert sheets.shipped.__wrapped__() == {}
+    variant = next(iter(ship.ordinary()))
+    assert sheets._shipped(variant)
+    monkeypatch.setattr(sheets, "digest_of", lambda variant: "another")
+    assert sheets._shipped(variant) is None
 
 
 PLANS = """
-import json, sys
-from pathlib import Path
+import sys
 from shardwise.cli.app import main
-from shardwise.models.config import from_hf, parameter_count
-from shardwise.planner.sheets import sheet_of
 
-for path in sorted(Path("models").iterdir()):
-    code = main(["plan", f"model.path={path}", *sys.argv[1:]])
-    assert code == 0, (path.name, code)
-    assert "torch" not in sys.modules, path.name
-    spec = from_hf(json.loads((path / "config.json").read_text()), path.name)
-    sheet = sheet_of(spec, "wide")
-    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in sheet.repeated())
-    assert total == parameter_count(spec), (path.name, total)
-    assert "torch" not in sys.modules, path.name
+for words in sys.argv[1].split(";"):
+    code = main(["plan", "data.path=a.txt", "data.tokenizer.path=bytes", *words.split()])
+    assert code == 0, (words, code)
+    assert "torch" not in sys.modules, words
 """
-"""Of every model under ``models``."""
 
 
-@pytest.mark.parametrize("more", [[], ["lora=8", "lora.dropout=0.1", "lora.dora=true"]], ids=["whole", "adapters"])
-def test_any_model_of_a_family_has_a_sheet_without_torch(more: list[str], tmp_path: Path) -> None:
-    """Of every family one whose config.json nobody has seen before, with the family's defaults, and one with every
-    feature at work; its weights are as many as the model's."""
-    unknown = {"vocab_size": 1234, "hidden_size": 96, "intermediate_size": 200, "pad_token_id": None}
-    unknown |= {"num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
-    for family in FAMILIES:
-        plain, featured = unknown | {"model_type": family}, config_of(family) | {"vocab_size": 1234}
-        for name, config in {family: plain, f"{family}-featured": featured}.items():
-            (tmp_path / "models" / name).mkdir(parents=True)
-            (tmp_path / "models" / name / "config.json").write_text(json.dumps(config))
+def test_ordinary_plans_need_no_torch(tmp_path: Path) -> None:
+    """Known models with one GPU and several, with tensor parallelism, adapters, and 4 bits."""
     (tmp_path / "a.txt").write_text("one two three\n" * 4000)
-    words = ["data.path=a.txt", "data.tokenizer.path=bytes", "--cluster", "8xH100", *more]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PLANS, *words],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    words = (
+        "model.name=Llama-3.1-8B --cluster 8xH100",
+        "model.name=SmolLM2-135M --cluster 1xCPU",
+        "model.name=Qwen3-8B --cluster 1xH100 lora.rank=16",
+        "model.name=Llama-3.1-70B --cluster 2x8xH100 parallel.tp=8",
+        "model.name=Gemma-2-9b --cluster 4xA100 parallel.tp=2 lora.rank=8 lora.frozen=nf4",
     )
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PLANS, ";".join(words)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert not (tmp_path / ".cache" / "shardwise" / "sheets").exists()
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_as_many_as_the_models(family: str) -> None:
+    """Of every family one whose config.json nobody has seen before, with every feature at work."""
+    spec = from_hf(config_of(family) | {"vocab_size": 1234, "model_type": family}, family)
+    sheet = sheet_of(spec, Plan(), units=traced_here)
+    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in sheet.repeated())
+    assert total == parameter_count(spec)
 
 
 WINDOWED = replace(
@@ -133,11 +145,9 @@ MIXED = replace(WINDOWED, nope_layers=(1,))
 
 
 @pytest.mark.parametrize(("spec", "kinds", "sorts"), [(SPEC, 1, 1), (WINDOWED, 2, 1), (MIXED, 3, 2)])
-def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int, tmp_path: Path) -> None:
+def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int) -> None:
     """What is not rotated allocates less; a window changes only what attention computes."""
-    made = sheets.sheet_of(spec, "narrow", tmp_path)
-    again = sheets.sheet_of(spec, "narrow", tmp_path)
-    assert asdict(made) == asdict(trace(spec, "narrow")) == asdict(again)
+    made = sheet_of(spec, Plan(precision=Precision("bf16")), units=traced_here)
     assert len(made.blocks) == kinds and len({block.forward for block in made.blocks}) == sorts
     assert made.capped == (spec.final_soft_cap is not None)
     assert [made.blocks[kind].window for kind in made.order] == [
@@ -146,10 +156,20 @@ def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int, tmp_pa
     ]
 
 
+def variants(spec: ModelSpec) -> set[Variant]:
+    return {chosen(spec, Plan(), Place(), unit).variant for unit in ("stem", *range(spec.num_hidden_layers), "tail")}
+
+
 def test_windows_and_numbers_share_units_but_sorts_of_layers_do_not() -> None:
-    assert templates(SPEC) == templates(WINDOWED) != templates(MIXED)
-    assert templates(SPEC) == templates(replace(SPEC, hidden_size=96, head_dim=6, rope_theta=1e6))
-    assert templates(SPEC) != templates(replace(SPEC, norm_placement="both"))
+    assert variants(SPEC) == variants(WINDOWED) != variants(MIXED)
+    assert variants(SPEC) == variants(replace(SPEC, hidden_size=96, head_dim=6, rope_theta=1e6))
+    assert variants(SPEC) != variants(replace(SPEC, norm_placement="both"))
+
+
+def test_a_name_is_no_part_of_what_is_traced() -> None:
+    spec = hf_spec_of("gpt_neox")
+    first, again = (chosen(made, Plan(), Place(), 0).variant for made in (spec, replace(spec, name="other")))
+    assert first == again != chosen(replace(spec, hidden_size=32), Plan(), Place(), 0).variant
 
 
 def test_a_window_saves_arithmetic_beyond_it() -> None:
@@ -159,27 +179,8 @@ def test_a_window_saves_arithmetic_beyond_it() -> None:
         pairs = sum(min(place + 1, window) for place in range(s))
         assert abs(seen(s, window) / 2 - pairs) <= s
     plan = Plan(Layout(), Batch(1, 1, 64), Shard(), Precision())
-    sheets_of = (trace(spec, "wide") for spec in (replace(WINDOWED, sliding_window=None), WINDOWED))
-    whole, cut = (folded(techniques.cost(sheet, plan), plan).flops for sheet in sheets_of)
-    attention = 4 * flops(trace(SPEC, "wide"), "b*s*s")
+    made = (sheet_of(spec, plan) for spec in (replace(WINDOWED, sliding_window=None), WINDOWED))
+    whole, cut = (folded(techniques.cost(sheet, plan), plan).flops for sheet in made)
+    block = sheet_of(SPEC, plan).blocks[0]
+    attention = 4 * sum(op.flops for op in (*block.forward, *block.backward) if op.per == "b*s*s")
     assert whole - cut == 3 * attention // 4 * (64 * 64 - seen(64, 16))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_weights_of_a_sheet_are_the_models(tied: bool) -> None:
-    spec = replace(SPEC, tie_word_embeddings=tied)
-    sheet = trace(spec, "wide")
-    total = sum(times * sum(weight.numel(1, 1) for weight in unit.weights) for unit, times in sheet.repeated())
-    assert total == parameter_count(spec)
-
-
-def test_products_cost_six_operations_a_weight_and_token() -> None:
-    """Two forward, four backward: the rule of thumb, found in the trace and not put there."""
-    block = trace(SPEC, "wide").blocks[0]
-    weights = sum(weight.numel(1, 1) for weight in block.weights if len(weight.shape) == 2)
-    assert flops(trace(SPEC, "wide"), "b*s") == 6 * weights
-
-
-def flops(sheet: Sheet, per: str) -> int:
-    block = sheet.blocks[0]
-    return sum(op.flops for ops in (block.forward, block.backward) for op in ops if op.per == per)

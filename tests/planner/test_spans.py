@@ -14,10 +14,11 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
+from shardwise.planner import sheets
 from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
 from shardwise.planner.price import price
 from shardwise.planner.schedule import folded, schedule
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span, fold, joined, moments, same
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
@@ -45,7 +46,7 @@ REMATS = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"
 
 
 def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
-    return techniques.cost(sheet_of(spec, variant(plan.precision), ranks=plan.layout.tp), plan)
+    return techniques.cost(sheet_of(spec, plan), plan)
 
 
 @pytest.mark.matrix(4)
@@ -87,23 +88,25 @@ def test_a_price_does_not_depend_on_what_was_priced_before(model: str, base: str
     """Plans of one search share units, and what their passes come to: here with one that differs in one thing. Of a
     sheet that was read anew nothing is shared."""
     spec, begun, ranks = MODELS[model], BASES[base], BASES[base].layout.tp
-    shared = sheet_of(spec, "narrow", ranks=ranks)
     for changes in CHANGES:
         if ranks > 1 and "layout" in changes:
             changes = {**changes, "layout": replace(changes["layout"], tp=ranks)}
         plan = replace(begun, **changes)
         for cluster in map(parse_cluster, ("8xH100", "8xCPU")):
-            price(shared, begun, cluster)
-            alone = price(sheet_of(spec, "narrow", ranks=ranks), plan, cluster)
-            assert price(shared, plan, cluster).estimate == alone.estimate, (changes, cluster.kind)
+            price(spec, begun, cluster)
+            found = price(spec, plan, cluster)
+            for kept in (sheets._sheet, sheets._bound):
+                kept.cache_clear()
+            alone = price(spec, plan, cluster)
+            assert found.estimate == alone.estimate, (changes, cluster.kind)
 
 
 def test_plans_that_differ_in_the_dial_alone_share_their_units() -> None:
-    sheet, adapters = sheet_of(SEVENTY_B, "narrow"), Lora(16)
-    zero2, zero3, more = (
-        techniques.cost(sheet, Plan(Layout(1, 8), Batch(1, m, 512), Shard(name), Precision("bf16"), lora=adapters))
+    plans = (
+        Plan(Layout(1, 8), Batch(1, m, 512), Shard(name), Precision("bf16"), lora=Lora(16))
         for m, name in ((1, "zero2"), (1, "zero3"), (4, "zero3"))
     )
+    zero2, zero3, more = (techniques.cost(sheet_of(SEVENTY_B, plan), plan) for plan in plans)
     for one, two, three in zip(zero2.units, zero3.units, more.units, strict=True):
         assert one is two is three
 

@@ -25,7 +25,7 @@ def test_freeing_what_is_not_alive_is_an_error() -> None:
 
 def test_a_unit_whose_operation_frees_a_tensor_twice_has_no_schedule() -> None:
     plan = Plan(Layout(1, 8), Batch(1, 1, 256), Shard("zero3"))
-    sheet = techniques.cost(sheet_of(load_spec("SmolLM2-135M"), "wide"), plan)
+    sheet = techniques.cost(sheet_of(load_spec("SmolLM2-135M"), plan), plan)
     block = sheet.blocks[0]
     index, op = next((i, op) for i, op in enumerate(block.forward) if op.frees and op.frees != (block.input,))
     again = replace(block.forward[index + 1], frees=(*block.forward[index + 1].frees, op.frees[-1]))
@@ -37,7 +37,7 @@ def test_a_unit_whose_operation_frees_a_tensor_twice_has_no_schedule() -> None:
 def test_a_unit_that_does_not_free_what_its_backward_made_has_no_schedule() -> None:
     """Nothing is swept away when a unit ends: the next micro-batch finds it still there."""
     plan = Plan(Layout(1, 8), Batch(1, 2, 256), Shard("zero3"))
-    sheet = techniques.cost(sheet_of(load_spec("SmolLM2-135M"), "wide"), plan)
+    sheet = techniques.cost(sheet_of(load_spec("SmolLM2-135M"), plan), plan)
     block = sheet.blocks[0]
     made = {tensor for op in block.backward for tensor in op.allocates}
     index, op = next((i, op) for i, op in enumerate(block.backward) if made & set(op.frees))

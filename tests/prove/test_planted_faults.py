@@ -6,19 +6,14 @@ docs/proofs.md lists them all.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from shardwise.launch.rundir import newest_step
-from shardwise.models.config import ModelSpec
-from shardwise.planner.sheets import variant
-from shardwise.planner.trace import trace
 from shardwise.prove.drift import drift
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.spec.sheet import Sheet
 from tests.parity.test_faults import FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
 from tests.prove.planted import DRIFT, RESUME, Fault
@@ -27,13 +22,8 @@ from tests.runtime.small_run import directory, numbers, recipe, train_here, weig
 LIST = Path(__file__).parents[2] / "docs" / "proofs.md"
 
 
-@cache
-def sheet(spec: ModelSpec, which: str) -> Sheet:
-    return trace(spec, which)
-
-
 def differences(fault: Fault) -> list[str]:
-    return drift(fault.spec, fault.plan, 0, sheet(fault.spec, variant(fault.plan.precision))).differences()
+    return drift(fault.spec, fault.plan, 0).differences()
 
 
 @pytest.fixture(scope="module")

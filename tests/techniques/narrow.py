@@ -16,10 +16,15 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import torch_dtype
+from shardwise.techniques.variant import Traced
+
+INSIDE = ()
+"""Nothing of its own runs in a unit."""
 
 
 class RecipeWithNarrow(Recipe):
@@ -63,6 +68,11 @@ def check(spec: ModelSpec, plan: PlanWithNarrow, cluster: Cluster) -> list[Probl
         what = "no weight is frozen, and the others must be kept as they are"
         return [Problem("PLAN017", what, "narrow", "`model.frozen`, or leave it out")]
     return []
+
+
+def traced(made: Traced, spec: ModelSpec, plan: PlanWithNarrow, place: Place) -> Traced:
+    """Where nothing is gathered, a layer casts the weight that it is given."""
+    return made if plan.sharded or not plan.narrow else made.applied(narrow=True)
 
 
 def cost(sheet: Sheet, plan: PlanWithNarrow) -> Sheet:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.spec.cluster import parse_cluster
@@ -17,7 +16,7 @@ from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.techniques import constants, optim
 from shardwise.techniques.moments import BLOCK, TABLE, AdamW8bit, decode, encode
 from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
-from tests.drift.test_drift import SPEC, plan_of, sheet
+from tests.drift.test_drift import SPEC, plan_of
 from tests.techniques import moment_ranks
 
 
@@ -173,7 +172,7 @@ def test_what_is_quantised() -> None:
 def test_bytes(dial: str) -> None:
     plan = replace(plan_of(dial, 8), optim=Optim("adamw8bit"))
     for rank in (0, 7):
-        assert not drift(SPEC, plan, rank, sheet(SPEC, variant(plan.precision))).differences()
+        assert not drift(SPEC, plan, rank).differences()
 
 
 def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.plan import Batch, Precision
-from tests.drift.test_drift import layout, sheet
+from tests.drift.test_drift import layout
 from tests.style.source import ROOT
 from tests.techniques import narrow
 from tests.techniques.narrow import PlanWithNarrow, RecipeWithNarrow
@@ -89,11 +89,9 @@ def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyP
     strategy = replace(PlanWithNarrow().shard, strategy=dial, bucket_bytes=100_000)
     plan = PlanWithNarrow(layout(dial, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))
     plan = replace(plan, frozen=("layers.0.*", "embed.*"), narrow=True)
-    assert not drift(spec, plan, 7, sheet(spec, "narrow")).differences()
+    assert not drift(spec, plan, 7).differences()
     monkeypatch.setattr(narrow, "cost", lambda paper, plan: paper)
-    assert [word.partition(":")[0] for word in drift(spec, plan, 7, sheet(spec, "narrow")).differences()][:1] == [
-        "weights"
-    ]
+    assert [word.partition(":")[0] for word in drift(spec, plan, 7).differences()][:1] == ["weights"]
 
 
 def test_what_it_computes_is_the_same_to_the_bit() -> None:
@@ -124,12 +122,13 @@ def test_what_contributing_shows_is_this_technique() -> None:
     assert len(shown) > 15 and not shown - written
 
 
-def test_a_technique_is_five_functions() -> None:
+def test_a_technique_is_six_functions() -> None:
     """Of these parameters, whether it has something to say or not; more of them are for who calls it by name."""
     asked = {
         "choices": ["recipe", "spec", "cluster", "plan"],
         "pins": ["recipe", "plan"],
         "check": ["spec", "plan", "cluster"],
+        "traced": ["made", "spec", "plan", "place"],
         "cost": ["sheet", "plan"],
         "apply": ["parts", "plan", "meshes"],
     }

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
-from shardwise.planner.sheets import variant
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.loop import train
@@ -24,7 +23,7 @@ from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.spec.recipe import OptimSection
 from shardwise.techniques import optim
 from shardwise.techniques.rounding import RoundedAdamW, noise, stochastic
-from tests.drift.test_drift import SPEC, plan_of, sheet
+from tests.drift.test_drift import SPEC, plan_of
 from tests.runtime.small_run import directory, numbers, plan, recipe, weights_hash
 from tests.techniques import moment_ranks
 
@@ -199,7 +198,7 @@ def test_bytes(dial: str, weights: str, moments: str) -> None:
     precision = Precision("bf16", weights)  # type: ignore[arg-type]
     asked = replace(plan_of(dial, 8), optim=Optim(moments=moments), precision=precision)  # type: ignore[arg-type]
     for rank in (0, 7):
-        assert not drift(SPEC, asked, rank, sheet(SPEC, variant(precision))).differences()
+        assert not drift(SPEC, asked, rank).differences()
 
 
 @pytest.mark.matrix(2)

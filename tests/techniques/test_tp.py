@@ -13,7 +13,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Lora, Optim, Plan
-from shardwise.techniques import lora, precision, tp
+from shardwise.techniques import lora, tp
 from shardwise.techniques.states import Division, State, state, whole_shape
 from tests.models import hf_models
 from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
@@ -149,9 +149,7 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     """Of every weight of a sheet as it is cut for the last rank of eight, adapters and an odd vocabulary among them."""
     spec = replace(LLAMA, num_hidden_layers=1, vocab_size=128_257)
     plan = Plan(Layout(tp=8), lora=Lora(4, 8.0))
-    sheet = sheet_of(spec, "wide", ranks=8).at(place_of(7, plan.layout, [range(1)]), plan)
-    for technique in (lora, precision, tp):
-        sheet = technique.cost(sheet, plan)
+    sheet = sheet_of(spec, plan, place_of(7, plan.layout, [range(1)]))
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))
     found = {weight.name: whole_shape(weight, sheet, 8) for unit in sheet.units for weight in unit.weights}
     assert found == {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}

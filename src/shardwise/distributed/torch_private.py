@@ -53,6 +53,14 @@ def fresh_sharding_propagation() -> AbstractContextManager[Any]:
     return patch.object(_sharding_prop, "detect_fake_mode", lambda *args, **kwargs: None)
 
 
+def outside_modes() -> AbstractContextManager[Any]:
+    """Within it operations compute with real tensors, whatever mode is active: a module that is first imported under
+    fake tensors would else make its tables without values."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast("AbstractContextManager[Any]", _disable_current_modes())
+
+
 def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> AbstractContextManager[Any]:
     """Calls ``resized(storage, bytes)`` at every ``UntypedStorage.resize_``: so FSDP2 frees and refills weights."""
     import torch

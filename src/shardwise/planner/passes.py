@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
 from shardwise.planner.events import Compute, Event, Free, Key, Make, Send, WeightsCall
 from shardwise.planner.overhead import attention_bytes
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Dtype, Plan
-from shardwise.spec.sheet import Op, Sheet, Unit
-from shardwise.techniques.tp_units import SEND
+from shardwise.spec.sheet import SEND, Op, Sheet, Unit
 
 OUTPUT, GRADIENT = "output", "gradient of output"
 Told = Event | WeightsCall
@@ -59,12 +59,9 @@ class Passes:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
-        yield WeightsCall("cast")
         for op in unit.forward_plain if unit.recompute else unit.forward:
             yield from local.runs(op)
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
-        if unit.recompute:
-            yield WeightsCall("uncast")
         if unit is self.tail:
             yield from self.loss[0]
             yield from (local.free(tensor) for tensor in {unit.output} | (unfreed(unit) - unit.saved))
@@ -81,7 +78,6 @@ class Passes:
         """Forward again, until all that backward reads is there."""
         local = _Local(self, unit)
         made: set[int] = set()
-        yield WeightsCall("cast")
         for i, op in enumerate(recomputed(unit)):
             if i not in unit.saved_ops:
                 yield from local.runs(op)
@@ -116,7 +112,6 @@ class Passes:
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients)
-        yield WeightsCall("uncast")
         yield from self._end_of_graph(local)
 
     def _end_of_graph(self, local: _Local) -> Iterator[Told]:
@@ -176,23 +171,26 @@ class _Local:
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
-        self.arrives = "activations"
-        if unit is passes.tail:  # the loss makes it, as large as what it reads
-            self.arrives, self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
+        self.kinds = [tensor.category for tensor in unit.tensors]
+        if unit is passes.tail and unit.gradient_in >= 0:  # the loss makes it, as large as what it reads
+            self.kinds[unit.gradient_in], self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
 
     def free(self, tensor: int) -> Free:
-        category = self.arrives if tensor == self.unit.gradient_in else "activations"
-        return Free(self.keys.get(tensor) or (0, tensor), category, self.sizes[tensor])
+        return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
     def runs(self, op: Op) -> Iterator[Told]:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
-            yield Make(self.keys.get(tensor) or (0, tensor), "activations", self.sizes[tensor])
+            yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
+        b, s = self.passes.b, self.passes.s
+        if workspace := techniques.workspace_bytes(op):
+            yield Make((0, "workspace"), "activations", workspace)
+            yield Free((0, "workspace"), "activations", workspace)
+        size = op.flops * {"": 1, "b*s": b * s, "b*s*s": b * seen(s, self.unit.window)}[op.per]
         if op.kind == SEND:
-            yield Send(op.name, "tp", "activations", max(self.sizes[t] for t in (*op.reads, *op.allocates)))
-        elif op.flops:
-            b, s = self.passes.b, self.passes.s
-            yield Compute(op.flops * b * (s if op.per == "b*s" else seen(s, self.unit.window)))
+            yield Send(op.name, op.axis, "activations", size)
+        elif size:
+            yield Compute(size)
 
 
 def seen(s: int, window: int | None) -> int:
@@ -206,7 +204,11 @@ def recomputed(unit: Unit) -> tuple[Op, ...]:
     read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
     stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
     stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
-    return unit.forward[: max(stops, default=0)]
+    stop = max(stops, default=0)
+    in_place = [op.kind == "elementwise" and not op.allocates for op in unit.forward]
+    while 0 < stop < len(in_place) and in_place[stop]:
+        stop += 1  # it belongs to what was made before it
+    return unit.forward[:stop]
 
 
 def unfreed(unit: Unit) -> set[int]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise import techniques
+from shardwise.models.config import ModelSpec
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.schedule import around, micro_batches
+from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
@@ -17,10 +19,10 @@ from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet
 
 
-def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
-    """``plan`` with its estimate: that of the fullest of its places. Raises ValueError for the sheet of another."""
+def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
+    """``plan`` of a model with its estimate: that of the fullest of its places."""
     found, passes = [], {}
-    for costed in at_places(sheet, plan):
+    for costed in at_places(spec, plan):
         if costed.units not in passes:
             passes[costed.units] = micro_batches(costed, plan, cluster.kind)
         span = around(costed, plan, passes[costed.units])
@@ -31,12 +33,12 @@ def price(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
     return replace(plan, estimate=max(found, key=lambda estimate: estimate.peak_bytes))
 
 
-def at_places(sheet: Sheet, plan: Plan) -> Iterator[Sheet]:
+def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     """The sheet of each place, rewritten by the plan."""
-    first = techniques.cost(sheet, plan)
+    first = techniques.cost(sheet_of(spec, plan), plan)
     yield first
-    for place in places(plan.layout, [range(len(sheet.order))], techniques.cuts(first, plan))[1:]:
-        yield techniques.cost(sheet, plan, place)
+    for place in places(plan.layout, [range(spec.num_hidden_layers)], techniques.cuts(first, plan))[1:]:
+        yield techniques.cost(sheet_of(spec, plan, place), plan)
 
 
 def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:

@@ -12,9 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from shardwise.distributed.calls import collective, group_name
+from shardwise.distributed.slices import local
 
 
 @dataclass
@@ -29,15 +33,21 @@ class Stored:
 
 @dataclass
 class RecordedOp:
-    """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages. ``node`` numbers the
-    autograd function written in Python in whose backward it ran; -1 elsewhere."""
+    """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages; ``writes`` are
+    changed in place. A collective has a ``kind``, a ``group`` and a ``payload``: the bytes that go in and that come
+    out. ``read`` and ``written`` are bytes, tensor by tensor."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     frees: list[int] = field(default_factory=list)
-    node: int = -1
+    writes: tuple[int, ...] = ()
+    kind: str = ""
+    group: str = ""
+    payload: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
 
 
 class Storages:
@@ -51,6 +61,7 @@ class Storages:
 
     def add(self, tensor: torch.Tensor) -> tuple[Stored, bool]:
         """The storage under ``tensor`` and whether it is new."""
+        tensor = _held(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.known:
@@ -62,12 +73,24 @@ class Storages:
         return stored, True
 
     def find(self, tensor: torch.Tensor) -> Stored | None:
-        return self.known.get(tensor.untyped_storage()._cdata)
+        return self.known.get(_held(tensor).untyped_storage()._cdata)
 
     def _died(self, key: int, _: Any) -> None:
         stored = self.known.pop(key)
         del self._references[key]
         self._on_free(stored.index)
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """Of a DTensor what this rank holds; with a grad mode, asking would be an operation of its own."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return local(tensor)
+
+
+def _bytes(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:
@@ -83,7 +106,6 @@ class Recorder(TorchDispatchMode):
         self.events: list[RecordedOp] = []
         self.made: dict[int, Stored] = {}
         self.storages = Storages(self._freed)
-        self.node = -1
 
     def outside(self, tensor: torch.Tensor) -> int:
         """Makes a tensor known that came into being before; its index."""
@@ -94,30 +116,34 @@ class Recorder(TorchDispatchMode):
             self.events[-1].frees.append(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations come here again with what this rank holds
         out = func(*args, **(kwargs or {}))
         inputs = plain_tensors((args, kwargs))
         reads = [stored.index for t in inputs if (stored := self.storages.find(t)) is not None]
-        makes = []
+        makes, written = [], []
         for tensor in plain_tensors(out):
             stored, new = self.storages.add(tensor)
             if new:
                 makes.append(stored.index)
+                written.append(tensor)
                 self.made[stored.index] = stored
         shapes = tuple(tuple(t.shape) for t in inputs)
-        # What several nodes send to one tensor is summed after the last of them, before the next begins.
-        node = -1 if func is torch.ops.aten.add.Tensor else self.node
-        self.events.append(RecordedOp(func, shapes, tuple(reads), tuple(makes), node=node))
+        changed = _changed(func, args, kwargs or {})
+        writes = tuple(stored.index for t in changed if (stored := self.storages.find(t)) is not None)
+        event = RecordedOp(func, shapes, tuple(reads), tuple(makes), writes=writes)
+        if kind := collective(func):
+            event.kind, event.group = kind, group_name(args)
+            sides = (plain_tensors(side) for side in args if isinstance(side, Tensor | list))
+            event.payload = tuple(sum(_bytes(side)) for side in sides if side)
+        elif makes or writes:
+            event.read, event.written = _bytes(inputs), _bytes(written + changed)
+        self.events.append(event)
         return out
 
-    def watch(self, end: Any) -> None:
-        """From here on the events of a backward that begins at the node ``end`` tell the function they belong to."""
-        found, todo = {end}, [end]
-        while todo:
-            after = {node for node, _ in todo.pop().next_functions if node is not None} - found
-            found |= after
-            todo += after
-        for number, node in enumerate(found):
-            node.register_prehook(partial(self._enter, number if isinstance(node, BackwardCFunction) else -1))
 
-    def _enter(self, node: int, _: Any) -> None:
-        self.node = node
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes in place, as its schema says."""
+    named = zip(func._schema.arguments, args, strict=False)
+    given = [*named, *((a, kwargs[a.name]) for a in func._schema.arguments[len(args) :] if a.name in kwargs)]
+    return [t for argument, value in given if argument.is_write for t in plain_tensors(value)]

@@ -104,17 +104,13 @@ class _Step:
         place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
         for piece in self.tape.pieces(which, self.passes, unit):
             if isinstance(piece, WeightsCall):
-                self.call(piece, unit, name)
+                self.call(piece, name)
             else:
                 self.tape.play(piece, place)
 
-    def call(self, call: WeightsCall, unit: Unit, name: Hashable) -> None:
+    def call(self, call: WeightsCall, name: Hashable) -> None:
         weights = self.weights
-        if call.method == "cast":
-            weights.cast(unit, name)
-        elif call.method == "uncast":
-            weights.uncast(unit, name)
-        elif call.weight is None:
+        if call.weight is None:
             weights.head_gradient()
         elif call.method == "add_tied":
             weights.add_tied()

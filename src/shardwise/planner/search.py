@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from functools import lru_cache
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.planner.price import price
-from shardwise.planner.sheets import sheet_of, variant
 from shardwise.planner.wire import wire_s
 from shardwise.spec.batch import batch, batch_reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
 from shardwise.techniques import shard, tp
 from shardwise.techniques.degrees import grouped
@@ -123,7 +120,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
             continue
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
         found += [
-            price(_sheet(spec, variant(plan.precision), ranks), replace(plan, batch=batch), cluster)
+            price(spec, replace(plan, batch=batch), cluster)
             for plan in plans
             if ranks == 1 or plan.shard.strategy == strategy or plan.layout.dp == 1
         ]
@@ -206,24 +203,17 @@ def _priced(
         if problems := techniques.check(spec, whole, cluster):
             refused += problems
         else:
-            found.append(price(_sheet(spec, variant(whole.precision), whole.layout.tp), whole, cluster))
+            found.append(price(spec, whole, cluster))
     return found, refused
-
-
-@lru_cache(maxsize=8)
-def _sheet(spec: ModelSpec, which: str, ranks: int) -> Sheet:
-    """The model on paper, read once for all plans of a search."""
-    return sheet_of(spec, which, ranks=ranks)
 
 
 def _larger_chunks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
-    sheet = _sheet(spec, variant(plan.precision), plan.layout.tp)
     for most in LARGER_CHUNKS if cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
         chunk, reasons = _chunk(spec, most, tokens)
         larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
-        if fits(priced := price(sheet, larger, cluster)):
+        if fits(priced := price(spec, larger, cluster)):
             return priced
     return plan
 

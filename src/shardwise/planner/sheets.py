@@ -1,143 +1,208 @@
-"""Where sheets come from. Units of the decoder ship with the package, one for each set of features, in symbols; sheets
-of transformers' own modules are kept in a cache, else traced.
+"""Where sheets come from: the units that a plan makes of a model, each bound to the model's and the plan's numbers.
 
-The key of each names what it was made from: a unit's features or a model's dimensions, the variant, and the code that
-was traced.
+Units are traced after the plan's techniques were applied to them (planner/trace.py), one for each variant
+(techniques/variant.py). Those that ordinary plans need ship with the package; another is traced when it is first asked
+for, and kept, with a digest of what it was made from: the code that was traced, that of the techniques that acted in
+it, and torch.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, replace
-from functools import cache, partial
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
 
+from shardwise import techniques
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
-from shardwise.planner.features import What, assembled, joined, name_of
+from shardwise.planner.variants import chosen, sizes
 from shardwise.spec.files import read_regular
-from shardwise.spec.plan import Precision
-from shardwise.spec.sheet import Op, Sheet, Tensor, Unit
-from shardwise.techniques.cells import NAMES
+from shardwise.spec.place import Place, place_of
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
+from shardwise.techniques.variant import Traced, Variant
 
 SHIPPED = "sheets.json.gz"
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
 TRACED = (
+    "distributed/fake_world.py",
     "models/attention.py",
     "models/decoder.py",
     "models/layers.py",
     "models/rotary.py",
-    "planner/features.py",
     "planner/record.py",
     "planner/symbols.py",
     "planner/trace.py",
+    "planner/variants.py",
     "spec/sheet.py",
-    "techniques/adapter.py",
-    "techniques/dropout.py",
+    "techniques/variant.py",
 )
+THEIRS = ("models/hf_model.py", "models/hf_spec.py")
+"""Of what is traced where a model runs in transformers' own modules."""
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""
+FORMAT = 1
+"""Of a packed unit."""
+NOTHING: tuple[Any, ...] = ((), (), (), "", "", (), "", (), (), ())
+"""What an operation has of each of its fields from the third on where it is packed without them."""
+VARIANTS = TypeAdapter(Variant)
+Units = Callable[[Iterable[Variant]], Mapping[Variant, Unit]]
+"""Finds the units of variants, in symbols."""
 
 
-def variant(precision: Precision) -> str:
-    """Which variant of a unit serves these types."""
-    return precision.variant
+def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Units | None = None) -> Sheet:
+    """What the techniques that act inside units make of a model at a place (by default the first), with numbers for
+    all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
+    where = place or place_of(0, plan.layout, [range(spec.num_hidden_layers)])
+    acting = techniques.inside(plan)
+    rank = acting.layout.rank({"tp": where.coordinate("tp")})
+    return _sheet(spec, acting, Place(acting.layout, rank), units or units_of).at(where)
 
 
-def sheet_of(spec: ModelSpec, which: str, cache_directory: Path = CACHE, *, ranks: int = 1) -> Sheet:
-    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks. Those of the decoder's families are put
-    together from units that ship with the package; another model is traced once, which imports torch and takes
-    seconds."""
-    cells = cells_of(which, cache_directory)
-    if spec.hf_model is None:
-        sheet = assembled(spec, lambda what, template: _unit_of(what, template, which, cache_directory), ranks)
-        return replace(sheet, cells=cells, types=which)
-    path = cache_directory / f"{key(spec, which)}.json"
-    packed = _cached(path)
-    if packed is None:
-        from shardwise.planner.trace import trace
+@lru_cache(maxsize=KEPT_UNITS)
+def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
+    kinds, order = layer_kinds(spec)
+    ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]
+    told: dict[tuple[int, bool], Traced] = {}
+    each = []
+    for number, kind in enumerate(order):
+        # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
+        key = (number, True) if plan.frozen or plan.precision.modules else (kind, number == 0)
+        if key not in told:
+            told[key] = chosen(spec, plan, place, number)
+        each.append(told[key])
+    found = units([made.variant for made in (*ends, *told.values())])
+    stem, tail = (_bound(found[made.variant], *_numbers(made), None) for made in ends)
+    blocks = [
+        _bound(found[made.variant], *_numbers(made), kinds[k].window) for made, k in zip(each, order, strict=True)
+    ]
+    distinct = list(dict.fromkeys(blocks))
+    return Sheet(
+        spec.name,
+        stem,
+        tuple(distinct),
+        tuple(map(distinct.index, blocks)),
+        tail,
+        spec.tie_word_embeddings,
+        capped=spec.final_soft_cap is not None,
+        key_heads=spec.num_key_value_heads,
+        heads_apart=spec.qk_norm != "projection",
+        inside=plan,
+        sizes=sizes(spec),
+    )
 
-        packed = pack(trace(spec, which))
-        _keep(path, packed)
-    return replace(unpack(packed, spec), cells=cells, types=which)
+
+Pairs = tuple[tuple[str, Any], ...]
 
 
-def _unit_of(what: What, template: ModelSpec, which: str, cache_directory: Path) -> Unit:
-    """The unit of a template: of features that no family of today has, traced and kept."""
+def _numbers(made: Traced) -> tuple[Pairs, Pairs]:
+    """The numbers of the symbols that the variant has, and its dtypes."""
+    variant = made.variant
+    known = {symbol for symbol, _ in (*variant.atoms, *variant.sums)} | {symbol for _, symbol in variant.rules}
+    numbers = tuple((symbol, number) for symbol, number in made.numbers.items() if symbol in known)
+    return numbers, tuple(made.dtypes.items())
 
-    def trace() -> Unit:
-        from shardwise.planner.trace import trace_template
 
-        return trace_template(which, what, template)
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Unit:
+    real, bound = dict(dtypes), replace(unit.bound(dict(numbers)), window=window)
+    if not real:
+        return bound
+    weights, tensors = (
+        tuple(t.typed(real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as)) for t in each)
+        for each in (bound.weights, bound.tensors)
+    )
+    return replace(bound, weights=weights, tensors=tensors)
 
-    return _symbolic_unit(name_of(what, template, which), trace, cache_directory)
+
+def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict[Variant, Unit]:
+    """The unit of each variant: as it ships, as it was kept, or traced, which takes some seconds, and kept."""
+    known, missing = _known(), []
+    for variant in dict.fromkeys(variants):
+        if variant not in known:
+            packed = _shipped(variant) or _cached(_path(variant, cache_directory))
+            if packed is None:
+                missing.append(variant)
+            else:
+                known[variant] = unpack_unit(packed)
+    if missing:
+        for variant, packed in zip(missing, traced_apart(missing), strict=True):
+            known[variant] = unpack_unit(packed)
+            _keep(_path(variant, cache_directory), packed)
+    return {variant: known[variant] for variant in variants}
 
 
 @cache
-def cells_of(which: str, cache_directory: Path = CACHE) -> dict[str, Unit]:
-    """What techniques put in the place of a layer, by name."""
-
-    def trace(name: str) -> Unit:
-        from shardwise.planner.trace import trace_cell
-
-        return trace_cell(which, name)
-
-    return {name: _symbolic_unit(f"{name} {which}", partial(trace, name), cache_directory) for name in NAMES}
+def _known() -> dict[Variant, Unit]:
+    return {}
 
 
-def _symbolic_unit(name: str, trace: Callable[[], Unit], cache_directory: Path) -> Unit:
-    """The unit that ships under this name, or one that was traced and kept."""
-    if name in shipped():
-        return unpack_unit(json.loads(shipped()[name]), symbolic=True)
-    path = cache_directory / f"{_digest([name, code_digest()])}.json"
-    packed = _cached(path)
-    if packed is None:
-        packed = pack_unit(trace())
-        _keep(path, packed)
-    return unpack_unit(packed, symbolic=True)
+def traced_apart(variants: list[Variant]) -> list[Any]:
+    """The packed units of these variants, traced in a process of its own, where no process group lives."""
+    print(f"tracing {len(variants)} units of the model, once: some seconds", file=sys.stderr)
+    command = [sys.executable, "-P", "-m", "shardwise.planner.trace"]
+    done = subprocess.run(command, input="\n".join(map(name_of, variants)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a unit could not be traced:\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-def key(spec: ModelSpec, which: str) -> str:
-    """A key of everything that the sheet of a model of transformers' modules depends on; its name and number of blocks
-    are not part of it."""
-    kinds, _ = layer_kinds(spec)
-    neutral = replace(spec, name="", num_hidden_layers=1, sliding_window=None, layer_types=(), final_soft_cap=None)
-    theirs = [code_digest("models/hf_model.py"), metadata.version("transformers")]
-    return _digest([astuple(neutral), [kind.local for kind in kinds], which, theirs])
+def name_of(variant: Variant) -> str:
+    """What tells a variant from all others, in JSON."""
+    return VARIANTS.dump_json(variant, exclude_defaults=True).decode()
 
 
-def _digest(made_from: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(made_from).encode())
+def variant_of(name: str) -> Variant:
+    """The inverse of :func:`name_of`."""
+    return VARIANTS.validate_json(name)
+
+
+def digest_of(variant: Variant) -> str:
+    """A digest of everything that a unit depends on besides its variant."""
+    theirs = THEIRS if variant.concrete else ()
+    version = metadata.version("transformers") if theirs else ""
+    return _digest((*TRACED, *variant.code, *theirs), version)
 
 
 @cache
-def code_digest(*more: str) -> str:
-    """A digest of the code whose behaviour a sheet records."""
-    root = files("shardwise")
-    digest = xxhash.xxh3_128()
-    for path in (*TRACED, *more):
+def _digest(paths: tuple[str, ...], version: str) -> str:
+    root, torch = files("shardwise"), metadata.version("torch").partition("+")[0]
+    digest = xxhash.xxh3_128(f"{torch} {version}".encode())
+    for path in dict.fromkeys(paths):
         digest.update(root.joinpath(path).read_bytes())
     return digest.hexdigest()
 
 
+def _path(variant: Variant, directory: Path) -> Path:
+    key = f"{FORMAT} {digest_of(variant)} {name_of(variant)}"
+    return directory / f"{xxhash.xxh3_128_hexdigest(key.encode())}.json"
+
+
+def _shipped(variant: Variant) -> Any:
+    digest, packed = shipped().get(name_of(variant), ("", ""))
+    return json.loads(packed) if digest == digest_of(variant) else None
+
+
 @cache
-def shipped() -> dict[str, str]:
-    """The packed units of every set of features that a family can have, by name, as ``python -m
-    shardwise.planner.ship`` made them; none where they are of other code."""
+def shipped() -> dict[str, tuple[str, str]]:
+    """The packed units that ``python -m shardwise.planner.ship`` made, by name, each with its digest."""
     data = files("shardwise.planner").joinpath(SHIPPED)
     if not data.is_file():
         return {}
-    digest, *lines = gzip.decompress(data.read_bytes()).decode().splitlines()
-    named = (line.partition("\t") for line in lines)
-    return {name: packed for name, _, packed in named} if digest == code_digest() else {}
+    lines = (line.split("\t") for line in gzip.decompress(data.read_bytes()).decode().splitlines())
+    return {name: (digest, packed) for name, digest, packed in lines}
 
 
 def _cached(path: Path) -> Any:
@@ -152,26 +217,18 @@ def _keep(path: Path, packed: Any) -> None:
         write_whole(path, json.dumps(packed, separators=(",", ":")))
 
 
-def pack(sheet: Sheet) -> list[Any]:
-    """The units of a traced sheet as nested lists; what techniques add is not kept."""
-    return [pack_unit(unit) for unit in sheet.units]
-
-
-def unpack(packed: list[Any], spec: ModelSpec) -> Sheet:
-    """The sheet of ``spec``, whose depth, name and windows are not packed."""
-    stem, *traced, tail = (unpack_unit(unit, symbolic=False) for unit in packed)
-    # The output layer is the tail's last weight, which is not of what was traced.
-    own = tuple(weight for weight in tail.weights if weight.name != "head.weight")
-    return joined(spec, stem, traced, replace(tail, weights=own))
-
-
 def pack_unit(unit: Unit) -> list[Any]:
-    """A unit as nested lists."""
+    """A unit as nested lists. Of a forward pass that saves nothing only what differs from the other is kept: when what
+    is freed."""
+    bare, plain = ([op.freeing(()) for op in ops] for ops in (unit.forward, unit.forward_plain))
+    assert bare == plain, f"a {unit.name} does something else where nothing is saved"
     return [
         unit.name,
-        [[weight.name, weight.shape] for weight in unit.weights],
-        [[tensor.shape, tensor.dtype, int(tensor.inside)] for tensor in unit.tensors],
-        [[_pack_op(op) for op in ops] for ops in (unit.forward, unit.forward_plain, unit.backward)],
+        [[w.name, w.symbols, w.dtype, int(w.trained)] for w in unit.weights],
+        [[t.symbols, t.dtype, *([t.category] if t.category != "activations" else [])] for t in unit.tensors],
+        [_pack_op(op) for op in unit.forward],
+        [op.frees for op in unit.forward_plain],
+        [_pack_op(op) for op in unit.backward],
         [vars(unit)[mark] for mark in MARKS],
         unit.weight_gradients,
         sorted(unit.saved),
@@ -179,26 +236,31 @@ def pack_unit(unit: Unit) -> list[Any]:
 
 
 def _pack_op(op: Op) -> list[Any]:
-    return [*astuple(op)[:6], op.symbols or op.flops, op.per, op.node]
+    packed = [*astuple(op)[:6], op.symbols, op.writes, op.axis, op.dims, op.read, op.written]
+    while not packed[-1]:
+        packed.pop()
+    return packed
 
 
-def unpack_unit(packed: list[Any], *, symbolic: bool) -> Unit:
-    """The inverse of :func:`pack_unit`; ``symbolic``: its sizes are to be bound."""
-    name, weights, tensors, ops, marks, gradients, saved = packed
-    held = tuple(
-        Tensor(name, tuple(shape), "weights", "weights", symbols=tuple(shape) if symbolic else ())
-        for name, shape in weights
-    )
-    made = tuple(
-        Tensor(f"t{i}", tuple(shape), dtype, symbols=tuple(shape) if symbolic else (), inside=bool(inside))
-        for i, (shape, dtype, inside) in enumerate(tensors)
-    )
-    forward, plain, backward = (tuple(_op(op) for op in each) for each in ops)
+def unpack_unit(packed: list[Any]) -> Unit:
+    """The inverse of :func:`pack_unit`."""
+    name, weights, tensors, forward, frees, backward, marks, gradients, saved = packed
+    held, made = [], []
+    for weight, shape, dtype, trained in weights:
+        held.append(Tensor(weight, tuple(shape), dtype, "weights", (), dtype, bool(trained), tuple(shape)))
+    for index, (shape, dtype, *other) in enumerate(tensors):
+        category = other[0] if other else "activations"
+        made.append(Tensor(f"t{index}", tuple(shape), dtype, category, symbols=tuple(shape)))
+    saving = tuple(map(_op, forward))
+    plain = tuple(op.freeing(tuple(freed)) for op, freed in zip(saving, frees, strict=True))
     named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": tuple(map(tuple, gradients))}
-    return Unit(name, held, made, forward, plain, backward, **named, saved=frozenset(saved))
+    own = (saving, plain, tuple(map(_op, backward)))
+    return Unit(name, tuple(held), tuple(made), *own, **named, saved=frozenset(saved))
 
 
 def _op(packed: list[Any]) -> Op:
-    kind, name, allocates, frees, reads, weight, size, per, node = packed
-    flops, symbols = (0, size) if isinstance(size, str) else (size, "")
-    return Op(kind, name, tuple(allocates), tuple(frees), tuple(reads), weight, flops, per, node, symbols)
+    kind, name, *rest = packed
+    filled: list[Any] = [*rest, *NOTHING[len(rest) :]]
+    allocates, frees, reads, writes, dims, read, written = (tuple(filled[i]) for i in (0, 1, 2, 5, 7, 8, 9))
+    seen = {"symbols": filled[4], "writes": writes, "axis": filled[6], "dims": dims, "read": read, "written": written}
+    return Op(kind, name, allocates, frees, reads, filled[3], **seen)

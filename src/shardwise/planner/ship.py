@@ -5,77 +5,60 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from shardwise.models.config import ModelSpec, from_hf
-from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
-from shardwise.models.rope import REQUIRED
-from shardwise.planner.features import What, name_of, templates
-from shardwise.planner.sheets import SHIPPED, code_digest, pack_unit
-from shardwise.planner.trace import trace_cell, trace_template
-from shardwise.techniques.cells import NAMES
+from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.models.known import configs
+from shardwise.models.load import load_spec
+from shardwise.planner.sheets import SHIPPED, digest_of, name_of, pack_unit
+from shardwise.planner.trace import trace
+from shardwise.planner.variants import chosen
+from shardwise.spec.layout import Layout
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.techniques.variant import Variant
 
-VARIANTS = ("narrow", "wide")
-LAYERS = 4
-HEADS: tuple[tuple[int, int], ...] = ((4, 2), (4, 1), (1, 1))
-"""Query heads and key heads."""
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "head_dim": 16}
-BLOCKS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": tuple(ACTIVATIONS),
-    "attention_bias": (False, True),
-    "mlp_bias": (False, True),
-    "no_rope_layers": ([1] * LAYERS, [0] * LAYERS, [1, 0] * (LAYERS // 2)),
-    "partial_rotary_factor": (1.0, 0.5),
-    "residual_multiplier": (1.0, 0.5),
-    "logits_scaling": (1.0, 2.0),
-}
-STEMS: dict[str, tuple[Any, ...]] = {
-    "rope_parameters": (None, *REQUIRED),
-    "embedding_multiplier": (1.0, 2.0),
-    "layer_types": ([FULL] * LAYERS, [SLIDING] * LAYERS, [FULL, SLIDING] * 2, [SLIDING, FULL] * 2),
-    "no_rope_layers": BLOCKS["no_rope_layers"],
-    "partial_rotary_factor": BLOCKS["partial_rotary_factor"],
-}
-"""What a config.json may say of blocks and tail, and of the stem: keys of any family, which the others do not read."""
+TYPES = ((Precision(), False), (Precision("bf16"), True), (Precision("bf16"), False))
+"""fp32; bf16 over fp32 as FSDP2 gathers it, and cast where it is used."""
+ADAPTERS = (None, Lora(), Lora(nf4=True))
+"""None, LoRA, and QLoRA, on all linear layers."""
 
 
-def reachable() -> dict[tuple[What, ModelSpec], None]:
-    """The templates of all units that models of the decoder's families can have."""
-    specs = (spec for family in FAMILIES for switches in (BLOCKS, STEMS) for spec in _specs(family, switches))
-    return {template: None for spec in specs for template in templates(spec)}
+def ordinary() -> dict[Variant, None]:
+    """The variants of the units that ordinary plans make of the known models."""
+    return {chosen(spec, plan, Place(plan.layout), unit).variant: None for spec, plan, unit in _asked()}
 
 
-def _specs(family: str, switches: dict[str, tuple[Any, ...]]) -> Iterator[ModelSpec]:
-    for (heads, key_heads), *values in product(HEADS, *switches.values()):
-        config = SIZES | dict(zip(switches, values, strict=True))
-        kind = config.pop("rope_parameters", None)
-        config |= {"model_type": family, "num_attention_heads": heads, "num_key_value_heads": key_heads}
-        config |= {"sliding_window": 8, "use_sliding_window": True}
-        if kind is not None:
-            pairs = int(16 * config["partial_rotary_factor"]) // 2 if family == "phi3" else 8
-            factors = {"short_factor": [1.0] * pairs, "long_factor": [1.0] * pairs, "factor": 2.0}
-            lengths = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-            config["rope_scaling"] = {"rope_type": kind} | factors | lengths
-        yield from_hf(config, "reachable")
+def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
+    for name, (types, sharded), lora in product(configs(), TYPES, ADAPTERS):
+        spec = load_spec(name)
+        _, order = layer_kinds(spec)
+        later = {
+            kind: number for number, kind in reversed([*enumerate(order)][1:])
+        }  # of each kind one that is not first
+        few = 2 * spec.num_key_value_heads
+        alone = spec.num_attention_heads % few or spec.qk_norm == "projection"
+        for ranks in (1, 2) if alone else (1, 2, few):
+            layout = Layout(dp_shard=2 if sharded else 1, tp=ranks)
+            adapted = lora and replace(lora, frozen=types.compute)
+            plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3" if sharded else "ddp"), types, lora=adapted)
+            units: list[int | str] = ["stem", "tail", 0, *later.values()]
+            yield from ((spec, replace(plan, sequence_parallel=ranks > 1), unit) for unit in units)
 
 
-def make(wanted: dict[tuple[What, ModelSpec], None]) -> dict[str, str]:
-    """Packed units by name, and the cells."""
-    units = {
-        name_of(what, template, variant): trace_template(variant, what, template)
-        for (what, template), variant in product(wanted, VARIANTS)
-    }
-    units |= {f"{name} {variant}": trace_cell(variant, name) for name, variant in product(NAMES, VARIANTS)}
-    return {name: json.dumps(pack_unit(unit), separators=(",", ":")) for name, unit in units.items()}
+def make(variants: dict[Variant, None]) -> dict[str, tuple[str, str]]:
+    """Packed units by name, each with its digest."""
+    packed = {variant: json.dumps(pack_unit(trace(variant)), separators=(",", ":")) for variant in variants}
+    return {name_of(variant): (digest_of(variant), text) for variant, text in packed.items()}
 
 
 def main() -> None:
     """Write the file that the package carries."""
     # Units that end alike are alike, and as neighbours they compress to half of what they take sorted by name.
-    made = sorted(make(reachable()).items(), key=lambda item: item[1][::-1])
-    lines = [code_digest(), *(f"{name}\t{packed}" for name, packed in made)]
+    made = sorted(make(ordinary()).items(), key=lambda item: item[1][1][::-1])
+    lines = [f"{name}\t{digest}\t{packed}" for name, (digest, packed) in made]
     Path(__file__).with_name(SHIPPED).write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
 
 

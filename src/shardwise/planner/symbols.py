@@ -1,78 +1,76 @@
-"""Reads the sizes of a unit that was traced on primes as products of symbols, and tells from them which tensors stand
-inside attention and MLP."""
+"""Reads the sizes of a unit that was traced on primes as products of symbols: ``2*K*e``, ``b*s*d/64``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
-from shardwise.planner.features import PRIMES
-from shardwise.spec.sheet import SYMBOLS, Dim, Op, Tensor, Unit
+from shardwise.spec.sheet import Dim
+from shardwise.techniques.variant import Variant
 
-LARGEST_COEFFICIENT = 16
-"""What is left of a size that a program explains; its own numbers are small."""
-FACTORS = {symbol: PRIMES[symbol] // (2 if symbol == "e" else 1) for symbol in SYMBOLS if symbol in PRIMES}
-INNER = frozenset("KGefp")
-"""What only tensors inside attention and MLP are sized by."""
-
-
-def named(size: int, factors: Mapping[str, int] = FACTORS) -> Dim:
-    """``2*K*e`` for the product of 2 and the primes that stand for K and e. Raises ValueError for what is no such
-    product."""
-    found, left = [], size
-    for symbol, prime in factors.items():
-        while left and left % prime == 0:
-            left //= prime
-            found.append(symbol)
-    if left > LARGEST_COEFFICIENT:
-        raise ValueError(f"a size of {size} is no product of the symbols of a sheet")
-    while left % 2 ** found.count("e"):  # half a head: the pairs of one that is rotated whole
-        found[found.index("e")] = "p"
-    left //= 2 ** found.count("e")
-    return "*".join([*([str(left)] if left != 1 else []), *found]) if found else left
+LARGEST_COEFFICIENT = 64
+"""What is left of a size that a program explains; its own numbers are small, or powers of two."""
 
 
-def symbolic(unit: Unit) -> Unit:
-    """The unit with symbols in the place of primes."""
-    unit = renumbered(unit, FACTORS)
-    inside = _inside(unit, list(unit.tensors))
-    return replace(
-        unit, tensors=tuple(replace(t, inside=True) if i in inside else t for i, t in enumerate(unit.tensors))
-    )
+@dataclass(frozen=True)
+class Symbols:
+    """``atoms``: the number that stands for each symbol, in the order in which they are looked for; ``rules``: symbols
+    that together are another. ``own``: sizes are the model's own, and whatever is left of one is its coefficient."""
+
+    atoms: tuple[tuple[str, int], ...]
+    rules: tuple[tuple[tuple[str, ...], str], ...] = ()
+    own: bool = False
+
+    @classmethod
+    def of(cls, variant: Variant, sums: Mapping[str, int]) -> Symbols:
+        """That of a variant, whose ``sums`` came to these numbers."""
+        return cls((*sums.items(), *variant.atoms), variant.rules, own=variant.concrete or not variant.atoms)
+
+    @cached_property
+    def _known(self) -> dict[int, Dim]:
+        return {}
+
+    def __call__(self, size: int) -> Dim:
+        """The product that ``size`` is. Raises ValueError for what is none."""
+        if size not in self._known:
+            self._known[size] = self._read(size)
+        return self._known[size]
+
+    def _read(self, size: int) -> Dim:
+        left, found = Fraction(size), list[str]()
+        for symbol, number in self.atoms:
+            odd = number // (number & -number)  # half a head is e/2
+            while odd > 1 and left and left.numerator % odd == 0:
+                left /= number
+                found.append(symbol)
+        for parts, name in self.rules:
+            while all(part in found for part in parts):
+                for part in parts:
+                    found.remove(part)
+                found.append(name)
+        power = left.denominator & (left.denominator - 1) == 0
+        if not self.own and (left.numerator > LARGEST_COEFFICIENT or not power):
+            raise ValueError(f"a size of {size} is no product of the symbols of a sheet: {left} times {found}")
+        if not found:
+            return left.numerator
+        factors = [str(left.numerator)] if left.numerator != 1 else []
+        return "*".join([*factors, *sorted(found)]) + (f"/{left.denominator}" if left.denominator > 1 else "")
+
+    def shape(self, sizes: tuple[int, ...]) -> tuple[Dim, ...]:
+        """As dims of which each is b, s or b*s, or has neither; one that has both is two."""
+        found: list[Dim] = []
+        for dim in map(self, sizes):
+            above, bar, below = str(dim).partition("/")
+            grown = "*".join(symbol for symbol in above.split("*") if symbol in ("b", "s"))
+            if grown not in ("", "b", "s", "b*s"):
+                raise ValueError(f"a dim of {dim} grows with the batch in a way that a sheet cannot say")
+            kept = [symbol for symbol in above.split("*") if symbol not in ("b", "s")]
+            found += [grown] if grown else []
+            found += [_whole("*".join(kept) + bar + below)] if kept else []
+        return tuple(found)
 
 
-def renumbered(unit: Unit, factors: Mapping[str, int]) -> Unit:
-    """The unit with symbols in the place of the primes that ``factors`` has for them."""
-
-    def symbols(tensor: Tensor) -> Tensor:
-        shape = tuple(dim if isinstance(dim, str) else named(dim, factors) for dim in tensor.shape)
-        return replace(tensor, shape=shape, symbols=shape)
-
-    def priced(op: Op) -> Op:
-        return replace(op, flops=0, symbols=str(named(op.flops, factors))) if op.flops else op
-
-    weights, tensors = (tuple(map(symbols, each)) for each in (unit.weights, unit.tensors))
-    passes = (unit.forward, unit.forward_plain, unit.backward)
-    forward, plain, backward = (tuple(map(priced, ops)) for ops in passes)
-    changed = replace(unit, weights=weights, tensors=tensors)
-    return replace(changed, forward=forward, forward_plain=plain, backward=backward)
-
-
-def _inside(unit: Unit, tensors: list[Tensor]) -> set[int]:
-    """Tensors with a place for every token that are not of the residual stream: those sized by heads or by the MLP's
-    width, what is made from one of them (a row product's result, the gradient of a column product's input, statistics
-    of a norm over the whole projection), and sums of such gradients."""
-
-    def inner(index: int) -> bool:
-        return any(isinstance(dim, str) and not INNER.isdisjoint(dim.split("*")) for dim in tensors[index].shape)
-
-    def tokens(index: int) -> bool:
-        return any(isinstance(dim, str) and not {"b", "s"}.isdisjoint(dim.split("*")) for dim in tensors[index].shape)
-
-    found: set[int] = set()
-    for ops in (unit.forward, unit.backward):
-        for op in ops:
-            summed = op.name == "aten.add.Tensor" and found.issuperset(op.reads)
-            made_inside = summed or any(inner(index) and tokens(index) for index in op.reads)
-            found |= {i for i in op.allocates if tokens(i) and (inner(i) or made_inside)}
-    return found
+def _whole(dim: str) -> Dim:
+    return int(dim) if dim.isdigit() else dim

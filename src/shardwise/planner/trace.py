@@ -1,16 +1,18 @@
-"""Makes a sheet: runs the stem, a block of each sort and the tail of a model on fake tensors, once, with no technique
-applied.
+"""Traces units: runs the stem, a block or the tail of a model on fake tensors, after a plan's techniques were applied
+to it, in a fake world.
 
-The micro-batch and the sequence are two large primes, so that every dim that grows with them can be recognised in the
-shapes seen; of the decoder's units all sizes are primes (planner/features.py). Two variants are traced: ``narrow``
-(compute type smaller than the type of statistics: bf16, fp16) and ``wide`` (the same: fp32, fp64), since converting
-costs a tensor in the one and nothing in the other.
+What is traced is what is applied: adapters, dtypes, 4 bits, frozen weights and collectives are operations that were
+seen. Every number that only sizes something is a prime, so that each size can be read as a product of symbols
+(planner/symbols.py). A fake world stands on the process's default group, so a unit is traced in a process of its own:
+``python -P -m shardwise.planner.trace`` reads variants, a line each, and writes the units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -18,28 +20,29 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
+from shardwise import techniques
+from shardwise.distributed.fake_world import fake_world
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import local
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blocks import blocks
-from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
+from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
-from shardwise.models.hf_model import HFDecoder
-from shardwise.planner.features import What, assembled, joined
+from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
-from shardwise.planner.symbols import renumbered, symbolic
-from shardwise.spec.plan import Lora
-from shardwise.spec.sheet import Dim, Op, Sheet, Tensor, Unit
-from shardwise.techniques import cells
-from shardwise.techniques.adapter import attach
-from shardwise.techniques.dora import LayerShare
-
-MICRO_BATCH, SEQ_LEN = 10_007, 10_009
-GROWING: dict[int, Dim] = {MICRO_BATCH: "b", SEQ_LEN: "s", MICRO_BATCH * SEQ_LEN: "b*s"}
-ENDS: tuple[What, What] = ("stem", "tail")
+from shardwise.planner.sheets import pack_unit, variant_of
+from shardwise.planner.symbols import Symbols
+from shardwise.spec.sheet import SEND, Dim, Op, Tensor, Unit
+from shardwise.techniques.dtypes import compute_dtype, torch_dtype
+from shardwise.techniques.variant import Variant, parameters
 
 Tell = Callable[[torch.Tensor], None]
 Start = Callable[[], torch.Tensor]
 """Begins the recording of a unit, and returns the unit's input."""
+Call = Callable[[Start], torch.Tensor]
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _UnitInput(torch.autograd.Function):
@@ -74,114 +77,129 @@ class _Seed(torch.autograd.Function):
 
 
 @dataclass
-class _RecordedPass:
-    """One recorded pass through a unit: what its tensors and parameters are called by index of storage."""
+class _Pass:
+    """One recorded run of a unit: what its tensors and parameters are called by index of storage."""
 
     recorder: Recorder
     weights: dict[int, str]
     marks: dict[str, int]
-    forward_events: int
+    forward_events: int = 0
     weight_gradients: tuple[tuple[str, int], ...] = ()
 
 
-def trace(spec: ModelSpec, variant: str, ranks: int = 1) -> Sheet:
-    """The sheet of a model, or of each of ``ranks`` tensor-parallel ranks; ``variant`` is ``narrow`` or ``wide``. Takes
-    a second or two, and no memory to speak of."""
-    if spec.hf_model is not None:
-        with _tracing(variant) as dtype:
-            sheet = _hf_sheet(spec, dtype)
-    else:
-        sheet = assembled(spec, partial(trace_template, variant), ranks)
-    return replace(sheet, types=variant, cells={name: trace_cell(variant, name) for name in cells.NAMES})
+@dataclass(frozen=True)
+class _Runnable:
+    """What is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and what
+    is there before."""
+
+    parameters: Mapping[str, nn.Parameter]
+    call: Call
+    leaf: torch.Tensor
+    shared: list[torch.Tensor]
+
+
+def trace(variant: Variant) -> Unit:
+    """The unit of all models and plans with this variant, in symbols. Raises RuntimeError in a process that has a
+    default group."""
+    with ExitStack() as stack:
+        plan = variant.plan
+        world = fake_world(plan.layout) if plan.layout.world > 1 else nullcontext(Meshes())
+        meshes = stack.enter_context(world)
+        stack.enter_context(FakeTensorMode())
+        model = _applied(variant, meshes)
+        named = dict(model.named_parameters())
+        reading = Symbols.of(variant, {symbol: local(named[name].detach()).shape[0] for symbol, name in variant.sums})
+        axes = meshes.called() if plan.layout.world > 1 else {}
+        return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes)).made()
 
 
 @cache
-def trace_template(variant: str, what: What, template: ModelSpec) -> Unit:
-    """The unit of all models with this template, in symbols."""
-    with _tracing(variant) as dtype:
-        return symbolic(_decoders(what, template, layer_kinds(template)[0][0], dtype))
+def trace_once(variant: Variant) -> Unit:
+    """As :func:`trace`, each variant once in this process."""
+    return trace(variant)
 
 
-@cache
-def trace_cell(variant: str, name: str) -> Unit:
-    """A layer with an adapter, in symbols. DoRA's norms are one operation, since in how many rounds they are made, of
-    how many rows at a time, depends on the sizes."""
-    words, size = name.split(), cells.PRIMES
-    lora = Lora(size["r"], 1.0, dropout=0.5 if "dropout" in words else 0.0, dora="dora" in words)
-
-    def norms(module: nn.Module, factor: float, share: LayerShare) -> torch.Tensor:
-        return torch.empty(size["out"], dtype=torch.float32)
-
-    with _tracing(variant) as dtype:
-        layer = nn.Linear(size["in"], size["out"], bias="biased" in words)
-        layer.requires_grad_(False)
-        attach(layer, lora, 0.5, norms)
-        if "apart" in words:
-            layer.lora_m = nn.Parameter(torch.empty(size["out"], dtype=torch.float32))
-        hidden = torch.empty((MICRO_BATCH, SEQ_LEN, size["in"]), dtype=dtype, requires_grad=True)
-        unit = renumbered(_unit("cell", _named("", layer), partial(_call, layer, (), {}), hidden, []), size)
-    wide = Tensor(f"t{len(unit.tensors)}", ("w", "in"), "statistics", symbols=("w", "in"))
-    return replace(
-        unit,
-        tensors=(*unit.tensors, wide),
-        forward=tuple(_norms_made(op, len(unit.tensors)) for op in unit.forward),
-        forward_plain=tuple(_norms_made(op, len(unit.tensors)) for op in unit.forward_plain),
-    )
+def traced_here(variants: Iterable[Variant]) -> dict[Variant, Unit]:
+    """The units of variants, traced in this process."""
+    return {variant: trace_once(variant) for variant in variants}
 
 
-def _norms_made(op: Op, wide: int) -> Op:
-    if not op.name.startswith("aten.empty"):
-        return op
-    return replace(op, name="dora", allocates=(*op.allocates, wide), frees=(*op.frees, wide), weight="lora_m")
+def _applied(variant: Variant, meshes: Meshes) -> Model:
+    """The model with the plan's techniques applied, its weights in the dtypes in which a pass sees them."""
+    model = Decoder(variant.model) if variant.model.hf_model is None else HFDecoder(variant.model)
+    techniques.apply([model], variant.plan, meshes)
+    for name, module in model.named_modules() if variant.gathered else ():
+        dtype = torch_dtype(compute_dtype(variant.plan.precision, name))
+        for word, parameter in list(module.named_parameters(recurse=False)):
+            cast = local(parameter.detach()).to(dtype)
+            if isinstance(parameter, DTensor):  # whose ``data`` keeps its dtype
+                size: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+                cast = DTensor.from_local(cast, parameter.device_mesh, parameter.placements, run_check=False, **size)
+            module.register_parameter(word, nn.Parameter(cast, parameter.requires_grad))
+    return model
 
 
-def trace_as_it_is(spec: ModelSpec, variant: str) -> Sheet:
-    """The sheet of a model of the decoder's families, traced with its own numbers: what symbols must come to."""
-    kinds, _ = layer_kinds(spec)
-    with _tracing(variant) as dtype:
-        stem, tail = (_decoders(what, spec, kinds[0], dtype) for what in ENDS)
-        return joined(spec, stem, [_decoders("block", spec, kind, dtype) for kind in kinds], tail)
+def _subject(variant: Variant, model: Model) -> _Runnable:
+    """The unit of the model that is to be run."""
+    plan, spec, ranks = variant.plan, variant.model, variant.plan.layout.tp
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    tokens = (-(-b * s // ranks),) if plan.sequence_parallel else (b, s)
+    dtype = torch_dtype(plan.precision.compute)
+    leaf = torch.empty((*tokens, spec.hidden_size), dtype=dtype, requires_grad=variant.input_trained)
+    prefix = f"layers.{variant.block}."
+    own = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+    if variant.what != "block":
+        prefix, own = "", [*parameters(spec, variant.what)]
+    named = {name.removeprefix(prefix): model.get_parameter(name) for name in own}
+    ids = torch.zeros((b, s), dtype=torch.int64)
+    call, shared = _decoders(variant, model, ids) if isinstance(model, Decoder) else _hf_models(variant, model, ids)
+    return _Runnable(named, call, leaf, shared)
 
 
-@contextmanager
-def _tracing(variant: str) -> Iterator[torch.dtype]:
-    """Tensors are fake, and of the type that is computed in where none is asked for."""
-    dtype = torch.bfloat16 if variant == "narrow" else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with FakeTensorMode():
-            yield dtype
-    finally:
-        torch.set_default_dtype(before)
+def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
+    """A unit of the decoder. What the caller holds on to lives as long as it does there."""
+    kinds, held = layer_kinds(variant.model)[0], list[Any]()
+
+    def stem(start: Start) -> torch.Tensor:
+        start()
+        out = model.embedded(ids)
+        held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
+        return out
+
+    def tail(start: Start) -> torch.Tensor:
+        held.append(model.normed(start()))
+        out: torch.Tensor = model.head(held[-1], lambda hidden, weight: hidden)
+        return out
+
+    if variant.what == "stem":
+        return stem, [ids]
+    model.embedded(ids)  # from which cut layers know the number of rows
+    if variant.what == "tail":
+        return tail, []
+    (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
+    block = model.layers[variant.block]
+    return lambda start: block(start(), rotary, MaskSpec()), [*(rotary or ())]
 
 
-def _hf_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
-    """The stem is what runs where blocks only pass on what they are given, the tail what follows the last one."""
-    assert spec.hf_model is not None
-    torch.set_default_dtype(torch.float32)  # that of its buffers, whatever is computed in
-    model = HFDecoder(spec)
-    torch.set_default_dtype(dtype)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
+    """A unit of a model of transformers: the stem is what runs where blocks only pass on what they are given, the tail
+    what follows the last one."""
     layers = blocks(model)
-    kinds, order = layer_kinds(spec)
-    ids, positions = (torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64) for _ in range(2))
-    hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
     given: list[tuple[Any, Any]] = []
 
     def run(block: Callable[..., torch.Tensor]) -> torch.Tensor:
+        plain = [layer.forward for layer in layers]
         for index, layer in enumerate(layers):
             layer.forward = partial(block, index)
         try:
-            return model.normed(ids, positions, MaskSpec())
+            return model.normed(ids, ids, MaskSpec())
         finally:
-            for layer in layers:
-                del layer.forward
+            for layer, forward in zip(layers, plain, strict=True):
+                layer.forward = forward
 
     def collect(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         given.append((args, kwargs))  # what blocks share, made in the stem and held to the end
-        if index + 1 == len(order):
+        if index + 1 == len(layers):
             raise _Reached(hidden)
         return hidden
 
@@ -192,22 +210,16 @@ def _hf_sheet(spec: ModelSpec, dtype: torch.dtype) -> Sheet:
         except _Reached as reached:
             return reached.hidden
 
-    def tail(start: Start) -> torch.Tensor:
-        return run(lambda index, hidden, *_, **__: start() if index + 1 == len(order) else hidden)
-
-    def named(places: list[str]) -> dict[str, nn.Parameter]:
-        return {key: p for name in places for key, p in _named(f"{name}.", model.get_submodule(name)).items()}
-
-    places = [name for name, _ in spec.hf_model.places]
-    middle = places.index("layers")
-    begin = _unit("stem", named(places[:middle]), stem, hidden, [ids, positions])
-    traced = []
-    for layer in (order.index(kind) for kind in range(len(kinds))):
-        args, kwargs = given[layer]
-        call = partial(_call, layers[layer], args, kwargs)
-        traced.append(_unit("block", _named("", layers[layer]), call, hidden, plain_tensors((args, kwargs))))
-    end = _unit("tail", named(places[middle + 1 : -1]), tail, hidden, [])
-    return joined(spec, begin, traced, end)
+    if variant.what == "stem":
+        return stem, [ids]
+    if variant.what == "tail":
+        last = len(layers) - 1
+        return lambda start: run(lambda index, hidden, *_, **__: start() if index == last else hidden), []
+    hidden = torch.empty((*ids.shape, variant.model.hidden_size), dtype=torch_dtype(variant.plan.precision.compute))
+    stem(lambda: hidden)
+    args, kwargs = given[variant.block]
+    layer = layers[variant.block]
+    return lambda start: layer(start(), *args, **kwargs), plain_tensors((args, kwargs))
 
 
 class _Reached(Exception):
@@ -218,170 +230,168 @@ class _Reached(Exception):
         self.hidden = hidden
 
 
-def _call(block: nn.Module, args: Any, kwargs: Any, start: Start) -> torch.Tensor:
-    out: torch.Tensor = block(start(), *args, **kwargs)
-    return out
-
-
-def _decoders(what: What, spec: ModelSpec, kind: LayerKind, dtype: torch.dtype) -> Unit:
-    """A unit of the decoder, of a kind of block where it is one."""
-    model = Decoder(replace(spec, num_hidden_layers=1))
-    kinds, _ = layer_kinds(spec)
-    ids = torch.zeros((MICRO_BATCH, SEQ_LEN), dtype=torch.int64)
-    hidden = torch.empty((MICRO_BATCH, SEQ_LEN, spec.hidden_size), dtype=dtype, requires_grad=True)
-    held: list[Any] = []
-
-    def stem(start: Start) -> torch.Tensor:
-        start()
-        out: torch.Tensor = model.embedded(ids)
-        held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
-        return out
-
-    if what == "stem":
-        return _unit("stem", _named("embed.", model.embed), stem, hidden, [ids])
-    if what == "tail":
-        return _unit("tail", _named("norm.", model.norm), lambda start: model.normed(start()), hidden, [])
-    (rotary,) = model.tables((kind,), ids, dtype, MaskSpec())
-    call = partial(_call, model.layers[0], (rotary, MaskSpec()), {})
-    return _unit("block", _named("", model.layers[0]), call, hidden, [*(rotary or ())])
-
-
-def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
-    return {prefix + name: parameter for name, parameter in module.named_parameters()}
-
-
-def _unit(
-    name: str,
-    parameters: dict[str, nn.Parameter],
-    call: Callable[[Start], torch.Tensor],
-    leaf: torch.Tensor,
-    shared: list[torch.Tensor],
-) -> Unit:
-    run = _record(parameters, call, leaf, shared)
-    # As under recomputation, which saves nothing either and leaves the grad mode on: a program may ask for that.
+@contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """As under recomputation, which saves nothing either and leaves the grad mode on: a program may ask for that."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-        plain = _record(parameters, call, leaf, shared, backward=False)
-    local = {index: position for position, index in enumerate(run.recorder.made)}
-    renamed = dict(zip(plain.recorder.made, local.values(), strict=False))
-    events = run.recorder.events
-    forward = _ops(events[: run.forward_events], local, run)
-    backward = _ops(events[run.forward_events :], local, run)
-    marks = {key: local[index] for key, index in run.marks.items()}
-    freed = {index for op in forward for index in op.frees}
-    made = {index for op in forward for index in op.allocates}
-    tensors = tuple(_tensor(stored, leaf.dtype, i) for i, stored in enumerate(run.recorder.made.values()))
-    return Unit(
-        name=name,
-        weights=tuple(Tensor(key, tuple(p.shape), "weights", "weights") for key, p in parameters.items()),
-        tensors=tensors,
-        forward=forward,
-        forward_plain=_ops(plain.recorder.events[: plain.forward_events], renamed, plain),
-        backward=backward,
-        input=marks["input"],
-        output=marks["output"],
-        gradient_in=marks["gradient_in"],
-        gradient_out=marks.get("gradient_out", -1),
-        weight_gradients=tuple((key, local[index]) for key, index in run.weight_gradients),
-        saved=frozenset(made - freed - {marks["output"]})
-        | ({marks["input"]} if marks["input"] not in freed else set()),
-    )
+        yield
 
 
-def _record(
-    parameters: dict[str, nn.Parameter],
-    call: Callable[[Start], torch.Tensor],
-    leaf: torch.Tensor,
-    shared: list[torch.Tensor],
-    backward: bool = True,
-) -> _RecordedPass:
-    recorder = Recorder()
-    for tensor in shared:
-        recorder.outside(tensor)
-    one = torch.ones((), dtype=leaf.dtype)
-    weights = {recorder.outside(parameter): name for name, parameter in parameters.items()}
-    run = _RecordedPass(recorder, weights, {}, 0)
+class _Recording:
+    """A subject, run with a backward and without one, and the unit that was seen."""
 
-    def mark(key: str, tensor: torch.Tensor) -> None:
-        run.marks[key] = recorder.storages.add(tensor)[0].index
+    def __init__(self, name: str, subject: _Runnable, naming: _Naming) -> None:
+        self.name, self.subject, self.naming = name, subject, naming
+        trained = any(p.requires_grad for p in subject.parameters.values())
+        self.has_backward = trained or (subject.leaf.requires_grad and name != "stem")
 
-    def start() -> torch.Tensor:
-        recorder.events.clear()
-        recorder.made.clear()
-        taken: torch.Tensor = _UnitInput.apply(
-            leaf, lambda tensor: mark("input", tensor), lambda tensor: mark("gradient_out", tensor)
+    def made(self) -> Unit:
+        run = self.record(backward=self.has_backward)
+        with _nothing_saved():
+            plain = self.record(backward=False)
+        naming, events = self.naming, run.recorder.events
+        local = {index: position for position, index in enumerate(run.recorder.made)}
+        renamed = dict(zip(plain.recorder.made, local.values(), strict=False))
+        forward = naming.ops(events[: run.forward_events], local, run)
+        backward = naming.ops(events[run.forward_events :], local, run)
+        marks = {key: local[index] for key, index in run.marks.items()}
+        freed = {index for op in forward for index in op.frees}
+        made = {index for op in forward for index in op.allocates} - {marks["output"]}
+        saved = frozenset(made - freed) | ({marks["input"]} if marks["input"] not in freed else set())
+        if self.name == "tail":  # what only the caller holds is not saved for backward
+            saved = frozenset(t for t in saved if any(t in op.reads for op in backward))
+        copies = {t for op in forward if op.name == "aten._to_copy" and op.weight for t in op.allocates}
+        stored = enumerate(run.recorder.made.values())
+        return Unit(
+            name=self.name,
+            weights=tuple(naming.weight(name, p) for name, p in self.subject.parameters.items()),
+            tensors=tuple(naming.tensor(one, i, "gathered" if i in copies else "activations") for i, one in stored),
+            forward=forward,
+            forward_plain=naming.ops(plain.recorder.events[: plain.forward_events], renamed, plain),
+            backward=backward,
+            input=marks["input"],
+            output=marks["output"],
+            gradient_in=marks.get("gradient_in", -1),
+            gradient_out=marks.get("gradient_out", -1),
+            weight_gradients=tuple((key, local[index]) for key, index in run.weight_gradients),
+            saved=saved,
         )
-        return taken
 
-    with recorder:
-        out = call(start)
-        mark("output", out)
-        run.forward_events = len(recorder.events)
-        if backward:
-            loss = _Seed.apply(out, lambda tensor: mark("gradient_in", tensor))
-            mark("seed", loss)
-            del out
-            recorder.watch(loss.grad_fn)
-            torch.autograd.backward(loss, one)
-    run.weight_gradients = tuple(
-        (name, recorder.storages.add(parameter.grad)[0].index)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    )
-    for parameter in parameters.values():
-        parameter.grad = None
-    return run
+    def record(self, *, backward: bool) -> _Pass:
+        subject, recorder = self.subject, Recorder()
+        for tensor in subject.shared:
+            recorder.outside(tensor)
+        one = torch.ones((), dtype=subject.leaf.dtype)
+        weights = {recorder.outside(parameter): name for name, parameter in subject.parameters.items()}
+        run = _Pass(recorder, weights, {})
 
+        def mark(key: str, tensor: torch.Tensor) -> None:
+            run.marks[key] = recorder.storages.add(tensor)[0].index
 
-def _ops(events: list[RecordedOp], local: dict[int, int], run: _RecordedPass) -> tuple[Op, ...]:
-    """The operations that make, free or compute something; what a view frees counts to the operation before it."""
-    ops: list[Op] = []
-    others = {run.marks.get(key) for key in ("input", "gradient_in", "seed")}
-    kept = {run.marks.get(key) for key in ("output", "gradient_out", "seed")}
-    kept.update(index for _, index in run.weight_gradients)
-    nodes = {-1: -1}
-    for event in events:
-        makes = tuple(local[index] for index in event.makes if index not in others)
-        frees = tuple(local[index] for index in event.frees if index in local and index not in kept)
-        kind, flops, per = _arithmetic(event)
-        weight = next((run.weights[index] for index in event.reads if index in run.weights), "")
-        if not makes and kind == "elementwise":
-            if ops:
-                # In place, as a norm multiplies by its weight: the operation before made what is changed.
-                changed = weight if event.op is torch.ops.aten.mul_.Tensor else ""
-                ops[-1] = replace(ops[-1], frees=ops[-1].frees + frees, weight=ops[-1].weight or changed)
-            continue
-        reads = tuple(local[index] for index in event.reads if index in local)
-        name = str(event.op).removesuffix(".default")
-        node = nodes.setdefault(event.node, len(nodes) - 1)
-        ops.append(Op(kind, name, makes, frees, reads, weight, flops, per, node))
-    return tuple(ops)
+        def start() -> torch.Tensor:
+            recorder.events.clear()
+            recorder.made.clear()
+            tell = partial(mark, "input"), partial(mark, "gradient_out")
+            taken: torch.Tensor = _UnitInput.apply(subject.leaf, *tell)
+            return taken
+
+        with recorder:
+            out = subject.call(start)
+            mark("output", out)
+            run.forward_events = len(recorder.events)
+            if backward:
+                loss = _Seed.apply(out, partial(mark, "gradient_in"))
+                mark("seed", loss)
+                del out
+                torch.autograd.backward(loss, one)
+        gradients = {name: p.grad for name, p in subject.parameters.items() if p.grad is not None}
+        run.weight_gradients = tuple((name, recorder.outside(grad)) for name, grad in gradients.items())
+        for parameter in subject.parameters.values():
+            parameter.grad = None
+        return run
 
 
-def _arithmetic(event: RecordedOp) -> tuple[str, int, str]:
-    """Kind of operation, and its floating-point operations per token, or per b*s*s for attention (causal: half)."""
-    name = str(event.op)
-    if name in ("aten.mm.default", "aten.addmm.default"):
-        left, right = event.shapes[-2:]
-        return "matmul", 2 * left[0] * left[1] * right[1] // (MICRO_BATCH * SEQ_LEN), "b*s"
-    if name.startswith("shardwise.attention"):
-        _, heads, _, head_dim = event.shapes[0]
-        backward = name.startswith("shardwise.attention_backward")
-        return "attention", (5 if backward else 2) * heads * head_dim, "b*s*s"
-    return "elementwise", 0, "b*s"
+@dataclass(frozen=True)
+class _Naming:
+    """How what was recorded is told: sizes as products, process groups as axes."""
+
+    reading: Symbols
+    axes: Mapping[str, str]
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        held = local(parameter.detach())
+        shape, dtype = tuple(map(self.reading, held.shape)), _dtype(held.dtype)
+        return Tensor(name, shape, dtype, "weights", used_as=dtype, trained=parameter.requires_grad, symbols=shape)
+
+    def tensor(self, stored: Stored, index: int, category: str) -> Tensor:
+        shape = self.reading.shape(stored.shape)
+        return Tensor(f"t{index}", shape, _dtype(stored.dtype), category, symbols=shape)
+
+    def ops(self, events: list[RecordedOp], local: dict[int, int], run: _Pass) -> tuple[Op, ...]:
+        """The operations that make, change, send or compute something; what a view frees counts to the operation before
+        it."""
+        ops: list[Op] = []
+        others = {run.marks.get(key) for key in ("input", "gradient_in", "seed")}
+        kept = {run.marks.get(key) for key in ("output", "gradient_out", "seed")}
+        kept.update(index for _, index in run.weight_gradients)
+        for event in events:
+            frees = tuple(local[index] for index in event.frees if index in local and index not in kept)
+            makes = tuple(local[index] for index in event.makes if index not in others)
+            if not (makes or event.writes or event.kind):
+                if ops and frees:
+                    ops[-1] = ops[-1].freeing(ops[-1].frees + frees)
+                continue
+            op = self.op(event)
+            reads, writes = (
+                tuple(local[index] for index in indices if index in local) for indices in (event.reads, event.writes)
+            )
+            weight = next((run.weights[index] for index in event.reads if index in run.weights), "")
+            ops.append(replace(op, allocates=makes, frees=frees, reads=reads, writes=writes, weight=weight))
+        return tuple(ops)
+
+    def op(self, event: RecordedOp) -> Op:
+        """Kind and sizes: of a product floating-point operations and what it multiplies (of causal attention half of
+        the square), of a collective the larger of what goes in and what comes out."""
+        name, size = str(event.op).removesuffix(".default"), self.reading
+        if event.kind:
+            larger, smaller = max(event.payload), min(event.payload)
+            if larger % smaller:
+                raise ValueError(f"which side of {name} is larger depends on sizes: {event.payload}")
+            return Op(SEND, event.kind, symbols=size(larger), axis=self.axes.get(event.group, "world"))
+        if name in ("aten.mm", "aten.addmm"):
+            (m, k), (_, n) = event.shapes[-2:]
+            dims = tuple(map(size, (1, m, n, k)))
+            return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
+        if name.startswith("shardwise.attention"):
+            b, heads, s, e = event.shapes[0]
+            times = 5 if name.startswith("shardwise.attention_backward") else 2
+            dims = tuple(map(size, (b * heads, s, s, e)))
+            return Op("attention", name, symbols=size(times * b * heads * s * s * e), dims=dims)
+        read, written = (tuple(map(size, each)) for each in (event.read, event.written))
+        dims = _dims(name, event, size)
+        return Op("elementwise", name, dims=dims, read=read, written=written)
 
 
-def _tensor(stored: Stored, compute: torch.dtype, index: int) -> Tensor:
-    shape = tuple(_dim(size) for size in stored.shape)
-    if stored.dtype == compute:
-        dtype = "compute"
-    else:
-        dtype = "statistics" if stored.dtype.is_floating_point else str(stored.dtype).removeprefix("torch.")
-    return Tensor(f"t{index}", shape, dtype)
+def _dims(name: str, event: RecordedOp, size: Callable[[int], Dim]) -> tuple[Dim, ...]:
+    """Of an operation that takes memory meanwhile: the rows and columns of its matrix, and what else it is sized by."""
+    if name == "shardwise.dequantise":
+        rows, half = event.shapes[0]
+        return size(rows), size(2 * half)
+    if name == "shardwise.row_norms":
+        (rank, columns), read = event.shapes[1], event.read[1]
+        return *map(size, event.shapes[0]), size(rank if read < 4 * rank * columns else 0)
+    return ()
 
 
-def _dim(size: int) -> Dim:
-    if size in GROWING:
-        return GROWING[size]
-    if size and (size % MICRO_BATCH == 0 or size % SEQ_LEN == 0):
-        raise ValueError(f"a dim of {size} grows with the batch in a way that a sheet cannot say")
-    return size
+def _dtype(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def main() -> None:
+    """Trace the variants whose names are read, and write each unit as a line."""
+    for line in sys.stdin.read().splitlines():
+        print(json.dumps(pack_unit(trace(variant_of(line))), separators=(",", ":")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import prod
 
-from shardwise.models.roles import role
 from shardwise.planner.events import Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import Sheet, Tensor, Unit
+from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.replicas import buckets
 from shardwise.techniques.shard import gradient_bytes, groups
 
@@ -39,8 +38,6 @@ class Weights:
     def before_backward(self, name: Hashable) -> None: ...
     def after_backward(self, name: Hashable) -> None: ...
     def end(self) -> None: ...
-    def cast(self, unit: Unit, name: Hashable) -> None: ...
-    def uncast(self, unit: Unit, name: Hashable) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
 
@@ -54,8 +51,7 @@ class Weights:
 
 
 class Replicated(Weights):
-    """Every rank holds all weights. Where they are computed with in another type, a unit's copies that backward reads
-    live from its forward to its backward. The last micro-batch flattens gradients bucket by bucket."""
+    """Every rank holds all weights. The last micro-batch flattens gradients bucket by bucket."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         super().__init__(tape, sheet, plan)
@@ -65,31 +61,10 @@ class Replicated(Weights):
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
         self.missing: list[int] = []
         self.sent = 0
-        self.copies: dict[Hashable, list[Hashable]] = {}
-        self.casts: dict[int, list[tuple[str, int]]] = {}
 
     def begin(self, *, last: bool) -> None:
         super().begin(last=last)
         self.missing, self.sent = [len(names) for names in self.buckets], 0
-
-    def cast(self, unit: Unit, name: Hashable) -> None:
-        if name == "stem":
-            return
-        if id(unit) not in self.casts:
-            read = {op.weight for op in unit.backward}
-            read |= {f"{name.removesuffix('weight')}bias" for name in read if name and role(name) == "norm"}
-            cast = [weight for weight in unit.weights if weight.name in read and weight.used_as != weight.dtype]
-            self.casts[id(unit)] = [
-                (weight.name, prod(map(int, weight.shape)) * BYTES[weight.used_as]) for weight in cast
-            ]
-        for weight, size in self.casts[id(unit)]:
-            key = ("cast", name, weight)
-            self.tape.make(key, "gathered", size)
-            self.copies.setdefault(name, []).append(key)
-
-    def uncast(self, unit: Unit, name: Hashable) -> None:
-        for key in self.copies.pop(name, []):
-            self.tape.free(key)
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.schedule import folded, schedule
-from shardwise.planner.sheets import variant
+from shardwise.planner.sheets import Units, sheet_of
 from shardwise.planner.spans import fold, moments, same
-from shardwise.planner.trace import trace
+from shardwise.planner.trace import traced_here
 from shardwise.prove.world import Measured, measure
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet
 from shardwise.techniques import optim
 
 PEAK_TOLERANCE = 0.03
@@ -55,10 +54,11 @@ class Drift:
         return self.predicted.peak_bytes / self.measured.peak_bytes - 1
 
 
-def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Measured:
+def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None) -> Measured:
     """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
     with is not that of the events one by one."""
-    costed = techniques.cost(sheet, plan, place_of(rank, plan.layout, [range(len(sheet.order))]))
+    place = place_of(rank, plan.layout, [range(spec.num_hidden_layers)])
+    costed = techniques.cost(sheet_of(spec, plan, place, units), plan)
     events = schedule(costed, plan, device)
     span, at = fold(events), moments(events)
     assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
@@ -71,7 +71,6 @@ def predict(sheet: Sheet, plan: Plan, rank: int = 0, device: Kind = "cpu") -> Me
     return Measured(sent, state, end - start, span.top_bytes)
 
 
-def drift(spec: ModelSpec, plan: Plan, rank: int = 0, sheet: Sheet | None = None) -> Drift:
-    """Predicts and measures ``plan`` on ``rank`` of its world; traces the model unless its ``sheet`` is given."""
-    sheet = sheet or trace(spec, variant(plan.precision), plan.layout.tp)
-    return Drift(plan, rank, predict(sheet, plan, rank), measure(spec, plan, rank))
+def drift(spec: ModelSpec, plan: Plan, rank: int = 0) -> Drift:
+    """Predicts and measures ``plan`` on ``rank`` of its world. Units are traced, whatever ships or was kept."""
+    return Drift(plan, rank, predict(spec, plan, rank, units=traced_here), measure(spec, plan, rank))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
+from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
@@ -32,7 +33,7 @@ from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.watch.measure import CONTROL_BYTES, collective, group_name, payload_bytes
+from shardwise.runtime.watch.measure import CONTROL_BYTES
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import optim

@@ -123,7 +123,7 @@ class Traffic:
 class Estimate:
     """What the planner predicts for the fullest rank. ``memory`` is bytes at the moment of the peak, by category."""
 
-    memory: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
     capacity_bytes: int = 0
     traffic: tuple[Traffic, ...] = ()
@@ -151,7 +151,7 @@ class Plan:
     lora: Lora | None = None
     loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
     estimate: Estimate = Estimate()
-    why: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict, hash=False)
     model: str = ""
     cluster: str = ""
     format: int = 1

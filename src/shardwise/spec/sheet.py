@@ -28,8 +28,28 @@ Sizes = Mapping[str, int]
 
 
 def size_of(dim: Dim, sizes: Sizes) -> int:
-    """The product that ``dim`` stands for."""
-    return dim if isinstance(dim, int) else prod(sizes[x] if x in sizes else int(x) for x in dim.split("*"))
+    """The product that ``dim`` stands for. Raises ValueError where it is no whole number."""
+    if isinstance(dim, int):
+        return dim
+    above, _, below = dim.partition("/")
+    size, rest = divmod(prod(sizes[x] if x in sizes else int(x) for x in above.split("*")), int(below or 1))
+    if rest:
+        raise ValueError(f"{dim} is no whole number: {below} does not divide what stands above")
+    return size
+
+
+def grown(dim: Dim, sizes: Sizes) -> tuple[int, str]:
+    """The product without its ``b`` and ``s``, and these: ``b*s``, ``b*s*s``, or nothing."""
+    if isinstance(dim, int):
+        return dim, ""
+    above, bar, below = dim.partition("/")
+    per = [x for x in above.split("*") if x in ("b", "s")]
+    rest = [x for x in above.split("*") if x not in ("b", "s")]
+    return size_of("*".join(rest or ["1"]) + bar + below, sizes), "*".join(per)
+
+
+SEND = "send"
+"""The kind of operations that are collectives; their names are those of collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +110,10 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Op:
     """``allocates`` and ``frees`` are indices into the unit's tensors: what comes into being with the operation and
-    what is free once it has run. ``flops`` are for b = s = 1 where they grow with tokens (``per``: ``b*s``);
-    attention's grow with ``b*s*s``. Backward operations of one ``node`` (a function written in Python) run all or none.
-    ``symbols`` is the product that ``flops`` are.
+    what is free once it has run; what it changes in place it ``writes``. ``flops`` are for b = s = 1 where they grow
+    with tokens (``per``: ``b*s``); attention's grow with ``b*s*s``. ``symbols`` is the product that they are. A
+    collective sends over ``axis``, and its ``flops`` are bytes. ``dims`` of a product are its batch, m, n and k; any
+    other operation has ``read`` and ``written`` bytes, tensor by tensor, all in symbols.
     """
 
     kind: str
@@ -103,19 +124,30 @@ class Op:
     weight: str = ""
     flops: int = 0
     per: str = "b*s"
-    node: int = -1
-    symbols: str = ""
+    symbols: Dim = ""
+    writes: tuple[int, ...] = ()
+    axis: str = ""
+    dims: tuple[Dim, ...] = ()
+    read: tuple[Dim, ...] = ()
+    written: tuple[Dim, ...] = ()
 
     def freeing(self, frees: tuple[int, ...], reads: tuple[int, ...] | None = None) -> Op:
         """The same operation with these tensors freed after it, and read by it where ``reads`` is given. Written out
         for the reason that :meth:`Tensor.typed` is."""
         reads = self.reads if reads is None else reads
-        kept = (self.weight, self.flops, self.per, self.node, self.symbols)
-        return Op(self.kind, self.name, self.allocates, frees, reads, *kept)
+        kept = (self.weight, self.flops, self.per, self.symbols, self.writes, self.axis)
+        return Op(self.kind, self.name, self.allocates, frees, reads, *kept, self.dims, self.read, self.written)
 
     def bound(self, sizes: Sizes) -> Op:
-        """The same operation with the numbers that its symbols stand for."""
-        return replace(self, flops=size_of(self.symbols, sizes)) if self.symbols else self
+        """The same operation with the numbers that its symbols stand for, and the matrix of one that is no product."""
+        if self.dims and self.kind == "elementwise":
+            return replace(self, dims=tuple(size_of(dim, sizes) for dim in self.dims))
+        if not self.symbols:
+            return self
+        if self.axis or "b" in str(self.symbols).split("*"):
+            flops, per = grown(self.symbols, sizes)
+            return replace(self, flops=flops, per=per)
+        return replace(self, flops=size_of(self.symbols, sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +199,9 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
-    the loss caps its logits. ``sizes`` are those that it is bound to: those of each of ``ranks`` tensor-parallel ranks.
-    ``key_heads`` are those of the whole model; ``heads_apart``: norms of queries and keys are of a head. ``types``: the
-    variant of :attr:`Precision.variant` that was traced. ``cells``: by name, layers as techniques would have them,
-    traced alone; in symbols. ``place``: whose sheet it is; ``plan``: that by which it has been rewritten."""
+    the loss caps its logits. ``sizes`` are those of the whole model, and so are ``key_heads``; ``heads_apart``: norms
+    of queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
+    ``plan``: that by which it has been rewritten."""
 
     model: str
     stem: Unit
@@ -182,18 +213,16 @@ class Sheet:
     capped: bool = False
     key_heads: int = 0
     heads_apart: bool = True
-    types: str = ""
-    ranks: int = 1
     place: Place = Place()
+    inside: Plan | None = None
     plan: Plan | None = None
     sizes: Sizes = field(default_factory=dict)
-    cells: Mapping[str, Unit] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> Sheet:
         """The sheet of a model with these sizes; of one bound before, with others."""
         return replace(self.rewritten(lambda unit: unit.bound(sizes)), sizes=sizes)
 
-    def at(self, place: Place, plan: Plan) -> Sheet:
+    def at(self, place: Place, plan: Plan | None = None) -> Sheet:
         """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""
         made = object.__new__(Sheet)
         vars(made).update(vars(self), place=place, plan=plan)

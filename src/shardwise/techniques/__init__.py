@@ -1,11 +1,12 @@
 """The order of the techniques, and the folds over it.
 
-A technique is a module with five functions. One that has no effect returns what it was given:
+A technique is a module with six functions. One that has no effect returns what it was given:
 
     choices   (recipe, spec, cluster, plan) -> plans    the plan with each of its settings to try, and why; best first
     pins      (recipe, plan) -> pairs                   by recipe key, what the plan has and what the recipe asks for
     check     (spec, plan, cluster) -> problems         what makes the plan illegal
-    cost      (sheet, plan) -> sheet                    its effect on the model on paper
+    traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
+    cost      (sheet, plan) -> sheet                    its effect between units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
 """
 
@@ -21,12 +22,13 @@ from shardwise.errors import Problem
 from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import cut
-from shardwise.spec.place import Place, place_of
-from shardwise.spec.plan import Plan
+from shardwise.spec.layout import Layout, cut
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Batch, Estimate, Optim, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
 from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard, tp
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,15 +85,52 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
     return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 
 
-def cost(sheet: Sheet, plan: Plan, place: Place | None = None) -> Sheet:
-    """The effect of the whole plan on the model on paper, at ``place`` or else at the first. Raises ValueError where
-    the sheet is of another model, of other types or of another degree of tensor parallelism than the plan."""
-    kept = (sheet.model, sheet.types, sheet.ranks)
-    asked = (plan.model or sheet.model, plan.precision.variant if sheet.types else "", plan.layout.tp)
-    if kept != asked:
-        words = ["{}, {}, tp {}".format(*each) for each in (kept, asked)]
-        raise ValueError(f"a sheet of {words[0]} cannot be priced with a plan of {words[1]}")
-    sheet = sheet.at(place or place_of(0, plan.layout, [range(len(sheet.order))]), plan)
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """What the whole plan makes of a unit of a model: a template becomes the variant that is to be traced."""
+    for technique in ORDER:
+        before, made = made.variant, technique.traced(made, spec, plan, place)
+        if made.variant != before:
+            made = made.told(code=(*made.variant.code, *technique.INSIDE))
+    return made
+
+
+def workspace_bytes(op: Op) -> int:
+    """What an operation of a technique's own holds besides what it reads and makes."""
+    for technique in ORDER:
+        if op.name in vars(technique).get("WORKSPACES", ()):
+            return int(technique.WORKSPACES[op.name](op))
+    return 0
+
+
+def inside(plan: Plan) -> Plan:
+    """The plan without all that units do not depend on: those of plans for which it is the same are the same."""
+    layout, batch = Layout(dp_shard=2 if plan.sharded else 1, tp=plan.layout.tp), plan.batch
+    types = replace(plan.precision, reduce="fp32", matmul="highest")
+    return replace(
+        plan,
+        layout=layout,
+        batch=Batch(batch.micro_batch_size, 1, batch.seq_len),
+        shard=Shard("zero3" if plan.sharded else "ddp"),
+        precision=types,
+        remat=Remat(),
+        compile=False,
+        deterministic=False,
+        attention="auto",
+        optim=Optim(),
+        loss="cross_entropy",
+        estimate=Estimate(),
+        why={},
+        model="",
+        cluster="",
+    )
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """The effect of the whole plan on the model on paper. Raises ValueError where the sheet is of another model, or
+    another plan has acted inside its units."""
+    if plan.model not in ("", sheet.model) or sheet.inside not in (None, inside(plan)):
+        raise ValueError(f"a sheet of {sheet.model} was made for another plan, or the plan for another model")
+    sheet = sheet.at(sheet.place, plan)
     for technique in ORDER:
         sheet = technique.cost(sheet, plan)
     return sheet

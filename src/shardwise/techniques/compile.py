@@ -18,9 +18,11 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +72,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"torch.compile needs {device.no_compiler}, which is not installed here"
         problems.append(Problem("PLAN021", what, "compile", "false, or install it"))
     return problems
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -39,16 +39,31 @@ def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Te
     else:
         weight = local(module.get_parameter("weight"))[share.rows]
     down, up = (local(module.get_parameter(f"{name}.weight")) for name in ("lora_a", "lora_b"))
-    up = up[share.rows]
-    wide = torch.promote_types(up.dtype, torch.float32)
-    norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
-    step = nf4_rows_at_once(*weight.shape)
-    for start in range(0, weight.shape[0], step):
-        part = slice(start, start + step)
-        # A batch of one, or recomputation would count this among the products that it keeps.
-        rows = torch.bmm(up[None, part].to(wide), down[None].to(wide))[0].mul_(factor).add_(weight[part])
-        norms[part] = torch.linalg.vector_norm(rows, dim=1)
+    norms: Tensor = _row_norms(weight, down, up[share.rows], factor)
     if share.group is not None:
         dist.all_reduce(norms.square_(), group=share.group)
         norms.sqrt_()
     return norms
+
+
+@torch.library.custom_op(
+    "shardwise::row_norms",
+    mutates_args=(),
+    schema="(Tensor weight, Tensor down, Tensor up, float factor) -> Tensor",
+)
+def _row_norms(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    """One operation, since in how many rounds it runs depends on sizes; quantised.py says what it takes meanwhile."""
+    wide = torch.promote_types(up.dtype, torch.float32)
+    norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
+    down, step = down.to(wide), nf4_rows_at_once(*weight.shape)
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        rows = (up[part].to(wide) @ down).mul_(factor).add_(weight[part])
+        norms[part] = torch.linalg.vector_norm(rows, dim=1)
+        del rows
+    return norms
+
+
+@_row_norms.register_fake
+def _(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    return weight.new_empty(weight.shape[0], dtype=torch.promote_types(up.dtype, torch.float32))

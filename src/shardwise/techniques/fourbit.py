@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.distributed.torch_private import outside_modes
 from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
 
@@ -69,13 +70,27 @@ def dequantise(
 ) -> Tensor:
     """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
     of the matrix, with the groups of the whole one."""
+    place = None if piece is None else (piece.row, piece.block, piece.blocks)
+    made: Tensor = _dequantise(codes, sizes, groups, dtype, place)
+    return made
+
+
+@torch.library.custom_op(
+    "shardwise::dequantise",
+    mutates_args=(),
+    schema="(Tensor codes, Tensor sizes, Tensor groups, ScalarType dtype, int[]? piece) -> Tensor",
+)
+def _dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+    """One operation, since in how many rounds it runs depends on sizes; quantised.py says what it takes meanwhile."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     of_group = groups.contiguous().view(torch.float32).view(-1)
     wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
-    of_block = (
-        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(sizes, of_group, piece)
+    wide.mul_(
+        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]
+        if piece is None
+        else _of(sizes, of_group, MatrixPiece(*piece))
     )
-    wide = wide.mul_(of_block).add_(of_group[-1]).view(rows, -1, 1)
+    wide = wide.add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
@@ -84,6 +99,11 @@ def dequantise(
         out[part] = values.view(-1, columns // NF4_BLOCK, NF4_BLOCK).mul_(wide[part]).view(-1, columns)
         del values
     return out
+
+
+@_dequantise.register_fake
+def _(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+    return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
 
 
 def _of(sizes: Tensor, of_group: Tensor, piece: MatrixPiece) -> Tensor:
@@ -119,9 +139,10 @@ def _dynamic() -> tuple[float, ...]:
     """256 values from -1 to 1: 0 and 1, and in decade d of seven 2^d evenly spaced values on each side."""
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32)
-        middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        values += [*middles.tolist(), *(-middles).tolist()]
+        with outside_modes():
+            edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32)
+            middles = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+            values += [*middles.tolist(), *(-middles).tolist()]
     return tuple(sorted(values))
 
 

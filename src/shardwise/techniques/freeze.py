@@ -5,7 +5,7 @@ Shards and sends nothing: a frozen weight has no gradient, no moments and no par
 would give its gradient is skipped, and inputs that only this product reads are not saved. Backward stops where nothing
 trained lies before it: with the embedding and the first blocks frozen whole, those save nothing. Frozen weights are
 gathered, and saved in checkpoints, like the others. It pays when part of a model is to be adapted: of 16 bytes of state
-per parameter, 12 are saved. It comes after ``precision``, whose casts it prunes too.
+per parameter, 12 are saved.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
-from shardwise.techniques.pruning import prune
+from shardwise.techniques.variant import Traced, parameters
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
+
+
+INSIDE = ("techniques/freeze.py",)
 
 
 def frozen(name: str, plan: Plan) -> bool:
@@ -86,29 +90,36 @@ def _nearest(pattern: str, spec: ModelSpec, names: list[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else "a glob such as `embed.*`, `layers.0.*` or `*.mlp.*`"
 
 
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Prunes each unit. Blocks that freeze different weights, or differ in whether anything before them is trained,
-    become different kinds."""
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Which of the unit's weights are frozen, and whether anything before it is trained."""
     if not plan.frozen and plan.lora is None:
+        return made
+    if made.variant.plan.lora is None:  # else all but the adapters
+        made = made.applied(frozen=tuple(told for name, told in made.names(spec).items() if frozen(name, plan)))
+    if made.unit == "stem":
+        return made
+    first = _first_trained(spec, plan.frozen, adapted=plan.lora is not None)
+    here = made.unit if isinstance(made.unit, int) else spec.num_hidden_layers
+    return made.told(input_trained=first < here)
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], *, adapted: bool) -> int:
+    """The first block with a trained weight; -1: something before the blocks is."""
+    if adapted:
+        return 0  # where nothing else is trained
+    for unit in range(-1, spec.num_hidden_layers):
+        names = parameters(spec, "stem" if unit < 0 else f"layers.{unit}.")
+        if not all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+            return unit
+    return spec.num_hidden_layers
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Where no block's backward rotates, the tables are not saved."""
+    if any(_rotates_back(block) for block in sheet.blocks):
         return sheet
-    flows = any(not frozen(weight.name, plan) for weight in sheet.stem.weights)
-    stem = prune(sheet.stem, _held(sheet.stem, plan, ""), input_trained=False)
-    kinds: dict[tuple[int, frozenset[str], bool], int] = {}
-    order = []
-    alike: dict[int, frozenset[str]] = {}  # adapters are in all blocks of a kind
-    for index, kind in enumerate(sheet.order):
-        held = alike.get(kind)
-        if held is None:
-            held = _held(sheet.blocks[kind], plan, f"layers.{index}.")
-            if plan.lora is not None:
-                alike[kind] = held
-        order.append(kinds.setdefault((kind, held, flows), len(kinds)))
-        flows = flows or len(held) < len(sheet.blocks[kind].weights)
-    blocks = tuple(prune(sheet.blocks[kind], held, input_trained=before) for kind, held, before in kinds)
-    tail = prune(sheet.tail, _held(sheet.tail, plan, ""), input_trained=flows)
-    if not any(_rotates_back(block) for block in blocks):
-        stem = _without_tables(stem)
-    return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
+    return dataclasses.replace(sheet, stem=_without_tables(sheet.stem))
 
 
 @lru_cache(maxsize=KEPT_UNITS)
@@ -116,14 +127,11 @@ def _without_tables(stem: Unit) -> Unit:
     return dataclasses.replace(stem, saved=frozenset())
 
 
+@lru_cache(maxsize=KEPT_UNITS)
 def _rotates_back(block: Unit) -> bool:
     """Whether the gradient of q or k is used, for which backward needs the rotation tables."""
     rotated = {tensor for op in block.backward if op.kind == "attention" for tensor in op.allocates[:2]}
     return any(not rotated.isdisjoint(op.reads) for op in block.backward)
-
-
-def _held(unit: Unit, plan: Plan, prefix: str) -> frozenset[str]:
-    return frozenset(weight.name for weight in unit.weights if frozen(prefix + weight.name, plan))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

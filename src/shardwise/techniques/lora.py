@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import lru_cache
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -23,13 +21,13 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import is_linear, role
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import LoraSection, Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
-from shardwise.techniques.cells import name_of, splice
-from shardwise.techniques.draft import Draft
+from shardwise.spec.sheet import Op, Sheet
 from shardwise.techniques.dtypes import chosen_dtype
-from shardwise.techniques.quantised import nf4_rows_at_once
+from shardwise.techniques.quantised import row_norms_bytes
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +36,14 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 
+INSIDE = (
+    "techniques/lora.py",
+    "techniques/adapter.py",
+    "techniques/dora.py",
+    "techniques/dropout.py",
+)
+RANK = 89
+"""A prime that stands for the rank where a unit is traced."""
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
@@ -124,47 +130,33 @@ def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
     return {name: roles for name, roles in found.items() if len(roles) > 1}
 
 
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Every targeted product becomes the cell of its layer (cells.py)."""
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Of a block, which layers have adapters and of what kind; their rank is a symbol."""
     lora = plan.lora
-    if lora is None:
-        return sheet
-    narrow = plan.precision.compute in ("bf16", "fp16")
-    apart = narrow and not plan.sharded and plan.precision.weights != plan.precision.compute
-    after = ("o", "down") if plan.layout.tp > 1 else ()  # their biases are added to the sum over the ranks
-
-    plain, biased = (sheet.cells[name_of(lora, biased=biased, apart=apart)] for biased in (False, True))
-    blocks = tuple(_adapted(block, lora, (plain, biased), after) for block in sheet.blocks)
-    return dataclasses.replace(sheet, blocks=blocks)
-
-
-@lru_cache(maxsize=KEPT_UNITS)
-def _adapted(unit: Unit, lora: Lora, cells: tuple[Unit, Unit], after: tuple[str, ...]) -> Unit:
-    """``cells``: of a layer without a bias and of one with; ``after``: layers whose biases are added later."""
-    draft = Draft(unit)
-    shapes = {
-        weight.name: (int(weight.shape[0]), int(weight.shape[1]))
-        for weight in unit.weights
-        if weight.name.endswith(".weight") and targets(lora, f"layers.0.{weight.name}")
-    }
-    for index in range(len(draft.forward) - 1, -1, -1):
-        module, _, own = draft.forward[index].weight.rpartition(".")  # a product with a bias has the bias's name
-        if draft.forward[index].kind == "matmul" and f"{module}.weight" in shapes:
-            wide_out, wide_in = shapes[f"{module}.weight"]
-            cell = cells[own == "bias" and module.rpartition(".")[2] not in after]
-            rows = nf4_rows_at_once(wide_out, wide_in)
-            splice(draft, index, cell, module, {"in": wide_in, "out": wide_out, "r": lora.rank, "w": rows})
-    return draft.done(_with_adapters(unit.weights, shapes, lora))
+    if lora is None or made.variant.what != "block":
+        return made
+    linear = [name for name in made.names(spec) if is_linear(name)]
+    chosen = [role(name) for name in linear if targets(lora, name)]
+    if made.variant.concrete:
+        rank = lora.rank
+    else:
+        rank, made = RANK, made.told(atoms=(*made.variant.atoms, ("r", RANK))).bound(r=lora.rank)
+    some = tuple(dict.fromkeys(chosen)) if len(chosen) < len(linear) else ()
+    dropout = 0.5 if lora.dropout else 0.0
+    return made.applied(lora=Lora(rank, 1.0, some, frozen=lora.frozen, nf4=lora.nf4, dropout=dropout, dora=lora.dora))
 
 
-def _with_adapters(weights: tuple[Tensor, ...], shapes: dict[str, tuple[int, int]], lora: Lora) -> Iterator[Tensor]:
-    """An adapter stands behind all that is its layer's own, as the modules list their parameters."""
-    for weight, after in zip_longest(weights, weights[1:]):
-        yield weight
-        module = weight.name.rpartition(".")[0]
-        if f"{module}.weight" in shapes and (after is None or after.name.rpartition(".")[0] != module):
-            for name, shape in _added(module, shapes[f"{module}.weight"], lora).items():
-                yield Tensor(name, shape, "weights", "weights")
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Unchanged: all is inside units."""
+    return sheet
+
+
+def _norms_bytes(op: Op) -> int:
+    rows, columns, rank = map(int, op.dims)
+    return row_norms_bytes(rows, columns, rank)
+
+
+WORKSPACES = {"shardwise.row_norms": _norms_bytes}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

@@ -9,21 +9,20 @@ arithmetic.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
-from shardwise.techniques.draft import Draft
-from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, nf4_rows_at_once, nf4_shapes
+from shardwise.spec.sheet import Op, Sheet
+from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
 
 SHARDS_BYTES = (2, 13)
 """The first torch release whose ``fully_shard`` accepts integer parameters."""
+
+
+INSIDE = ("techniques/nf4.py", "techniques/fourbit.py", "techniques/quantised.py")
 
 
 def quantised(name: str) -> bool:
@@ -66,46 +68,30 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems
 
 
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """The groups of each matrix of a block, which are as many as its codes make: a sum, and no product. A plan's
+    adapters say the rest."""
+    lora = made.variant.plan.lora
+    if lora is None or not lora.nf4 or made.variant.concrete:
+        return made
+    shapes, told = parameter_shapes(spec), made.names(spec)
+    groups = {name: f"groups of {name.split('.')[-2]}" for name in told if quantised(name)}
+    sums = tuple((symbol, f"{told[name].removesuffix('weight')}groups") for name, symbol in groups.items())
+    rows = {symbol: nf4_shapes(*shapes[name])["groups"][0] for name, symbol in groups.items()}
+    return made.told(sums=sums).bound(**rows)
+
+
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Comes after ``freeze``, which finds each weight by its name. Each weight is dequantised just before its
-    product."""
-    if plan.lora is None or not plan.lora.nf4:
-        return sheet
-    number = plan.precision.compute
-    return dataclasses.replace(sheet, blocks=tuple(_small(block, number) for block in sheet.blocks))
+    """Unchanged: all is inside units."""
+    return sheet
 
 
-@lru_cache(maxsize=KEPT_UNITS)
-def _small(unit: Unit, number: str) -> Unit:
-    weights: list[Tensor] = []
-    whole: dict[str, Tensor] = {}
-    for weight in unit.weights:
-        if not quantised(f"layers.0.{weight.name}"):
-            weights.append(weight)
-            continue
-        module, (rows, columns) = weight.name.removesuffix(".weight"), (int(dim) for dim in weight.shape)
-        whole[module] = weight
-        for name, shape in nf4_shapes(rows, columns).items():
-            weights.append(Tensor(f"{module}.{name}", shape, "uint8", "weights", (), "uint8", trained=False))
-    draft = Draft(unit)
+def _dequantise_bytes(op: Op) -> int:
+    rows, columns = map(int, op.dims)
+    return dequantise_bytes(rows, columns)
 
-    def made(ops: list[Op]) -> list[Op]:
-        found: list[Op] = []
-        for op in ops:
-            module = op.weight.rpartition(".")[0]
-            if op.kind != "matmul" or module not in whole:
-                found.append(op)
-                continue
-            rows, columns = (int(dim) for dim in whole[module].shape)
-            matrix = draft.add(rows, columns, dtype=number)
-            sizes = draft.add(rows, columns // NF4_BLOCK, dtype="fp32")
-            wide = draft.add(nf4_rows_at_once(rows, columns), columns + columns // 2, dtype="fp32")
-            found.append(Op("elementwise", "nf4", (sizes, matrix, wide), (sizes, wide)))
-            found.append(dataclasses.replace(op, frees=(*op.frees, matrix)))
-        return found
 
-    draft.forward, draft.plain, draft.backward = made(draft.forward), made(draft.plain), made(draft.backward)
-    return draft.done(weights)
+WORKSPACES = {"shardwise.dequantise": _dequantise_bytes}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

@@ -28,6 +28,7 @@ from shardwise.spec.sheet import KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,6 +71,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
         return [Problem("PLAN012", what, key, "leave it out: moments then have the dtype of the weights")]
     return []
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -20,17 +20,21 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import chosen_dtype, compute_dtype, stored_dtype, torch_dtype
-from shardwise.techniques.patterns import rewrite
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
+
+
+INSIDE = ("techniques/precision.py", "techniques/dtypes.py")
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -97,52 +101,51 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _beyond_llama(spec: ModelSpec) -> bool:
-    """Whether blocks, stem or tail have operations that patterns.py does not know."""
+    """Whether blocks, stem or tail have operations that no test has seen under it."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     return norms or set(multipliers) != {1.0} or bool(spec.nope_layers) or spec.hf_model is not None
 
 
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """The dtypes of a unit: what is computed in, and what its weights come in. FSDP2 hands them out as they are used;
+    otherwise they are cast in the unit."""
+    names, compute = made.names(spec), plan.precision.compute
+    modules: dict[str, Dtype] = {}
+    for name, told in names.items() if plan.precision.modules else ():
+        module = name.rpartition(".")[0]
+        if (dtype := compute_dtype(plan.precision, module)) != compute:
+            modules[told.rpartition(".")[0]] = dtype
+    lora = made.variant.plan.lora
+    adapted = plan.precision.weights if lora is not None else stored_dtype(plan, next(iter(names)))
+    weights, frozen = (compute, compute) if plan.sharded else (adapted, adapted if lora is None else lora.frozen)
+    every = (compute, weights, frozen, *modules.values())
+    # fp16 is as large as bf16 and runs the same program: unless both are there, one trace serves both.
+    stand: dict[Dtype, Dtype] = {dtype: dtype for dtype in every}
+    if "fp16" in stand and "bf16" not in stand:
+        stand["fp16"], made = "bf16", dataclasses.replace(made, dtypes={"bf16": "fp16"})
+    own = tuple((name, stand[dtype]) for name, dtype in modules.items())
+    made = made.told(gathered=plan.sharded and bool(modules))
+    made = made.applied(precision=Precision(stand[compute], stand[weights], modules=own))
+    return made if lora is None else made.applied(lora=dataclasses.replace(lora, frozen=stand[frozen]))
+
+
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Replaces the placeholder dtypes ``weights`` and ``compute`` of every tensor by the plan's."""
-    weights, compute = plan.precision.weights, plan.precision.compute
-    frozen = weights if plan.lora is None else plan.lora.frozen
-    sheet = sheet.rewritten(lambda unit: _typed(unit, weights, compute, frozen))
-    return _with_patterns(sheet, plan) if plan.precision.modules else sheet
+    """Sharded, weights are stored in a dtype of their own; a unit has them as they are gathered."""
+    if not plan.sharded:
+        return sheet
+    own, frozen = plan.precision.weights, stored_dtype(plan, "norm.weight")
+    return sheet.rewritten(lambda unit: _stored(unit, own, frozen))
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def _typed(unit: Unit, weights: str, compute: str, frozen: str) -> Unit:
-    """``frozen``: the dtype of weights that are no adapters."""
-    real = {"weights": weights, "compute": compute, "statistics": "fp64" if compute == "fp64" else "fp32"}
-
-    def typed(t: Tensor) -> Tensor:
-        return t.typed(real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as))
-
-    def kept(weight: Tensor) -> Tensor:
-        return typed(weight if is_adapter(weight.name) else weight.typed(frozen, weight.used_as))
-
-    return dataclasses.replace(unit, weights=tuple(map(kept, unit.weights)), tensors=tuple(map(typed, unit.tensors)))
-
-
-def _with_patterns(sheet: Sheet, plan: Plan) -> Sheet:
-    """Blocks in which different modules match a pattern become different kinds."""
-    kinds: dict[tuple[int, tuple[tuple[str, Dtype], ...]], int] = {}
-    order = []
-    for index, kind in enumerate(sheet.order):
-        types = _own_types(sheet.blocks[kind], plan, f"layers.{index}.")
-        order.append(kinds.setdefault((kind, tuple(types.items())), len(kinds)))
-    blocks = tuple(rewrite(sheet.blocks[kind], dict(types)) for kind, types in kinds)
-    stem = rewrite(sheet.stem, _own_types(sheet.stem, plan, ""))
-    tail = rewrite(sheet.tail, _own_types(sheet.tail, plan, ""))
-    return dataclasses.replace(sheet, stem=stem, blocks=blocks, order=tuple(order), tail=tail)
-
-
-def _own_types(unit: Unit, plan: Plan, prefix: str) -> dict[str, Dtype]:
-    """The modules of a unit whose compute dtype is not the plan's."""
-    modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in unit.weights)
-    types = {module: compute_dtype(plan.precision, prefix + module) for module in modules}
-    return {module: dtype for module, dtype in types.items() if dtype != plan.precision.compute}
+def _stored(unit: Unit, own: Dtype, frozen: Dtype) -> Unit:
+    """``frozen``: the dtype of weights that are no adapters. Bytes of codes stay bytes."""
+    kept = [
+        weight if weight.dtype == "uint8" else weight.typed(own if is_adapter(weight.name) else frozen, weight.used_as)
+        for weight in unit.weights
+    ]
+    return dataclasses.replace(unit, weights=tuple(kept))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

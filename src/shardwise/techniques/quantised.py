@@ -37,3 +37,17 @@ def nf4_shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
 def nf4_rows_at_once(rows: int, columns: int) -> int:
     """How many rows at a time are dequantised."""
     return min(rows, max(1, NF4_WIDE // columns))
+
+
+def dequantise_bytes(rows: int, columns: int) -> int:
+    """The most that fourbit.py's operation holds besides what it is given and returns: the scales of all blocks, and of
+    a round the codes as int32 (two to each), the values, and torch's table of pairs."""
+    blocks = rows * columns // NF4_BLOCK
+    return 4 * blocks + (4 + 2) * nf4_rows_at_once(rows, columns) * columns + 4 * 2 * 256
+
+
+def row_norms_bytes(rows: int, columns: int, rank: int) -> int:
+    """The same of dora.py's operation: the product of a round, and where A and B are converted to fp32 (``rank`` is
+    else 0), A and the round's rows of B."""
+    at_once = nf4_rows_at_once(rows, columns)
+    return 4 * (at_once * columns + rank * (columns + at_once))

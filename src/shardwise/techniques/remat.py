@@ -19,9 +19,11 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan, Remat
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +75,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"recompute.every is {plan.remat.every}, but the model has {spec.num_hidden_layers} blocks"
         return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]
     return []
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -36,6 +36,7 @@ from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques.degrees import grouped, layouts
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.replicas import Replicas
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -166,6 +167,11 @@ def _calls(weights: tuple[Tensor, ...], plan: Plan) -> list[list[Tensor]]:
     for weight in weights:
         found.setdefault("" if weight.used_as in alike else weight.name.rpartition(".")[0], []).append(weight)
     return [*found.values()]
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

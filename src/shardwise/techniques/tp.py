@@ -25,14 +25,14 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import cut
+from shardwise.spec.layout import Layout, cut
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Collective, Sheet, Unit
-from shardwise.techniques import tp_units
+from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.degrees import inside
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, nf4_shapes, quantised
+from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
 from shardwise.techniques.states import (
     ROW_PRODUCTS,
     VOCABULARY,
@@ -43,12 +43,25 @@ from shardwise.techniques.states import (
     sums,
     uncovered,
 )
+from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from shardwise.distributed.meshes import Meshes
+
+
+INSIDE = (
+    "techniques/tp.py",
+    "techniques/states.py",
+    "techniques/cut_norm.py",
+    "distributed/collectives.py",
+    "distributed/vocabulary.py",
+)
+RANKS, FEW, ODD_ROWS = 19, 17, 1_061
+"""Primes that stand, where a unit is traced, for the ranks, for key heads that are fewer, and for rows of which each
+rank's own tokens, rounded up, are a prime too."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
@@ -146,46 +159,56 @@ def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
     return any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
 
 
-def own_part(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The model that one rank computes: its heads and columns, and the whole vocabulary."""
-    key_heads = max(1, spec.num_key_value_heads // ranks)
-    heads, width = spec.num_attention_heads // ranks, spec.intermediate_size // ranks
-    return replace(spec, num_attention_heads=heads, num_key_value_heads=key_heads, intermediate_size=width)
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """A rank's part of the unit: whether each has all tokens, or its own (as many on all, or rounded up), and whether
+    key heads are fewer than ranks. ``t`` is the ranks and ``n`` a rank's own tokens; other symbols are of one rank."""
+    ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.batch.seq_len
+    if ranks == 1:
+        return made
+    made = _own_sizes(made, spec, plan, place)
+    batch, atoms, rules = made.variant.plan.batch, dict(made.variant.atoms), made.variant.rules
+    if plan.sequence_parallel and b * s % ranks:
+        batch = replace(batch, micro_batch_size=ODD_ROWS)
+        atoms |= {"b": ODD_ROWS, "n": -(-ODD_ROWS * batch.seq_len // RANKS)}
+    elif plan.sequence_parallel:
+        batch, rules = (
+            replace(batch, micro_batch_size=RANKS * atoms["b"]),
+            (*rules, (("b over t", "t"), "b"), (("b over t", "s"), "n")),
+        )
+        atoms["b over t"] = atoms.pop("b")
+    made = made.told(atoms=(*atoms.items(), ("t", RANKS)), rules=rules).bound(t=ranks)
+    made = made.bound(n=-(-b * s // ranks)) if plan.sequence_parallel else made
+    return made.applied(layout=Layout(tp=RANKS), batch=batch, sequence_parallel=plan.sequence_parallel)
+
+
+def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """The numbers of one rank, and a model of which each of ``RANKS`` has the variant's part. As for a whole model, a
+    rank's single head is no symbol: of it torch makes fewer copies."""
+    ranks, model, is_block = plan.layout.tp, made.variant.model, made.variant.what == "block"
+    heads, key_heads = spec.num_attention_heads, spec.num_key_value_heads
+    few, (start, stop) = key_heads < ranks, place.part(spec.vocab_size, "tp")
+    held, group = key_heads if few else key_heads // ranks, heads // max(ranks, key_heads)
+    one = is_block and (few or held == 1)
+    prime_held = 1 if is_block and held == 1 else FEW if is_block and few else model.num_key_value_heads
+    prime_group = 1 if one and group == 1 else model.num_attention_heads // model.num_key_value_heads
+    whole = prime_held if is_block and few else prime_held * RANKS
+    model = replace(
+        model,
+        vocab_size=model.vocab_size * RANKS,
+        intermediate_size=model.intermediate_size * RANKS,
+        num_key_value_heads=whole,
+        num_attention_heads=prime_group * (RANKS if is_block and few else whole),
+    )
+    atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
+    made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
+    return made.bound(V=stop - start, f=spec.intermediate_size // ranks, K=held, G=group)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Takes the sheet of :func:`own_part` and adds what is sent between stream and products, the split of the
-    vocabulary, the weights that every rank holds whole, and the sums of gradients after the last backward."""
-    ranks, key_heads = plan.layout.tp, sheet.key_heads
-    if ranks == 1:
+    """Adds the sums of gradients after the last backward."""
+    if plan.layout.tp == 1:
         return sheet
-    start, stop = sheet.place.part(int(sheet.stem.weights[0].shape[0]), "tp")
-
-    def own(unit: Unit) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        shapes = {w.name: tuple(map(int, w.shape)) for w in unit.weights}
-        alike = (name for name in shapes if _rows_used(name) and key_heads < ranks)
-        found = {name: (key_heads * shapes[name][0], *shapes[name][1:]) for name in alike}
-        for name in (name for name in shapes if name.endswith(".groups")):  # those of the whole matrix
-            rows, columns = shapes[f"{name.removesuffix('groups')}codes"]
-            copies = key_heads if _rows_used(name) and key_heads < ranks else ranks
-            found[name] = nf4_shapes(copies * rows, 2 * columns)["groups"]
-        return tuple(found.items())
-
-    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
-    crossing = tp_units.Crossing(ranks, tokens if plan.sequence_parallel else 0)
-    stem = tp_units.stem(sheet.stem, crossing, stop - start)
-    tail = tp_units.tail(sheet.tail, crossing, None if sheet.tied else stop - start)
-    blocks = tuple(tp_units.block(block, crossing, own(block), heads_apart=sheet.heads_apart) for block in sheet.blocks)
-    sheet = replace(sheet, stem=stem, blocks=blocks, tail=tail)
     return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))
-
-
-def _rows_used(name: str) -> bool:
-    """Whether all ranks hold this weight whole, but each multiplies only with the rows of its own key head."""
-    layer = (
-        name.removesuffix(".weight").removesuffix(".lora_b") if name.endswith(".weight") else name.rpartition(".")[0]
-    )
-    return layer.rpartition(".")[2] in ("k", "v")
 
 
 def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:

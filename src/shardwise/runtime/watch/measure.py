@@ -13,29 +13,17 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.techniques.compile import suspended
 
-KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-}
 CONTROL_BYTES = 64
 """A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
 model."""
@@ -71,31 +59,6 @@ class _CollectiveRecorder(TorchDispatchMode):
         if kind := collective(func):
             self.calls.append(Call(group_name(args), kind, payload_bytes(args)))
         return func(*args, **(kwargs or {}))
-
-
-def collective(func: Any) -> str | None:
-    """The kind of collective that an operation of torch is; None for one that is none."""
-    return KINDS.get(func._schema.name.partition("::")[2]) if func.namespace == "c10d" else None
-
-
-def group_name(args: tuple[Any, ...]) -> str:
-    """The name of the process group among an operation's arguments; empty if there is none."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
-            return str(dist.ProcessGroup.unbox(value).group_name)
-    return ""
-
-
-def payload_bytes(args: tuple[Any, ...]) -> int:
-    """The larger of input and output. Tensors are arguments themselves, or in lists, or in lists of lists."""
-    sizes = [_bytes(value) for value in args if isinstance(value, (Tensor, list))]
-    return max(sizes, default=0)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(item) for item in value) if isinstance(value, list) else 0
 
 
 @contextmanager

@@ -1,0 +1,137 @@
+"""What of a model changes the program of its units, and what only the sizes in it. No torch.
+
+A variant (techniques/variant.py) begins as a *template*: a ModelSpec with the model's features, and in the place of its
+numbers distinct primes. What techniques do inside the unit is added by ``techniques.traced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shardwise import techniques
+from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
+from shardwise.models.families import FULL, SLIDING
+from shardwise.models.rope import RopeScaling
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.sheet import Sizes
+from shardwise.techniques.variant import Traced, Variant
+
+PRIMES = {"V": 227, "d": 64 * 211, "f": 64 * 223, "K": 101, "G": 103, "e": 64 * 107, "p": 97}
+"""The number that stands for each symbol. A row of d, f or e is whole blocks of 64, as 4 bits ask, so that half a head
+is a product too."""
+GROWING = {"b": 1_009, "s": 1_013}
+"""Of the micro-batch and the sequence. Larger ones would not leave room for the sizes of storages."""
+
+
+def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
+    key_heads, heads = numbers["K"], numbers["K"] * numbers["G"]
+    sizes = (numbers["V"], numbers["d"], numbers["f"], 1, heads, key_heads, numbers["e"])
+    return ModelSpec("template", *sizes, **features)
+
+
+NEUTRAL = _spec(PRIMES)
+"""The template of a model without features."""
+
+
+def sizes(spec: ModelSpec) -> Sizes:
+    """What a model binds to the symbols."""
+    return {
+        "V": spec.vocab_size,
+        "d": spec.hidden_size,
+        "f": spec.intermediate_size,
+        "K": spec.num_key_value_heads,
+        "G": spec.num_attention_heads // spec.num_key_value_heads,
+        "e": spec.head_dim,
+        "p": spec.rotary_dim // 2,
+        "e-2p": spec.head_dim - 2 * (spec.rotary_dim // 2),
+    }
+
+
+def _numbers(spec: ModelSpec, symbols: str) -> Sizes:
+    """Primes for these symbols, but 1 where the model has 1: of one head torch makes fewer copies. A single query head
+    for each of several key heads is like several."""
+    own = sizes(spec)
+    ones = {symbol for symbol in symbols if own[symbol] == 1 and (symbol != "G" or own["K"] == 1)}
+    numbers = {symbol: 1 if symbol in ones else prime for symbol, prime in PRIMES.items()}
+    return numbers | ({"e": 2} if "e" in symbols and own["e"] == 2 else {})
+
+
+def _switched(value: float) -> float:
+    """A factor's stand-in: 1 does nothing, and of the others each does the same."""
+    return 1.0 if value == 1.0 else 2.0
+
+
+def _rotating(numbers: Sizes) -> float:
+    """The share of a head that is rotated in pairs; half an element more, so that it is not rounded to fewer."""
+    return (2 * numbers["p"] + 0.5) / numbers["e"]
+
+
+def _stem(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
+    """The template of the embedding and the rotation tables."""
+    numbers = _numbers(spec, "Vdp")
+    tables = tuple(dict.fromkeys(kind.local for kind in layer_kinds(spec)[0] if kind.rotated))
+    template = _spec(numbers, embedding_multiplier=_switched(spec.embedding_multiplier))
+    if not tables:
+        return replace(template, nope_layers=(0,)), numbers
+    template = replace(template, partial_rotary_factor=_rotating(numbers))
+    if True in tables:
+        types = tuple(SLIDING if local else FULL for local in tables)
+        template = replace(template, sliding_window=1, local_rope_theta=2.0, num_hidden_layers=len(tables))
+        template = replace(template, layer_types=types if len(tables) > 1 else ())
+    if spec.rope_scaling is None or False not in tables:
+        return template, numbers
+    factors = (1.0,) * numbers["p"] if spec.rope_scaling.kind == "longrope" else ()
+    scaling = RopeScaling(spec.rope_scaling.kind, 2.0, short_factor=factors, long_factor=factors)
+    return replace(template, rope_scaling=scaling), numbers
+
+
+def _block(spec: ModelSpec, kind: LayerKind) -> tuple[ModelSpec, Sizes]:
+    """The template of a block. What a layer sees changes what it computes, but not what it allocates."""
+    partial = spec.rotary_dim < spec.head_dim and kind.rotated
+    numbers = _numbers(spec, "dfKGe" + "p" * partial)
+    template = _spec(
+        numbers,
+        attention_bias=spec.attention_bias,
+        attention_output_bias=None if spec.output_bias == spec.attention_bias else spec.output_bias,
+        mlp_bias=spec.mlp_bias,
+        activation=spec.activation,
+        norm_placement=spec.norm_placement,
+        norm_plus_one=spec.norm_plus_one,
+        qk_norm=spec.qk_norm,
+        residual_multiplier=_switched(spec.residual_multiplier),
+        partial_rotary_factor=_rotating(numbers) if partial else 1.0,
+        nope_layers=() if kind.rotated else (0,),
+    )
+    return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
+
+
+def _tail(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
+    """The template of what follows the blocks, short of the output layer's product."""
+    numbers, divided = _numbers(spec, "Vd"), _switched(spec.logits_scaling)
+    tied = spec.tie_word_embeddings
+    return _spec(numbers, norm_plus_one=spec.norm_plus_one, logits_scaling=divided, tie_word_embeddings=tied), numbers
+
+
+def chosen(spec: ModelSpec, plan: Plan, place: Place, unit: int | str) -> Traced:
+    """The variant of a unit of a model (``stem``, ``tail`` or a block's number) under a plan, and the numbers of its
+    symbols at a place."""
+    return techniques.traced(_begun(spec, unit), spec, plan, place)
+
+
+def _begun(spec: ModelSpec, unit: int | str) -> Traced:
+    kinds, order = layer_kinds(spec)
+    grown = Plan(batch=Batch(GROWING["b"], 1, GROWING["s"]))
+    what: Any = unit if isinstance(unit, str) else "block"
+    if spec.hf_model is not None:
+        block = order.index(order[unit]) if isinstance(unit, int) else 0
+        return Traced(Variant(what, replace(spec, name=""), grown, tuple(GROWING.items()), block=block), unit)
+    make: dict[str, Callable[[], tuple[ModelSpec, Sizes]]] = {"stem": lambda: _stem(spec), "tail": lambda: _tail(spec)}
+    model, numbers = make[unit]() if isinstance(unit, str) else _block(spec, kinds[order[unit]])
+    # Sums first: what is a multiple of one is no product of the others.
+    atoms = sorted(
+        ((symbol, prime) for symbol, prime in numbers.items() if prime > 2), key=lambda atom: "-" not in atom[0]
+    )
+    return Traced(Variant(what, model, grown, (*atoms, *GROWING.items())), unit, sizes(spec))

@@ -1,0 +1,82 @@
+"""The name of a traced unit: which model's, and what acted inside it. No torch.
+
+A unit (stem, block, tail) is traced after techniques were applied to it, with a prime in the place of every number that
+only sizes something, so that each size that is seen can be read as a product of symbols (planner/symbols.py). Models
+and plans whose variant is the same share the unit; each binds its own numbers to the symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.spec.plan import Plan
+
+What = Literal["stem", "block", "tail"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``model`` has the features of the unit's, and ``plan`` what acts inside it; where a number only sizes something,
+    both have a prime, of which ``atoms`` are the symbols. ``sums``: symbols of sizes that are no products of others,
+    each with the parameter whose dim 0 it is. ``rules``: symbols that together are another. ``block``: which of the
+    model's it is. ``input_trained``: whether what enters it has a gradient. ``gathered``: its weights come in the
+    dtypes of their modules. ``code``: the files of the techniques that acted."""
+
+    what: What
+    model: ModelSpec
+    plan: Plan = Plan()
+    atoms: tuple[tuple[str, int], ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
+    rules: tuple[tuple[tuple[str, ...], str], ...] = ()
+    block: int = 0
+    input_trained: bool = True
+    gathered: bool = False
+    code: tuple[str, ...] = ()
+
+    @property
+    def concrete(self) -> bool:
+        """Whether sizes are the model's own: of transformers' modules only batch and sequence are symbols."""
+        return self.model.hf_model is not None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a plan makes of one unit of a model: its variant, the ``numbers`` of the variant's symbols, and the dtypes
+    for which others stand in it. ``unit``: ``stem``, ``tail`` or a block's number."""
+
+    variant: Variant
+    unit: int | str
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def applied(self, **settings: Any) -> Traced:
+        """With these settings of the plan that acts inside the unit."""
+        return self.told(plan=replace(self.variant.plan, **settings))
+
+    def told(self, **fields: Any) -> Traced:
+        """With these fields of the variant."""
+        return replace(self, variant=replace(self.variant, **fields))
+
+    def bound(self, **numbers: int) -> Traced:
+        """With these numbers of symbols more."""
+        return replace(self, numbers={**self.numbers, **numbers})
+
+    def names(self, spec: ModelSpec) -> dict[str, str]:
+        """The parameters of the unit: their names in the model ``spec``, and in the variant's."""
+        own = f"layers.{self.unit}." if isinstance(self.unit, int) else ""
+        found = parameters(spec, own or str(self.unit))
+        return {name: f"layers.{self.variant.block}.{name.removeprefix(own)}" if own else name for name in found}
+
+
+@lru_cache(maxsize=4096)
+def parameters(spec: ModelSpec, unit: str) -> tuple[str, ...]:
+    """The names of a unit's own parameters: of ``stem``, ``tail``, or with a prefix such as ``layers.3.``."""
+    names = list(parameter_shapes(spec))
+    middle = [i for i, name in enumerate(names) if name.startswith("layers.")]
+    if unit in ("stem", "tail"):
+        return tuple(names[: middle[0]] if unit == "stem" else names[middle[-1] + 1 :])
+    return tuple(name for name in names if name.startswith(unit))

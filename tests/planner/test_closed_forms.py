@@ -1,0 +1,162 @@
+"""Units of a sheet beside closed forms: what a layer sends and multiplies, by mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.distributed import collectives
+from shardwise.distributed.collectives import gathered, scattered, summed
+from shardwise.models.config import ModelSpec
+from shardwise.planner.passes import recomputed
+from shardwise.planner.sheets import sheet_of
+from shardwise.planner.trace import trace, traced_here
+from shardwise.planner.variants import chosen
+from shardwise.spec.layout import Layout
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.sheet import SEND, Op
+from tests.planner.closed_forms import Line, multiplied_flops, payload_bytes, table
+
+SPEC = ModelSpec("closed", 640, 128, 512, 4, 8, 4, 64)
+PROJECTED = replace(SPEC, norm_placement="after", qk_norm="projection", num_key_value_heads=8)
+MODELS: dict[str, ModelSpec] = {
+    "llama": SPEC,
+    "biased": replace(SPEC, attention_bias=True, mlp_bias=True),
+    "gemma": replace(SPEC, norm_placement="both", norm_plus_one=True, activation="gelu_tanh", qk_norm="head"),
+    "norms over whole projections": PROJECTED,
+}
+ADAPTERS: dict[str, Lora | None] = {
+    "full": None,
+    "adapters": Lora(16, frozen="bf16"),
+    "adapters of some": Lora(16, targets=("q", "down"), frozen="bf16"),
+    "dropout": Lora(16, frozen="bf16", dropout=0.1),
+    "magnitudes": Lora(16, frozen="bf16", dora=True),
+    "nf4": Lora(16, frozen="bf16", nf4=True),
+}
+MODES = {"whole": (False, 128), "sequence": (True, 128), "uneven": (True, 125)}
+"""Whether tokens are cut, and the tokens of a row; of 3 x 125 a rank of 4 or 8 has its own only rounded up."""
+
+
+def plan_of(mode: str, ranks: int, adapters: Lora | None = None, **settings: Any) -> Plan:
+    sequence, tokens = MODES[mode]
+    batch = Batch(3 if mode == "uneven" else 2, 1, tokens)
+    types = Precision("bf16", "bf16", "bf16")
+    plan = Plan(Layout(tp=ranks), batch, Shard(), types, sequence_parallel=sequence and ranks > 1, lora=adapters)
+    return replace(plan, **settings)
+
+
+def sent(ops: tuple[Op, ...], plan: Plan) -> list[tuple[str, int]]:
+    """What these operations send, in order: kind and bytes."""
+    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    return [(op.name, op.flops * {"": 1, "b*s": tokens}[op.per]) for op in ops if op.kind == SEND]
+
+
+def flops(ops: tuple[Op, ...], plan: Plan) -> int:
+    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    return sum(op.flops * b * s * (s if op.per == "b*s*s" else 1) for op in ops if op.kind != SEND)
+
+
+def lines(spec: ModelSpec, plan: Plan, *, first: bool) -> list[Line]:
+    """What the table says of this model and plan, and of its ``first`` block."""
+    words = {
+        "": True,
+        ", norms after": spec.norm_placement != "before",
+        ", norms over whole projections": spec.qk_norm == "projection",
+        ", magnitudes": plan.lora is not None and plan.lora.dora,
+        ", first": first and plan.lora is not None,
+    }
+    mode, found = "sequence" if plan.sequence_parallel else "whole", dict[tuple[str, str], Line]()
+    for word in (word for word, said in words.items() if said):
+        found |= {(line.unit, line.when): line for line in table()[mode + word]}
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_sends_what_the_table_says(model: str, mode: str) -> None:
+    """Over 2 ranks and over 8, of which two share a key head; the first block, and the last."""
+    spec = MODELS[model]
+    for ranks, adapters in product((2, 8), ADAPTERS.values()):
+        if adapters is not None and (spec.qk_norm == "projection" or (adapters.dora and model == "gemma")):
+            continue  # the table has no line for both
+        plan = plan_of(mode, ranks, adapters)
+        sheet = sheet_of(spec, plan, units=traced_here)
+        told = [(place, line) for place in (0, -1) for line in lines(spec, plan, first=place == 0)]
+        for place, line in told:
+            if place and line.unit == "stem" and adapters is not None:
+                continue  # which is frozen: said of the first
+            block = sheet.blocks[sheet.order[place]]
+            unit = {"stem": sheet.stem, "block": block, "tail": sheet.tail}[line.unit]
+            ops = {"forward": unit.forward, "backward": unit.backward, "again": recomputed(unit)}[line.when]
+            wanted = [(kind, payload_bytes(what, spec, plan)) for kind, what in line.sends]
+            assert sent(ops, plan) == wanted, f"{line} of {adapters} over {ranks}"
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_multiplies_what_its_sizes_say(model: str, adapters: str) -> None:
+    """On one rank, and on each of 2, 4 and 8."""
+    spec = MODELS[model]
+    for ranks, mode in ((1, "whole"), (2, "sequence"), (4, "whole"), (8, "uneven")):
+        plan = plan_of(mode, ranks, ADAPTERS[adapters])
+        sheet = sheet_of(spec, plan, units=traced_here)
+        for first in (False, True) if plan.lora is not None and not plan.lora.targets else (False,):
+            block = sheet.blocks[sheet.order[0 if first else -1]]
+            found = {"forward": flops(block.forward, plan), "backward": flops(block.backward, plan)}
+            assert found == multiplied_flops(spec, plan, first=first), (mode, ranks, first)
+
+
+def forgotten(partial: Tensor, group: collectives.Group) -> Tensor:
+    return partial.clone()
+
+
+def twice(partial: Tensor, group: collectives.Group) -> Tensor:
+    total = summed(partial, group)
+    dist.all_reduce(total.clone(), group=group)  # whose result nobody uses: every number stays right
+    return total
+
+
+def wide(partial: Tensor, group: collectives.Group) -> Tensor:
+    return summed(partial.float(), group).to(partial.dtype)
+
+
+def gathered_for_nothing(partial: Tensor, group: collectives.Group) -> Tensor:
+    share = scattered(partial, group)
+    gathered(share, group, tuple(partial.shape[:-1]))
+    return share
+
+
+FAULTS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
+    "a sum is forgotten": ("whole", "summed", forgotten),
+    "a sum is sent twice": ("whole", "summed", twice),
+    "a sum is sent in fp32": ("whole", "summed", wide),
+    "a share is gathered for nothing": ("sequence", "scattered", gathered_for_nothing),
+}
+"""By the mode in which it shows, and the function of distributed/collectives.py that is replaced. A trace says each of
+them faithfully, and so would the drift test; parity would see the first alone."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_real_program_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, name, planted = FAULTS[fault]
+    plan = plan_of(mode, 2)
+
+    def check() -> None:
+        units = {unit: trace(chosen(SPEC, plan, Place(plan.layout), unit).variant) for unit in ("stem", 0, "tail")}
+        for line in lines(SPEC, plan, first=False):
+            made = chosen(SPEC, plan, Place(plan.layout), {"block": 0}.get(line.unit, line.unit))
+            unit = units[{"block": 0}.get(line.unit, line.unit)].bound(made.numbers)
+            ops = {"forward": unit.forward, "backward": unit.backward, "again": recomputed(unit)}[line.when]
+            assert sent(ops, plan) == [(kind, payload_bytes(what, SPEC, plan)) for kind, what in line.sends]
+
+    check()
+    monkeypatch.setattr(collectives, name, planted)
+    with pytest.raises(AssertionError):
+        check()
