@@ -31,6 +31,7 @@ from shardwise.planner.variants import chosen, sizes
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.safe_path import safe_path
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
 from shardwise.techniques.variant import Traced, Variant
 
@@ -153,7 +154,9 @@ def traced_apart(variants: list[Variant]) -> list[Any]:
     """The packed units of these variants, traced in a process of its own, where no process group lives."""
     print(f"tracing {len(variants)} units of the model, once: some seconds", file=sys.stderr)
     command = [sys.executable, "-P", "-m", "shardwise.planner.trace"]
-    done = subprocess.run(command, input="\n".join(map(name_of, variants)), capture_output=True, text=True, check=False)
+    names = "\n".join(map(name_of, variants))
+    with safe_path():
+        done = subprocess.run(command, input=names, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a unit could not be traced:\n{done.stderr}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
