@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.methods.loss import logits
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
-from shardwise.planner import search
+from shardwise.planner import search, sheets
 from shardwise.planner.search import MARGIN, choose, settings
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes
@@ -91,6 +91,8 @@ def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyP
     plan = replace(plan, frozen=("layers.0.*", "embed.*"), narrow=True)
     assert not drift(spec, plan, 7).differences()
     monkeypatch.setattr(narrow, "cost", lambda paper, plan: paper)
+    monkeypatch.setattr(narrow, "traced", lambda made, spec, plan, place: made)
+    sheets._sheet.cache_clear()
     assert [word.partition(":")[0] for word in drift(spec, plan, 7).differences()][:1] == ["weights"]
 
 
