@@ -115,11 +115,11 @@ def test_ordinary_plans_need_no_torch(tmp_path: Path) -> None:
     """Known models with one GPU and several, with tensor parallelism, adapters, and 4 bits."""
     (tmp_path / "a.txt").write_text("one two three\n" * 4000)
     words = (
-        "model.name=Llama-3.1-8B --cluster 8xH100",
-        "model.name=SmolLM2-135M --cluster 1xCPU",
-        "model.name=Qwen3-8B --cluster 1xH100 lora.rank=16",
-        "model.name=Llama-3.1-70B --cluster 2x8xH100 parallel.tp=8",
-        "model.name=Gemma-2-9b --cluster 4xA100 parallel.tp=2 lora.rank=8 lora.frozen=nf4",
+        "model.path=Llama-3.1-8B --cluster 8xH100",
+        "model.path=SmolLM2-135M --cluster 1xH100",
+        "model.path=Qwen3-8B --cluster 1xH100 lora.rank=16",
+        "model.path=Llama-3.1-70B --cluster 2x8xH100 parallel.tp=8",
+        "model.path=Gemma-2-9b --cluster 4xA100 parallel.tp=2 lora.rank=8 lora.frozen=nf4",
     )
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
     command = [sys.executable, "-c", PLANS, ";".join(words)]

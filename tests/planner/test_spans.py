@@ -28,7 +28,7 @@ from tests.covering import pairwise
 
 MIB = 2**20
 SEVENTY_B = load_spec("Llama-3-70B")
-WINDOWED = ModelSpec("windowed", 640, 64, 96, 26, 4, 2, 16, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
+WINDOWED = ModelSpec("windowed", 640, 64, 128, 26, 4, 2, 32, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
 MODELS = {"deep": SEVENTY_B, "windowed": WINDOWED}
 DIALS = {
     "one rank": (Layout(), Shard("ddp")),

@@ -84,7 +84,7 @@ def test_a_plan_that_contradicts_its_pin_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
 def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a cost that leaves it out is caught."""
+    """And a plan that leaves it out is caught."""
     spec = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
     strategy = replace(PlanWithNarrow().shard, strategy=dial, bucket_bytes=100_000)
     plan = PlanWithNarrow(layout(dial, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))

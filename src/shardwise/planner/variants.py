@@ -118,12 +118,12 @@ def _tail(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
 def chosen(spec: ModelSpec, plan: Plan, place: Place, unit: int | str) -> Traced:
     """The variant of a unit of a model (``stem``, ``tail`` or a block's number) under a plan, and the numbers of its
     symbols at a place."""
-    return techniques.traced(_begun(spec, unit), spec, plan, place)
+    return techniques.traced(_begun(spec, unit, type(plan)), spec, plan, place)
 
 
-def _begun(spec: ModelSpec, unit: int | str) -> Traced:
+def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
     kinds, order = layer_kinds(spec)
-    grown = Plan(batch=Batch(GROWING["b"], 1, GROWING["s"]))
+    grown = make_plan(batch=Batch(GROWING["b"], 1, GROWING["s"]))
     what: Any = unit if isinstance(unit, str) else "block"
     if spec.hf_model is not None:
         block = order.index(order[unit]) if isinstance(unit, int) else 0
