@@ -31,7 +31,7 @@ from tests.parity.cases import FP64, UNTIED, plan
 Fault = Callable[[Plan], AbstractContextManager[Any]]
 finish, agree, loss = Replicas.finish, reduce.combine, pretrain.finish
 forward = passes.forward
-squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.synchronise
+squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.before_micro_batch
 
 
 def mean_over_replicas(self: Replicas) -> None:
@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("ddp", 2, FP64),
     ),
     "no all-reduce between replicas of a hybrid": (
-        lambda plan: patch.object(shard, "synchronise", without_all_reduce),
+        lambda plan: patch.object(shard, "before_micro_batch", without_all_reduce),
         plan("hsdp", 4, FP64),
     ),
     "each rank divides by its own tokens": (
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("ddp", 2, FP64),
     ),
     "gradients of early micro-batches are lost": (
-        lambda plan: patch.object(shard, "synchronise", last_micro_batch_only),
+        lambda plan: patch.object(shard, "before_micro_batch", last_micro_batch_only),
         plan("zero2", 2, FP64, accumulation=4),
     ),
     "padded rows are counted in the norm": (
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("zero1", 2, FP64),
     ),
     "buckets leave after the first micro-batch": (
-        lambda plan: patch.object(shard, "synchronise", lambda parts, plan, last: None),
+        lambda plan: patch.object(shard, "before_micro_batch", lambda parts, plan, last: None),
         plan("ddp", 2, FP64, accumulation=4),
     ),
     "two ranks read the same rows": (

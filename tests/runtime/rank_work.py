@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local, local_slice
@@ -233,6 +234,7 @@ def generated(rank: int, ranks: int, plan: Plan, sampling: generate.Sampling) ->
     state = state_of(plan, OptimSection())
     before = parts_of(state)
     ids = generate.generate(state.parts, [1, 2, 3], sampling, CPU)
+    techniques.after_inference(state.parts, plan)
     return ids, parts_of(state) == before
 
 

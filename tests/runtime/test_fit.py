@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import TrainingError
 from shardwise.models.config import ModelSpec
+from shardwise.prove.world import WorldCounter
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
-from shardwise.runtime.step import StepRules
-from shardwise.spec.plan import Batch, Optim, Plan, Precision
+from shardwise.runtime.step import StepRules, step
+from shardwise.runtime.watch.measure import CONTROL_BYTES
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Optim, Plan, Precision, Shard, Strategy
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
 SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
@@ -100,3 +104,20 @@ def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
     assert all(kept["step"] == 0 for kept in state.optimizer.state.values())
     assert all(parameter.grad is None for parameter in state.trained())
+
+
+@pytest.mark.parametrize(("layout", "dial"), [(Layout(tp=2), "ddp"), (Layout(dp_shard=2, tp=2), "zero2")])
+def test_the_fit_check_sends_what_a_step_sends(layout: Layout, dial: Strategy) -> None:
+    """But for the numbers of a step that all ranks share. A sum that only a step needs would be what does not fit."""
+    plan = Plan(layout, Batch(2, 2, 16, 24), Shard(dial), sequence_parallel=True)
+    cpu, found = torch.device("cpu"), []
+    with fake_world(plan.layout) as groups:
+        state = build(Recipe(), SPEC, plan, groups, cpu)
+        rules = StepRules(plan, groups, OptimSection(), 10, finish_of(Method(), plan))
+        batches = [fit.longest_batch(plan, SPEC.vocab_size, cpu)] * 2
+        for run in (lambda: fit.check_fit(state, rules, SPEC.vocab_size, cpu), lambda: step(state, batches, 64, rules)):
+            with WorldCounter(None, groups.called()) as counter:
+                run()
+            found.append({key: calls for key, calls in counter.sent.items() if key[2] > CONTROL_BYTES})
+    checked, stepped = found
+    assert checked == stepped and any("tp" in axis and kind == "all_reduce" for axis, kind, _ in stepped)

@@ -124,8 +124,9 @@ def test_what_contributing_shows_is_this_technique() -> None:
     assert len(shown) > 15 and not shown - written
 
 
-def test_a_technique_is_six_functions() -> None:
-    """Of these parameters, whether it has something to say or not; more of them are for who calls it by name."""
+def test_a_technique_is_six_functions_and_those_of_a_step_that_it_needs() -> None:
+    """Of these parameters; the six whether it has something to say or not; more parameters are for who calls it by
+    name. Of a step at least one technique has each, or nothing would be folded."""
     asked = {
         "choices": ["recipe", "spec", "cluster", "plan"],
         "pins": ["recipe", "plan"],
@@ -134,8 +135,16 @@ def test_a_technique_is_six_functions() -> None:
         "cost": ["sheet", "plan"],
         "apply": ["parts", "plan", "meshes"],
     }
+    within_a_step = {
+        "before_micro_batch": ["parts", "plan", "last"],
+        "after_backward": ["parts", "plan", "meshes"],
+        "after_inference": ["parts", "plan"],
+    }
+    for name in within_a_step:
+        assert any(name in vars(technique) for technique in techniques.ORDER), name
     for technique in techniques.ORDER:
-        for name, wanted in asked.items():
+        of_a_step = {name: wanted for name, wanted in within_a_step.items() if name in vars(technique)}
+        for name, wanted in (asked | of_a_step).items():
             found = [*inspect.signature(vars(technique)[name]).parameters.values()]
             assert [parameter.name for parameter in found[: len(wanted)]] == wanted, f"{technique.__name__}.{name}"
             assert all(parameter.default is not parameter.empty for parameter in found[len(wanted) :])

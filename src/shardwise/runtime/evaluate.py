@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from shardwise import techniques
 from shardwise.data.stream import EvaluationBatch
 from shardwise.methods import dpo
 from shardwise.runtime import passes
 from shardwise.runtime.job import Job
-from shardwise.techniques import shard
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationB
         sums[0] += losses.double().sum()
         sums[1] += batch.supervised_tokens
         sums[2] += batch.text_bytes
-    shard.reshard(parts)
+    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     nats, tokens, text_bytes = sums.tolist()
     return Validation(nats, int(tokens), text_bytes)
@@ -87,7 +87,7 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
         margins = dpo.ratios(losses, micro) - micro.references
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])
-    shard.reshard(parts)
+    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     *totals, count = sums.tolist()
     loss, accuracy, margin = (total / count if count else math.nan for total in totals)

@@ -16,7 +16,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import optim, shard
+from shardwise.techniques import optim
 
 
 def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torch.device) -> None:
@@ -25,7 +25,6 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     the update's gradients and learning rate are zero."""
     batches = [longest_batch(rules.plan, vocab_size, device)] * min(2, rules.plan.batch.accumulation)
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
-    shard.finish(state.parts)
     for parameter in state.trained():
         if parameter.grad is not None:
             local(parameter.grad).zero_()

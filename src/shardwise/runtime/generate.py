@@ -21,7 +21,6 @@ from shardwise.methods.loss import Output, logits
 from shardwise.models.blocks import with_head
 from shardwise.models.config import ModelSpec, learnt_positions
 from shardwise.runtime import passes
-from shardwise.techniques import shard
 from shardwise.techniques.compile import suspended
 
 LENGTHS = 32
@@ -47,24 +46,21 @@ def generate(
     first: Callable[[Callable[[], int]], int] = lambda choose: choose(),
 ) -> list[int]:
     """The ids that follow ``prompt`` (at least one id), until ``over`` returns true for them, or the model has no
-    further position. With a distributed model every rank calls this and gets the same result; with ``first``
-    (Crew.first) the first rank chooses ids for all, so that an error reaches every rank."""
+    further position. With a distributed model every rank calls this, then ``techniques.after_inference``, and gets the
+    same result; with ``first`` (Crew.first) the first rank chooses ids for all, so that an error reaches every rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
     spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
-    try:
-        for _ in range(min(room, sampling.max_new_tokens)):
-            with suspended():  # or it would be compiled for the lengths that it meets
-                scores = last_logits(parts, ids, device)
-            chosen = first(partial(choose, scores, sampling.temperature, draw))
-            if chosen == sampling.eot_id:
-                break
-            ids.append(chosen)
-            if over(ids[len(prompt) :]):
-                break
-    finally:
-        shard.reshard(parts)
+    for _ in range(min(room, sampling.max_new_tokens)):
+        with suspended():  # or it would be compiled for the lengths that it meets
+            scores = last_logits(parts, ids, device)
+        chosen = first(partial(choose, scores, sampling.temperature, draw))
+        if chosen == sampling.eot_id:
+            break
+        ids.append(chosen)
+        if over(ids[len(prompt) :]):
+            break
     return ids[len(prompt) :]
 
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import complete_accumulated
 from shardwise.errors import ConfigError, DataError, Problem
@@ -231,11 +232,10 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
     usage.begin()
     if last and micro_batches > 1 and plan.sharded and plan.shard.strategy == "zero1":
         complete_accumulated(module)
-    shard.synchronise([module], plan, last=last)
+    techniques.before_micro_batch([module], plan, last=last)
     (loss / (plan.layout.dp * micro_batches)).backward()
     if last:
-        shard.finish([module])
-        tp_technique.finish([module], plan, usage.meshes)
+        techniques.after_backward([module], plan, usage.meshes)
         usage.finish()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
@@ -17,7 +18,6 @@ from shardwise.models.blocks import blocks, with_head
 from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
-from shardwise.techniques import shard
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,27 @@ def train(
     denominator: float,
     scale: Tensor | None,
 ) -> Tensor:
-    """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves the reduced gradients in
-    place (after ``shard.finish``) and returns the sum of the losses, a detached scalar."""
+    """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves gradients that are
+    summed over all ranks and returns the sum of the losses, a detached scalar."""
 
     def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Tensor:
         return rules.finish(hidden, head, batch, denominator)
 
     shares = []
     for index, batch in enumerate(batches):
-        shard.synchronise(parts, rules.plan, last=index == len(batches) - 1)
+        techniques.before_micro_batch(parts, rules.plan, last=index == len(batches) - 1)
         rules.enter("forward")
         loss = forward(parts, batch, score)
         rules.enter("backward")
         (loss if scale is None else loss * scale).backward()
         shares.append(loss.detach().double())
+    techniques.after_backward(parts, rules.plan, rules.meshes)
     return sum(shares[1:], start=shares[0])
 
 
 @torch.no_grad()
 def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
-    """Forward alone. Gathered weights stay gathered until ``shard.reshard``."""
+    """Forward alone. Gathered weights stay gathered until ``techniques.after_inference``."""
     return forward(parts, batch, score)
 
 

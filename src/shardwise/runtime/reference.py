@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from shardwise import techniques
 from shardwise.data.pack import Packs
 from shardwise.data.stream import evaluation
 from shardwise.errors import DataError, Problem
@@ -31,7 +32,7 @@ from shardwise.runtime.job import Job
 from shardwise.runtime.watch.metrics import clock
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
-from shardwise.techniques import lora, shard
+from shardwise.techniques import lora
 
 Scores = dict[str, NDArray[np.float64]]
 """By split, for each pair: log p(chosen) - log p(rejected); NaN for pairs that the run does not read."""
@@ -76,7 +77,7 @@ def score(
             losses = passes.infer(parts, micro, passes.score_of(job.plan))
             assert micro.references is not None
             sums[micro.references.long()] = dpo.ratios(losses, micro)
-    shard.reshard(parts)
+    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()
     return found

@@ -16,7 +16,7 @@ from shardwise.runtime import passes, reduce
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
-from shardwise.techniques import optim, shard, tp
+from shardwise.techniques import optim
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,6 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     if plan.lora is not None and plan.lora.dropout:
         draw_anew(rules.seed, state.step, meshes)
     loss = accumulate(state, batches, supervised, rules)
-    shard.finish(state.parts)
-    tp.finish(state.parts, plan, meshes)
     rules.enter("clip")
     parameters = state.trained()
     figures = reduce.combine(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)
@@ -105,7 +103,7 @@ def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
 
 
 def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Tensor:
-    """Forward and backward of every micro-batch: leaves the reduced gradients in place (after ``shard.finish``) and
-    returns this rank's share of the mean loss, a detached scalar."""
+    """Forward and backward of every micro-batch: leaves the gradients in place, summed over all ranks, and returns
+    this rank's share of the mean loss, a detached scalar."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
     return passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)

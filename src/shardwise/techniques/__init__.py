@@ -8,6 +8,12 @@ A technique is a module with six functions. One that has no effect returns what 
     traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
     cost      (sheet, plan) -> sheet                    its effect between units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
+
+It may have three more, where it has something to do within a step:
+
+    before_micro_batch  (parts, plan, last)             before each forward that a backward follows
+    after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients
+    after_inference     (parts, plan)                   after forwards that no backward follows
 """
 
 from __future__ import annotations
@@ -173,3 +179,27 @@ def apply(
         if technique is shard and plan.sharded:
             allocate(parts)
     return parts
+
+
+def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Call before each micro-batch. Whether it is the ``last`` of its step decides what it sends and frees."""
+    for act in _within_a_step("before_micro_batch"):
+        act(parts, plan, last=last)
+
+
+def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """Call after the last backward of a step. When it returns, gradients are summed over every axis: what was applied
+    last saw them first, so it is the first to finish."""
+    for act in reversed(_within_a_step("after_backward")):
+        act(parts, plan, meshes)
+
+
+def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """Call after forward passes that no backward follows: the parts are then as they were before."""
+    for act in _within_a_step("after_inference"):
+        act(parts, plan)
+
+
+def _within_a_step(moment: str) -> list[Callable[..., None]]:
+    """What the techniques that have something to do at this moment do."""
+    return [vars(technique)[moment] for technique in ORDER if moment in vars(technique)]

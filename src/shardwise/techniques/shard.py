@@ -270,8 +270,7 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
     return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 
 
-def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Call before each micro-batch. Whether it is the ``last`` of its step decides what it sends and frees."""
+def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
@@ -286,16 +285,15 @@ def synchronise(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
                 part.set_reshard_after_backward(last)
 
 
-def finish(parts: Sequence[nn.Module]) -> None:
-    """Call after the last backward of a step. When it returns, gradients are summed."""
+def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """Waits for the sums of replicas. FSDP2 has waited for its own when backward returns."""
     for part in parts:
         if part in _REPLICAS:
             _REPLICAS[part].finish()
 
 
-def reshard(parts: Sequence[nn.Module]) -> None:
-    """Free gathered weights after a forward pass that no backward follows. Until then FSDP2 shows whole parameters
-    instead of shards."""
+def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """Frees gathered weights. Until then FSDP2 shows whole parameters instead of shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:

@@ -236,9 +236,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     return parts
 
 
-def finish(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
-    """Call after the last backward of a step, when gradients are summed over the data-parallel ranks. Adds those that
-    are parts of a sum over this axis, in one all-reduce per dtype."""
+def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """Adds the gradients that are parts of a sum over this axis, in one all-reduce in ``precision.reduce``."""
     if plan.layout.tp == 1:
         return
     import torch

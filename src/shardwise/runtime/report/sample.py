@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise import techniques
 from shardwise.data.store import TokenStore
 from shardwise.runtime.build import begins_trained
 from shardwise.runtime.checkpoint.crew import Crew
@@ -28,7 +29,11 @@ def sample(job: Job, state: TrainState, crew: Crew) -> str:
         given = prompt_ids(tokenizer, prompt) if prompt is not None else None
         ids = given or first_prompt(job.prepared.validation or job.prepared.train)
         begun = tokenizer.decode(ids) if prompt is None else prompt
-        return f"{begun}|{tokenizer.decode(generate(state.parts, ids, ending, job.device, first=crew.first))}"
+        try:
+            written = generate(state.parts, ids, ending, job.device, first=crew.first)
+        finally:
+            techniques.after_inference(state.parts, job.plan)
+        return f"{begun}|{tokenizer.decode(written)}"
 
     written = crew.spared(write, job.recipe.run.timeout_s / 2)
     if isinstance(written, Exception):
