@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from shardwise import techniques
+from shardwise.distributed.fake_world import fake_world
+from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.decoder import Decoder
 from shardwise.models.load import load_spec
-from shardwise.planner.sheets import sheet_of
+from shardwise.planner.sheets import sheet_of, variant
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
-from shardwise.spec.plan import Lora, Optim, Plan
-from shardwise.techniques import lora, tp
+from shardwise.spec.plan import Dtype, Lora, Optim, Plan, Precision
+from shardwise.techniques import lora, precision, tp
+from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.states import Division, State, state, whole_shape
 from tests.models import hf_models
 from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
@@ -160,3 +167,33 @@ def test_an_unknown_parameter_is_refused(name: str) -> None:
     """With and without asserts: whole on every rank, its gradient would be too small and nobody would be told."""
     with pytest.raises(ValueError, match=f"no row says what .* hold of `{name}`: add one to .*states.TABLE"):
         state(name, Division(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("weights", "reduce", "total"), [("bf16", "fp32", 1 + 2**-6), ("bf16", "bf16", 1.0), ("fp32", "bf16", 1.0)]
+)
+def test_parts_of_a_gradient_are_added_in_the_dtype_of_reduction(
+    weights: Dtype, reduce: Any, total: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank has 1, eight others 2^-9 each, which bf16 cannot add to 1; what cannot be told from a sum in fp32 must
+    come from one. One message, whatever the dtypes."""
+    spec = replace(UNTIED, intermediate_size=28)
+    plan = Plan(Layout(tp=2), precision=Precision("bf16", weights, reduce), sequence_parallel=True)
+    sent: list[tuple[torch.dtype, int]] = []
+
+    def adds(flat: torch.Tensor, group: Any) -> None:
+        sent.append((flat.dtype, flat.numel() * flat.element_size()))
+        for _ in range(8):
+            flat += 2**-9
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", adds)
+    with fake_world(plan.layout) as groups:
+        [model] = tp.apply([Decoder(spec).to(torch_dtype(weights))], plan, groups)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        tp.after_backward([model], plan, groups)
+        norm, head = (local(model.get_parameter(f"{name}.weight").grad) for name in ("norm", "head"))
+    assert norm.dtype == torch_dtype(weights) and set(norm.tolist()) == {total}
+    assert set(head.flatten().tolist()) == {1.0}, "cut, so no part of a sum"
+    costed = techniques.cost(sheet_of(spec, variant(plan.precision), ranks=2), plan)
+    assert sent == [(torch_dtype(reduce), last.bytes) for last in costed.step if last.axis == "tp"]

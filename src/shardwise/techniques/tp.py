@@ -219,7 +219,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
             if weight.trained and _summed(weight.name, how):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
                 count += times * slices.local_numel(sheet.place, padded=False)
-    return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.weights])] if count else []
+    return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.reduce])] if count else []
 
 
 def _summed(name: str, how: Division) -> bool:
@@ -245,15 +245,14 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
 
     from shardwise.distributed.slices import local
 
-    gradients: dict[torch.dtype, list[Tensor]] = {}
+    shards: list[Tensor] = []
     for part in parts:
         how = division(_spec(part), plan)
         for name, parameter in part.named_parameters():
             if parameter.grad is not None and _summed(name, how):
-                shard = local(parameter.grad)
-                gradients.setdefault(shard.dtype, []).append(shard)
-    for shards in gradients.values():
-        flat = torch.cat([shard.flatten() for shard in shards])
+                shards.append(local(parameter.grad))
+    if shards:
+        flat = torch.cat([shard.flatten() for shard in shards]).to(torch_dtype(plan.precision.reduce))
         distributed.all_reduce(flat, group=meshes.groups["tp"])
         for shard, total in zip(shards, flat.split([shard.numel() for shard in shards]), strict=True):
             shard.copy_(total.view_as(shard))
