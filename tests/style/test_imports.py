@@ -13,6 +13,7 @@ from itertools import chain
 import pytest
 
 import shardwise
+from shardwise import techniques
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
 SLOW_OR_OPTIONAL = {
@@ -259,6 +260,41 @@ def test_the_contract_of_independence_names_every_technique() -> None:
     assert isinstance(tool, dict)
     contract = next(c for c in tool["importlinter"]["contracts"] if c["name"].startswith("Techniques"))
     assert sorted(contract["modules"]) == techniques
+
+
+NAMED_BY_THE_RUNTIME = {
+    "build": {"optim": "builds the optimizer"},
+    "export": {"lora": "merges adapters", "nf4": "an adapter's base in 4 bits", "precision": "an adapter's base"},
+    "fit": {"optim": "an update of size zero"},
+    "generate": {"compile": "or it would compile for every length of a text"},
+    "own": dict.fromkeys(("compile", "remat", "shard", "tp"), "changes a user's module, by his arguments"),
+    "own_optim": {"optim": "the moments that a user's optimizer begins with"},
+    "reference": {"lora": "the reference is the model without its adapters"},
+    "state": {"optim": "the names of what it trains, and how often it has"},
+    "step": {"optim": "the learning rate and the update"},
+    "watch.measure": {"compile": "compiled blocks cannot be watched"},
+    "watch.metrics": {"freeze": "FLOPs follow from what is trained", "lora": "and from what is added"},
+}
+"""By module of the runtime, the techniques that it names, and what for."""
+WITHIN_A_STEP = ("before_micro_batch", "after_backward", "after_inference")
+
+
+def test_the_runtime_names_no_technique_for_what_it_does_within_a_step() -> None:
+    """That is folded over ORDER (techniques/__init__.py): whoever named one by one would forget one."""
+    known = {technique.__name__ for technique in techniques.ORDER}
+    runtime = [source for source in sources() if source.name.startswith("shardwise.runtime.")]
+    found: dict[str, set[str]] = {}
+    for source in runtime:
+        if named := {name.rpartition(".")[2] for name in ours(source) & known}:
+            found[source.name.removeprefix("shardwise.runtime.")] = named
+    assert found == {module: set(why) for module, why in NAMED_BY_THE_RUNTIME.items()}
+    wrong = [
+        source.at(node, ast.unparse(node))
+        for source in runtime
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in WITHIN_A_STEP and ast.unparse(node.value) != "techniques"
+    ]
+    report(wrong, "what techniques do within a step is called through techniques/__init__.py")
 
 
 def test_every_public_name_is_there() -> None:

@@ -271,6 +271,7 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Replicas send after the last micro-batch only; what FSDP2 sends and frees before it, the strategy says."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
