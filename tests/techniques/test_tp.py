@@ -14,12 +14,12 @@ from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.models.load import load_spec
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan, Precision
-from shardwise.techniques import lora, precision, tp
+from shardwise.techniques import lora, tp
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.states import Division, State, state, whole_shape
 from tests.models import hf_models
@@ -195,5 +195,5 @@ def test_parts_of_a_gradient_are_added_in_the_dtype_of_reduction(
         norm, head = (local(model.get_parameter(f"{name}.weight").grad) for name in ("norm", "head"))
     assert norm.dtype == torch_dtype(weights) and set(norm.tolist()) == {total}
     assert set(head.flatten().tolist()) == {1.0}, "cut, so no part of a sum"
-    costed = techniques.cost(sheet_of(spec, variant(plan.precision), ranks=2), plan)
+    costed = techniques.cost(sheet_of(spec, plan), plan)
     assert sent == [(torch_dtype(reduce), last.bytes) for last in costed.step if last.axis == "tp"]
