@@ -322,7 +322,7 @@ def test_a_template_without_a_generation_prompt(make: Make) -> None:
 def test_a_template_that_hides_the_answer_is_refused(make: Make) -> None:
     template = "{% for m in messages %}{{ m['role'] + ':' + (m['content'] | length | string) + '\n' }}{% endfor %}"
     of = chat(make("CHATML", template))
-    with pytest.raises(Fault, match=r"does not show where message 2 \(from the assistant\) begins") as found:
+    with pytest.raises(Fault, match="message 2 ") as found:
         samples(of, [HI, NO])
     assert found.value.code == "CHAT003"
 
@@ -336,7 +336,7 @@ def test_what_a_template_refuses_is_told(make: Make) -> None:
 
 def test_a_message_that_the_template_leaves_out_is_not_lost_silently(make: Make) -> None:
     asked: Turn = {"role": "the customer", "content": "Hi"}
-    with pytest.raises(Fault, match="role `the customer`, which the chat template leaves out") as found:
+    with pytest.raises(Fault, match="role `the customer`") as found:
         samples(chat(make("QWEN_3")), [asked, NO])
     assert found.value.code == "CHAT002" and str(found.value).startswith("message 1 has")
     assert found.value.fix == "'data.roles.the customer=user', or =system, =assistant, =tool"
@@ -383,7 +383,7 @@ def test_a_template_that_does_harm_is_stopped(text: str, message: str, monkeypat
 def test_a_template_gets_no_more_than_its_share_of_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     monkeypatch.setattr("shardwise.data.bounds.LIMIT_BYTES", 64 * MIB)
-    with pytest.raises(PolicyError, match=r"SEC009.*it took more than 64 MiB of memory"):
+    with pytest.raises(PolicyError, match=r"SEC009.*64 MiB of memory"):
         Template(text, {}).render([HI], None)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
@@ -411,7 +411,7 @@ def test_a_template_that_is_nested_too_deeply_is_an_error_of_its_own(text: str, 
 
 
 def test_half_a_character_in_a_template_of_the_recipe_is_not_utf8(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"CHAT001\]: the chat template is not UTF-8"):
+    with pytest.raises(DataError, match=r"CHAT001.*not UTF-8"):
         find_template("{{ 'a\udc80' }}", tmp_path)
 
 
@@ -459,9 +459,9 @@ def test_a_template_with_a_fault_is_named_by_its_line() -> None:
 
 
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"error\[CHAT001\]: the tokenizer has no chat template"):
+    with pytest.raises(DataError, match=r"CHAT001.*no chat template"):
         find_template(None, tmp_path)
-    with pytest.raises(DataError, match=r"`chatmll` is neither a chat template nor a file"):
+    with pytest.raises(DataError, match=r"CHAT001.*`chatmll`"):
         find_template("chatmll", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "in the config {{ x }}"}))
     assert find_template(None, tmp_path) == "in the config {{ x }}"
@@ -480,7 +480,7 @@ def test_templates_by_the_name_of_other_models(tmp_path: Path) -> None:
     it."""
     (tmp_path / "chat_template.jinja").write_text("{{ '<|im_start|>' }}<think></think>")
     assert find_template("qwen3", tmp_path) == find_template("qwen_25", tmp_path) == find_template(None, tmp_path)
-    with pytest.raises(DataError, match=r"`mistral` is the chat template of other models(.|\n)*leave it out"):
+    with pytest.raises(DataError, match=r"CHAT001.*`mistral`.*other models"):
         find_template("mistral", tmp_path)
     assert find_template("llama3", tmp_path) == SHIPPED["llama3"]
 
@@ -519,13 +519,13 @@ def test_zephyr_needs_no_token_but_the_end_of_text(make: Make) -> None:
 
 
 def test_a_template_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"CHAT001\]: the chat template aaa.* cannot be read: File name too long"):
+    with pytest.raises(DataError, match=r"CHAT001.*aaa.*: File name too long"):
         find_template("a" * 5000, tmp_path)
     (tmp_path / "a.jinja").write_text("{{ 1 }}")
 
-    def fail(path: Path, *_: object) -> bytes:
+    def fail(path: Path, *_: int) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("shardwise.data.template.read_regular", fail)
-    with pytest.raises(DataError, match=r"CHAT001\]: the chat template a.jinja cannot be read: Permission denied"):
+    with pytest.raises(DataError, match=r"CHAT001.*a\.jinja .*: Permission denied"):
         find_template(str(tmp_path / "a.jinja"), tmp_path)

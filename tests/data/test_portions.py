@@ -253,7 +253,7 @@ def test_a_file_that_changed_since_it_was_read_is_told_apart(recipe: Recipe, tmp
     changed.write_text(was)
     Run(recipe, root, cursor=cursor).step()
     other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seq_len": 8})})
-    with pytest.raises(DataError, match="the run was started with other data"):
+    with pytest.raises(DataError, match="other data"):
         Run(other, root)
 
 
@@ -263,7 +263,7 @@ def test_a_file_that_changed_is_told_in_the_next_epoch_too(recipe: Recipe, tmp_p
         run.step()
     for portion in lay(recipe.data, 3, records=False)[1:-1]:
         Path(portion[0]).write_text(prose(100, seed=99))
-    with pytest.raises(DataError, match="has changed: its files were modified since the run began"):
+    with pytest.raises(DataError, match="has changed"):
         run.steps(200)
 
 
@@ -316,18 +316,14 @@ def test_what_does_not_go_with_streaming_is_told(recipe: Recipe) -> None:
             load_recipe(None, ["data.streaming=true", *overrides])
         return str(caught.value)
 
-    assert said().startswith(
-        "error[CFG004]: `train.max_steps` is missing: with `data.streaming` the length of the text"
-    )
-    assert "`train.num_epochs` cannot be combined with" in said("train.max_steps=5", "train.num_epochs=1")
-    assert "`data.mixture_weights` cannot be combined" in said(
-        "max_steps=5", "data.path=[a, b]", "data.mixture_weights=[1, 2]"
-    )
-    assert "`method.name` cannot be combined with" in said("train.max_steps=5", "method=dpo")
+    assert said().startswith("error[CFG004]: `train.max_steps` ")
+    assert "`train.num_epochs`" in said("train.max_steps=5", "train.num_epochs=1")
+    assert "`data.mixture_weights`" in said("max_steps=5", "data.path=[a, b]", "data.mixture_weights=[1, 2]")
+    assert "`method.name`" in said("train.max_steps=5", "method=dpo")
     assert (
         load_recipe(None, ["data.streaming=true", "max_steps=5", "streaming_bytes=3M"]).data.streaming_bytes == 3 << 20
     )
-    with pytest.raises(ConfigError, match="prepares the data during training"):
+    with pytest.raises(ConfigError, match="during training"):
         prepare(recipe.data)
 
 

@@ -153,13 +153,13 @@ def test_too_long_together(pairs: Pairs) -> None:
     shared = {"prompt": "alpha " * 60, "chosen": "mu", "rejected": "eta"}
     assert pairs([shared, many(1)[0]], seq_len=64).manifest.counts == {"dropped": 1}
     assert pairs([long, many(1)[0]], seq_len=64, too_long="drop").manifest.counts == {"dropped": 1}
-    with pytest.raises(DataError, match=r"DATA015.*given.jsonl:1 is \d+ tokens, train.seq_len 64"):
+    with pytest.raises(DataError, match=r"DATA015.*given.jsonl:1 .*train.seq_len 64"):
         pairs([long], seq_len=64, too_long="error")
 
 
 BAD: list[tuple[Record, str]] = [
-    ({"prompt": "a", "chosen": "b"}, r"DATA005.*:2 has no `rejected`, which method dpo compares; its keys are prompt"),
-    ({"messages": [ASK, says("b")]}, r"DATA005.*:2 has no `chosen`.*its keys are messages"),
+    ({"prompt": "a", "chosen": "b"}, r"DATA005.*:2 has no `rejected`.*prompt"),
+    ({"messages": [ASK, says("b")]}, r"DATA005.*:2 has no `chosen`.*messages"),
     ({"prompt": "a", "chosen": None, "rejected": "b"}, r"DATA005.*:2 has no `chosen`"),
     ({"prompt": "a", "chosen": 3, "rejected": "b"}, r"DATA005.*:2 `chosen` is not a list, or is empty"),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, r"DATA005.*:2 `prompt` is not a string"),
@@ -170,14 +170,11 @@ BAD: list[tuple[Record, str]] = [
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
     ({"chosen": [ASK, says("b")], "rejected": [ASK, says("b")]}, r"CHAT002.*:2 `chosen` and `rejected` are the same"),
     ({"prompt": "a", "chosen": "", "rejected": "b"}, r"CHAT002.*:2 `chosen` is empty"),
-    (
-        {"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]},
-        r"CHAT002.*:2 message 2 \(from the assistant\) is empty",
-    ),
+    ({"chosen": [ASK, says("b")], "rejected": [ASK, says(" ")]}, r"CHAT002.*:2 message 2 .*is empty"),
     ({"chosen": [ASK, says("b")], "rejected": [ASK]}, r"CHAT002.*:2 has no assistant message"),
     (
         {"chosen": [ASK, says("b")], "rejected": [{"role": "user", "content": "other"}, says("c")]},
-        r"DATA005.*:2 `chosen` and `rejected` first differ in a user message, not an assistant message",
+        r"DATA005.*:2 `chosen` and `rejected` .*user message",
     ),
 ]
 
@@ -200,7 +197,7 @@ def test_an_answer_without_its_end_may_be_the_beginning_of_the_other(pairs: Pair
     """Then one of them has nothing of its own."""
     record = {"prompt": "alpha ", "chosen": "beta", "rejected": "beta gamma"}
     assert shown(pairs([record]))[0] == f"alpha beta«{EOT}»"
-    with pytest.raises(DataError, match=r"CHAT002.*`chosen` has no tokens to train on"):
+    with pytest.raises(DataError, match=r"CHAT002.*`chosen` has no tokens"):
         pairs([record], train_on_eot=False)
 
 
@@ -209,7 +206,7 @@ def test_prepared_pairs_are_not_samples(pairs: Pairs, settings: Make, tmp_path: 
     data = settings(lines(tmp_path / "p.jsonl", many(3)), validation_share=0.0, format="preference")
     prepare(data, out=tmp_path / "out", sample_tokens=64)
     assert prepare(settings(str(tmp_path / "out"), format="preference"), sample_tokens=64).train.split.pairs
-    with pytest.raises(DataError, match=r"DATA013.*as pairs of answers in windows of 64, the recipe asks for samples"):
+    with pytest.raises(DataError, match=r"DATA013.*pairs .*recipe asks for samples"):
         prepare(settings(str(tmp_path / "out")), sample_tokens=64)
 
 

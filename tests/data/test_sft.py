@@ -284,9 +284,9 @@ def test_prepared_samples_belong_to_a_length_and_a_method(
     prepared = sft([talk(1)], seq_len=64)
     again = settings(prepared.directory)
     assert prepare(again, sample_tokens=64).manifest == prepared.manifest
-    with pytest.raises(DataError, match=r"DATA013.*samples in windows of 64, the recipe asks for samples.* of 32"):
+    with pytest.raises(DataError, match=r"DATA013.*windows of 64.* of 32"):
         prepare(again, sample_tokens=32)
-    with pytest.raises(DataError, match=r"DATA013.*the recipe asks for text"):
+    with pytest.raises(DataError, match=r"DATA013.*asks for text"):
         prepare(again)
 
 
@@ -335,7 +335,7 @@ def test_templates_that_ship_refuse_tools_and_take_a_null(sft: Callable[..., Pre
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     plain = {"messages": [asked, {"role": "assistant", "content": "beta"}]}
     for bad in ({"messages": [asked, call]}, {**plain, "tools": [{"name": "f"}]}):
-        with pytest.raises(DataError, match=r"CHAT002.*:1 .*this template cannot write tools or their calls"):
+        with pytest.raises(DataError, match=r"CHAT002.*:1 .*cannot write tools"):
             sft([bad], chat_template=name)
     (text,) = shown(sft([{**plain, "tools": []}], chat_template=name))
     assert "beta" in text
@@ -437,7 +437,7 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
     assert held.validation is not None
     in_train, in_held = set(shown(held)), shown(held, held.validation)
     assert len(set(in_held)) == len(in_held) and not in_train & set(in_held)
-    with pytest.raises(DataError, match=r"DATA012.*weights must be >= 0 and not all 0, got .*a.jsonl: -1"):
+    with pytest.raises(DataError, match=r"DATA012.*a.jsonl: -1"):
         mixed([-1, 1, 1])
     with pytest.raises(DataError, match=r"DATA012.*not all 0"):
         mixed([0, 0, 0])
@@ -448,7 +448,7 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
 def test_conversations_train_no_tokenizer(tmp_path: Path) -> None:
     """What is missing is named, not a key of the records that has nothing to do with it."""
     data = Data(path=str(lines(tmp_path / "given.jsonl", [talk(0)])), cache=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"error\[TOK004\]: the recipe names no tokenizer, and records without"):
+    with pytest.raises(DataError, match=r"error\[TOK004\]: the recipe names no tokenizer"):
         prepare(data, sample_tokens=32)
 
 
@@ -460,5 +460,5 @@ def test_a_record_whose_tools_are_nested_too_deeply_is_a_bad_record(
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     bad = good[:-1] + f', "tools": [{deep}]}}'
     (tmp_path / "a.jsonl").write_text(f"{good}\n{bad}\n")
-    with pytest.raises(DataError, match=r"DATA007\]: a.jsonl:2 is nested too deeply to be read"):
+    with pytest.raises(DataError, match=r"DATA007\]: a.jsonl:2 is nested too deeply"):
         sft(tmp_path / "a.jsonl", chat_template="chatml")

@@ -41,11 +41,10 @@ def test_a_changed_shard_is_named(prepared: Prepared, monkeypatch: pytest.Monkey
     with pytest.raises(DataError) as caught:
         store.load(prepared.directory)
     assert caught.value.exit_code == 65
-    assert str(caught.value) == (
-        "error[DATA013]: train/tokens-00000.bin changed since it was prepared: its xxh3 checksum does not match\n"
-        f"where: {shard}\n"
-        "fix:   prepare it again: shardwise data prepare --force"
-    )
+    [problem] = caught.value.problems
+    assert (problem.code, problem.where) == ("DATA013", str(shard))
+    assert "train/tokens-00000.bin" in problem.what and "checksum" in problem.what
+    assert "shardwise data prepare --force" in problem.fix
     store.load(prepared.directory, verify=False)
     monkeypatch.setattr(store, "ALWAYS_VERIFIED_BYTES", 1000)
     store.load(prepared.directory)
@@ -77,19 +76,15 @@ def test_b59_an_id_that_the_tokenizer_does_not_have(prepared: Prepared) -> None:
 
 def test_missing_parts(prepared: Prepared, tmp_path: Path) -> None:
     (prepared.directory / "train" / "documents.bin").unlink()
-    with pytest.raises(
-        MissingInputError, match=r"error\[DATA001\]: train/documents.bin of the prepared data is missing"
-    ):
+    with pytest.raises(MissingInputError, match=r"DATA001.*train/documents.bin"):
         store.load(prepared.directory)
     (tmp_path / "void").mkdir()
-    with pytest.raises(
-        MissingInputError, match=r"error\[DATA001\]: .*void is not prepared data: it has no manifest.json"
-    ):
+    with pytest.raises(MissingInputError, match=r"DATA001.*void .*no manifest.json"):
         store.load(tmp_path / "void")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"null", b'{"checksum": 5}', b"\xff", b'{"checksum": "", "x": 1}'])
 def test_a_manifest_that_is_none(prepared: Prepared, body: bytes) -> None:
     (prepared.directory / store.MANIFEST).write_bytes(body)
-    with pytest.raises(ShardwiseError, match=r"error\[DATA013\]: the manifest of the prepared data is damaged"):
+    with pytest.raises(ShardwiseError, match=r"DATA013.*manifest"):
         store.load(prepared.directory)

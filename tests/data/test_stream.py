@@ -119,14 +119,14 @@ def test_b51_text_smaller_than_a_batch(tmp_path: Path, settings: Callable[..., D
     with pytest.raises(DataError) as caught:
         check_size(windows, 8, Data())
     tokens = store.tokens
-    assert caught.value.exit_code == 65
-    assert str(caught.value) == (
-        f"error[DATA003]: {tokens} tokens, one global batch needs 8 x 16 = 128 (and one more)\n"
-        "where: data.path\n"
-        f"fix:   train.global_batch_size={(tokens - 1) // 16}, or train.seq_len={(tokens - 1) // 8}, "
-        "or data.repeat=true, to read samples more than once in a step, or more data"
+    [problem] = caught.value.problems
+    assert (caught.value.exit_code, problem.code, problem.where) == (65, "DATA003", "data.path")
+    assert problem.what.startswith(f"{tokens} tokens, ") and "8 x 16 = 128" in problem.what
+    assert problem.fix.startswith(
+        f"train.global_batch_size={(tokens - 1) // 16}, or train.seq_len={(tokens - 1) // 8}, "
     )
-    with pytest.raises(DataError, match=r"or a larger data.streaming_bytes$"):
+    assert "data.repeat=true" in problem.fix
+    with pytest.raises(DataError, match=r"data.streaming_bytes$"):
         check_size(windows, 8, Data(streaming=True))
     check_size(windows, 8, Data(repeat=True))
     check_size(windows, (tokens - 1) // 16, Data())
