@@ -173,7 +173,7 @@ def test_a_shard_that_no_file_can_be(shards: Path, tmp_path: Path) -> None:
     os.symlink("circle.safetensors", tmp_path / "circle.safetensors")
     for name, told in (("x" * 5000, "name too long"), ("a\0b", "null"), ("circle.safetensors", "link")):
         (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
-        with pytest.raises(DataError, match=f"(?i)CKPT009.*no file can be opened as .*{told}") as caught:
+        with pytest.raises(DataError, match=f"(?i)CKPT009.*{told}") as caught:
             hf.find_weights(tmp_path)
         assert len(str(caught.value)) < 600
 

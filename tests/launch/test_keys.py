@@ -23,10 +23,10 @@ def no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_key_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnavailableError, match=r"TRK003.*no key for api\.wandb\.ai.*\n.*\n.*`wandb login`"):
+    with pytest.raises(UnavailableError, match=r"TRK003.*api\.wandb\.ai(.|\n)*`wandb login`"):
         keys.check_wandb(ASKED)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    with pytest.raises(UnavailableError, match=r"no key for wandb\.example\.org"):
+    with pytest.raises(UnavailableError, match=r"TRK003.*wandb\.example\.org"):
         keys.check_wandb(ASKED)
     keys.check_wandb(Recipe())
 

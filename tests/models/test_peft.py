@@ -166,7 +166,7 @@ def test_an_adapter_of_stacked_layers_that_was_trained_on_as_one(tmp_path: Path)
     name = next(name for name in tensors if "lora_B" in name)
     tensors[name][0, -1] = 1e-3
     save_file(tensors, file)
-    with pytest.raises(DataError, match=r"qkv_proj.lora_B.weight is not block-diagonal"):
+    with pytest.raises(DataError, match=r"qkv_proj.lora_B.weight .*block-diagonal"):
         read(tmp_path / "adapter", model, settings)
 
 
@@ -184,7 +184,7 @@ def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) ->
         assert [problem.fix for problem in caught.value.problems] == [said]
     config = tmp_path / "adapter/adapter_config.json"
     config.write_text(config.read_text().replace('"qkv_proj": 12', '"qkv_proj": 8'))
-    with pytest.raises(DataError, match="rank_pattern, which is not supported"):
+    with pytest.raises(DataError, match="rank_pattern"):
         read(tmp_path / "adapter", adapted(settings, STACKED), settings)
 
 
@@ -213,7 +213,7 @@ def test_what_peft_can_do_beside_is_named(tmp_path: Path, given: dict[str, Any],
         **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **given}
     )
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(DataError, match=f"the adapter uses {said}, which is not supported"):
+    with pytest.raises(DataError, match=f"{said}, .*not supported"):
         read(tmp_path / "theirs", model, settings)
 
 
@@ -254,7 +254,7 @@ def test_an_adapter_that_no_recipe_can_name(tmp_path: Path, spec: ModelSpec, rol
     write(tmp_path, model, settings)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **given)).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(DataError, match="the adapter and the recipe's targets differ") as caught:
+    with pytest.raises(DataError, match="targets differ") as caught:
         read(tmp_path / "theirs", model, settings)
     assert [problem.fix.partition(",")[0] for problem in caught.value.problems] == [
         "an adapter on every layer of a name"
@@ -360,9 +360,7 @@ def test_an_adapter_whose_own_words_make_no_sense(tmp_path: Path) -> None:
     words = [f"model.path={tmp_path / 'base'}", f"lora.path={tmp_path / 'adapter'}"]
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"r": 0, "lora_alpha": "8"}))
-    with pytest.raises(
-        DataError, match=r"CKPT009.*adapter_config.json has values that no adapter has: r: 0, lora_alpha: text .8."
-    ):
+    with pytest.raises(DataError, match=r"CKPT009.*adapter_config.json .*r: 0, lora_alpha: text .8."):
         with_adapter(load_recipe(None, words))
     file.unlink()
     with pytest.raises(MissingInputError, match="CKPT001"):

@@ -114,17 +114,14 @@ def test_more_cpu_processes_than_cores_are_warned_of_and_memory_decides(monkeypa
     assert crowding(local_cluster(2, "cpu")) is None and crowding(parse_cluster("8xH100")) is None
     found = local_cluster(8, "cpu")
     assert (found.world, found.device.memory_bytes) == (8, 2**30 - CPU_PROCESS_BYTES)
-    assert crowding(found) == (
-        "warning[DEV002]: 8 processes share 2 cores, so they take turns: good for trying a layout; steps are slower "
-        "than with 2, and each needs 300.0 MiB besides the model"
-    )
+    said = crowding(found)
+    assert said is not None and said.startswith("warning[DEV002]: 8 processes share 2 cores") and "300.0 MiB" in said
     assert local_cluster(27, "cpu").device.memory_bytes < 8 * 2**20
     with pytest.raises(UsageError) as caught:
         local_cluster(28, "cpu")
     (problem,) = caught.value.problems
-    taken = "each needs 300.0 MiB even before it loads the model, and 8.0 GiB are free"
-    assert (problem.code, problem.what) == ("DEV001", f"28 processes asked for; {taken}")
-    assert problem.fix == "`--nproc 27`"
+    assert problem.code == "DEV001" and problem.what.startswith("28 processes ")
+    assert "300.0 MiB" in problem.what and "8.0 GiB" in problem.what and problem.fix == "`--nproc 27`"
 
 
 def test_this_machine() -> None:
@@ -144,7 +141,7 @@ def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         local_cluster(8, "cuda")
     (problem,) = caught.value.problems
     assert (problem.code, caught.value.exit_code) == ("DEV001", 2)
-    assert problem.what == "8 processes on GPUs asked for, and no GPU found"
+    assert problem.what.startswith("8 processes ") and "no GPU" in problem.what
     assert problem.fix == f"`--device cpu --nproc 2`; {ELSEWHERE}"
     gpus = [("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)), ("unheard of", 40 * 2**30, (6, 1))]
     monkeypatch.setattr(module, "gpus", lambda: gpus)

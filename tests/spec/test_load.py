@@ -297,12 +297,8 @@ def test_all_problems_of_a_recipe_are_told_at_once(complain: Complain) -> None:
 
 def test_b08_an_override_is_named_as_the_source(complain: Complain) -> None:
     (problem,) = complain("train: {seq_len: 8}", "optm.lr=3")
-    assert problem == Problem(
-        "CFG001",
-        "unknown key `optm.lr`",
-        "`optm.lr=3` on the command line",
-        "did you mean `optim.learning_rate`?",
-    )
+    assert (problem.code, problem.where) == ("CFG001", "`optm.lr=3` on the command line")
+    assert "`optm.lr`" in problem.what and "`optim.learning_rate`" in problem.fix
     (problem,) = complain("train: {seq_len: 8}", "seq_len=abc")
     assert problem.where == "`seq_len=abc` on the command line"
 
