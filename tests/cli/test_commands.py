@@ -383,7 +383,7 @@ def test_a_run_that_is_in_use_is_left_alone(shardwise: Run, ended: list[tuple[ob
     for more in ((), ("--resume",), ("--dry-run",)):
         code, _, err = shardwise("train", texts(), *SMALL, "--run", "a", *more)
         assert code == 73 and err.startswith("error[OUT005]: runs/a ") and "`--run`\n" in err
-        assert f" pid {os.getppid()} on {other.host}\nwhere: runs/a\n" in err
+        assert f" in use by pid {os.getppid()} on {other.host}\nwhere: runs/a\n" in err
     assert sorted(path.name for path in Path("runs/a").iterdir()) == [".owner-5", "recipe.yaml"] and len(ended) == 1
     Path("runs/a/.owner-5").unlink()
     assert shardwise("train", texts(), *SMALL, "--run", "a")[0] == 0

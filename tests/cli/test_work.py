@@ -163,7 +163,7 @@ def test_ranks_of_torchrun_are_refused_while_another_start_lives(
     Path("runs/a/.owner-5").write_bytes(owner._text(other, 0))
     before = sorted(Path("runs/a").iterdir())
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OutputError, match=rf"OUT005.*runs/a .*pid {os.getppid()} on {other.host}"):
+    with pytest.raises(OutputError, match=rf"OUT005.*runs/a .*in use.* pid {os.getppid()} on {other.host}"):
         run(recipe, monkeypatch, None)
     monkeypatch.setenv("RANK", "1")
     waited: list[float] = []

@@ -231,7 +231,7 @@ def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make)
     (corpus / "4.md").write_text("something else")
     again = f"shardwise data prepare RECIPE.yaml --force --out {out}"
     for attempt, fix in (
-        (lambda: prepare(settings(corpus), out), "--force"),
+        (lambda: prepare(settings(corpus), out), "another --out"),
         (lambda: prepare(settings(out)), again),
     ):
         with pytest.raises(DataError) as caught:

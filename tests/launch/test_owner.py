@@ -115,7 +115,7 @@ def test_a_living_owner_is_named_at_once(tmp_path: Path) -> None:
     for attempt in (lambda: claim(tmp_path, "", clock.said.append, clock.pace()), lambda: check_free(tmp_path)):
         with pytest.raises(OutputError) as caught:
             attempt()
-        assert refused(caught.value).endswith(f" pid {os.getppid()} on {known.host}")
+        assert refused(caught.value).endswith(f" in use by pid {os.getppid()} on {known.host}")
     assert (clock.slept_s, clock.said) == (0.0, [])
 
 
@@ -144,7 +144,7 @@ def test_an_owner_elsewhere_is_watched_for_a_minute(tmp_path: Path) -> None:
     clock = Clock(after_s=47, act=lambda: (tmp_path / ".owner-1").write_bytes(owner._text(known, 1)))
     with pytest.raises(OutputError) as caught:
         claim(tmp_path, "", clock.said.append, clock.pace())
-    assert refused(caught.value).endswith(" pid 99 on n2")
+    assert refused(caught.value).endswith(" in use by pid 99 on n2")
     assert clock.slept_s == 47
     [said] = clock.said
     assert said.startswith(f"{tmp_path} ") and "pid 99 on n2" in said and "60 s" in said

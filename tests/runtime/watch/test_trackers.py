@@ -174,7 +174,8 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path: Path, capsys: 
         for step in range(1, 10):
             log.step(state_at(step), stats(step), torch.device("cpu"))
     said = [line for line in capsys.readouterr().out.splitlines() if "TRK002" in line]
-    assert said == ["warning[TRK002]: wandb failed and is not used any more: ConnectionError: the service"]
+    assert len(said) == 1 and said[0].startswith("warning[TRK002]: wandb failed")
+    assert said[0].endswith("ConnectionError: the service")
     assert [step for step, _ in good[0].rows] == list(range(1, 10)) and good[0].outcome == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
 
@@ -194,7 +195,8 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     tracks = Tracks([Feed("wandb", lambda subject: Kept(subject, hangs=1), subject(tmp_path))])
     for step in range(1, 4):
         tracks.row(step, "train", {"step": step, "loss": 1.0})
-    assert tracks.close("finished") == ["warning[TRK002]: wandb has not finished within 0 s"]
+    [said] = tracks.close("finished")
+    assert said.startswith("warning[TRK002]: wandb has not finished")
 
 
 def test_numbers_that_are_not_known_are_left_out(tmp_path: Path) -> None:
