@@ -180,6 +180,8 @@ def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.Ca
     assert "different methods (pretrain and sft)" in told(capsys, a, d)["warnings"][0]
     assert main(["compare", a, d]) == 0
     assert capsys.readouterr().out.startswith("warning: the losses are of different methods")
+    (runs[2] / "run.json").write_text("{")
+    assert told(capsys, a, c)["warnings"] == [], "nothing is known of its tokenizer"
 
 
 def test_a_plot_that_cannot_be(

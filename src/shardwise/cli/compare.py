@@ -67,6 +67,8 @@ def incomparable(a: History, b: History) -> list[str]:
     if methods[0] != methods[1]:
         found.append(f"the losses are of different methods ({' and '.join(methods)}) and cannot be compared")
     one, two = a.identity, b.identity
+    if not (one and two):  # of another version, or its file cannot be read, which is told
+        return found
     if one.get("tokenizer") != two.get("tokenizer"):
         found.append("the tokenizers differ, so a token is not the same amount of text: compare bits per byte")
     elif one.get("data") != two.get("data"):

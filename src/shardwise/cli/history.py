@@ -103,7 +103,7 @@ def read_history(directory: Path) -> History:
     """The run in ``directory``. Raises MissingInputError (CFG011) where none is. Lines that cannot be read are left
     out, and named unless it is the last one, which may still be being written."""
     if not (directory / "recipe.yaml").is_file():
-        what = f"{directory} is not a run: it holds no recipe.yaml"
+        what = f"{directory} is not a run: it holds no regular file recipe.yaml"
         fix = "name run directories, such as runs/quickstart-1"
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
     unread: list[str] = []

@@ -130,7 +130,7 @@ def recipe_file(path: Path) -> Path:
     if os.path.isdir(path):
         if not os.path.isfile(path / "recipe.yaml"):
             fix = "name a recipe, or a run directory with a recipe.yaml"
-            raise MissingInputError(Problem("CFG011", f"{path} holds no recipe.yaml", str(path), fix))
+            raise MissingInputError(Problem("CFG011", f"{path} holds no regular file recipe.yaml", str(path), fix))
         return path / "recipe.yaml"
     shipped = recipes_directory() / f"{path.name.removesuffix('.yaml')}.yaml"
     if not os.path.exists(path) and path.parent == Path(".") and os.path.isfile(shipped):

@@ -47,10 +47,10 @@ def header(job: Job) -> str:
     reasons = {key: f" ({plan.why[name]})" if (name := f"precision.{key}") in plan.why else "" for key in MEASURED}
     kept = f"{plan.kept}, compute {precision.compute}{reasons['compute']}"
     sums = f"gradients summed in {precision.reduce}"
-    samples = "answers, two per pair" if split.pairs else "samples"
-    noun = ("answers", samples) if split.packs else ("text", "documents")
+    number = counted(split.documents, "sample" if split.packs else "document")
+    number = f"{split.documents:,} answers, two per pair" if split.pairs else number
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
-    text = f"{portions}{show_bytes(split.text_bytes)} of {noun[0]} in {split.documents:,} {noun[1]}"
+    text = f"{portions}{show_bytes(split.text_bytes)} of {'answers' if split.packs else 'text'} in {number}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
     ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
     every = "every step" if job.save_steps == 1 else f"every {job.save_steps} steps"
