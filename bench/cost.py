@@ -1,25 +1,34 @@
 """How long planning takes: the effect of techniques on the model on paper, and the choice of a plan.
 
     python bench/cost.py [--plans 1000] [--pairs 30]
+    python bench/cost.py --against CHECKOUT [--pairs 5]      # searches, against another version's
 
 Prices that many plans of a 70 B Llama with ``techniques.cost``: every setting of every dial (strategy, hybrid shapes,
-precision, recomputation, accumulation, chunks), then times ``search.choose`` for the same model on three clusters. The
-sheet of the model is read once, before. Medians over the repetitions; A/A is that of two neighbouring ones.
+precision, recomputation, accumulation, chunks), each with its sheet, then times ``search.choose`` for the same model on
+three clusters. Medians over the repetitions; A/A is that of two neighbouring ones.
+
+``--against`` runs both versions in turn, a process for each round and cluster: the first search, which reads the units
+that ship, and the median of those that follow. Ratios are of this version's time over the other's in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import cycle, islice, pairwise, product
+from pathlib import Path
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner import search
-from shardwise.planner.sheets import sheet_of, variant
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
@@ -71,18 +80,55 @@ def choose(spec: ModelSpec, cluster: Cluster) -> None:
     search.choose(Recipe(train=Train(seq_len=4096, global_batch_size=1024)), spec, cluster)
 
 
+def searches(cluster: Cluster, repetitions: int) -> tuple[float, float]:
+    """Seconds of the processor that the first search of this process takes, and the median of later ones."""
+    spec = load_spec(MODEL)
+    begun = time.process_time()
+    choose(spec, cluster)
+    first = time.process_time() - begun
+    return first, statistics.median(busy for _, busy in seconds(lambda: choose(spec, cluster), repetitions))
+
+
+def against(checkout: Path, pairs: int) -> None:
+    """Prints how long searches take here over how long they take in ``checkout``."""
+    sides = (Path(__file__).parents[1] / "src", checkout / "src")
+    for name in CLUSTERS:
+        rounds = []
+        for _ in range(pairs):
+            outputs = [
+                subprocess.check_output(
+                    [sys.executable, __file__, "--search", name], env={**os.environ, "PYTHONPATH": str(side)}
+                )
+                for side in sides
+            ]
+            rounds.append([json.loads(output) for output in outputs])
+        for index, which in enumerate(("first", "later")):
+            here, there = ([side[index] for side in sides] for sides in zip(*rounds, strict=True))
+            ratios = [a / b for a, b in zip(here, there, strict=True)]
+            span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            middle = 1e3 * statistics.median(here)
+            print(f"{which} search on {name:32} {middle:7.0f} ms, {statistics.median(ratios):.2f} ({span}) of before")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the version in this directory")
+    parser.add_argument("--search", metavar="CLUSTER", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.search:
+        print(json.dumps(searches(parse_cluster(chosen.search), 9)))
+        return
+    if chosen.against:
+        against(chosen.against, chosen.pairs)
+        return
     spec = load_spec(MODEL)
     listed = plans(chosen.plans)
-    sheets = {which: sheet_of(spec, which) for which in ("wide", "narrow")}
 
     def cost() -> None:
         for plan in listed:
-            techniques.cost(sheets[variant(plan.precision)], plan)
+            techniques.cost(sheet_of(spec, plan), plan)
 
     show(f"techniques.cost, {len(listed):,} plans of {MODEL}", seconds(cost, chosen.pairs))
     for name in CLUSTERS:

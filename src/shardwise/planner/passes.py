@@ -166,8 +166,9 @@ class _Local:
     """The events of one unit's tensors and operations."""
 
     def __init__(self, passes: Passes, unit: Unit) -> None:
-        self.unit, self.passes = unit, passes
-        self.sizes = [tensor.bytes(passes.b, passes.s) for tensor in unit.tensors]
+        self.unit, (b, s) = unit, (passes.b, passes.s)
+        self.times = {"": 1, "b*s": b * s, "b*s*s": b * seen(s, unit.window)}
+        self.sizes = [tensor.bytes(b, s) for tensor in unit.tensors]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
@@ -182,11 +183,10 @@ class _Local:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
-        b, s = self.passes.b, self.passes.s
         if workspace := techniques.workspace_bytes(op):
             yield Make((0, "workspace"), "activations", workspace)
             yield Free((0, "workspace"), "activations", workspace)
-        size = op.flops * {"": 1, "b*s": b * s, "b*s*s": b * seen(s, self.unit.window)}[op.per]
+        size = op.flops * self.times[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size)
         elif size:

@@ -8,7 +8,6 @@ it, and torch.
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pydantic import TypeAdapter
 from shardwise import techniques
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.planner.shipped import SHIPPED, Shipped
 from shardwise.planner.variants import chosen, sizes
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
@@ -35,7 +35,6 @@ from shardwise.spec.safe_path import safe_path
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
 from shardwise.techniques.variant import Traced, Variant
 
-SHIPPED = "sheets.json.gz"
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
 TRACED = (
     "distributed/fake_world.py",
@@ -133,7 +132,8 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
     known, missing = _known(), []
     for variant in dict.fromkeys(variants):
         if variant not in known:
-            packed = _shipped(variant) or _cached(_path(variant, cache_directory))
+            key = key_of(variant)
+            packed = shipped().unit(key) or _cached(_path(key, cache_directory))
             if packed is None:
                 missing.append(variant)
             else:
@@ -141,7 +141,7 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
     if missing:
         for variant, packed in zip(missing, traced_apart(missing), strict=True):
             known[variant] = unpack_unit(packed)
-            _keep(_path(variant, cache_directory), packed)
+            _keep(_path(key_of(variant), cache_directory), packed)
     return {variant: known[variant] for variant in variants}
 
 
@@ -188,24 +188,19 @@ def _digest(paths: tuple[str, ...], version: str) -> str:
     return digest.hexdigest()
 
 
-def _path(variant: Variant, directory: Path) -> Path:
-    key = f"{FORMAT} {digest_of(variant)} {name_of(variant)}"
-    return directory / f"{xxhash.xxh3_128_hexdigest(key.encode())}.json"
+def key_of(variant: Variant) -> str:
+    """The name of a variant's unit as this code makes it."""
+    return xxhash.xxh3_128_hexdigest(f"{FORMAT} {digest_of(variant)} {name_of(variant)}".encode())
 
 
-def _shipped(variant: Variant) -> Any:
-    digest, packed = shipped().get(name_of(variant), ("", ""))
-    return json.loads(packed) if digest == digest_of(variant) else None
+def _path(key: str, directory: Path) -> Path:
+    return directory / f"{key}.json"
 
 
 @cache
-def shipped() -> dict[str, tuple[str, str]]:
-    """The packed units that ``python -m shardwise.planner.ship`` made, by name, each with its digest."""
-    data = files("shardwise.planner").joinpath(SHIPPED)
-    if not data.is_file():
-        return {}
-    lines = (line.split("\t") for line in gzip.decompress(data.read_bytes()).decode().splitlines())
-    return {name: (digest, packed) for name, digest, packed in lines}
+def shipped() -> Shipped:
+    """The units that ``python -m shardwise.planner.ship`` made."""
+    return Shipped(files("shardwise.planner").joinpath(SHIPPED).read_bytes())
 
 
 def _cached(path: Path) -> Any:

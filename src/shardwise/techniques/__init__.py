@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -102,10 +102,13 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 def workspace_bytes(op: Op) -> int:
     """What an operation of a technique's own holds besides what it reads and makes."""
-    for technique in ORDER:
-        if op.name in vars(technique).get("WORKSPACES", ()):
-            return int(technique.WORKSPACES[op.name](op))
-    return 0
+    size = _workspaces(ORDER).get(op.name)
+    return size(op) if size else 0
+
+
+@cache
+def _workspaces(order: tuple[ModuleType, ...]) -> dict[str, Callable[[Op], int]]:
+    return {name: size for technique in order for name, size in vars(technique).get("WORKSPACES", {}).items()}
 
 
 def inside(plan: Plan) -> Plan:
