@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 SHIPPED = "sheets.json.gz"
+KEY = 32
+"""Characters of a key."""
 OWN = slice(2, 5)
 """Of a packed operation, what is not part of it but of its unit: the tensors that it allocates, frees and reads."""
 
@@ -21,20 +23,20 @@ class Shipped:
     """The packed units in such a file, by key."""
 
     def __init__(self, data: bytes) -> None:
-        parts, units = gzip.decompress(data).decode().split("\n\n")
-        self._parts = parts.split("\n")
+        parts, _, units = gzip.decompress(data).partition(b"\n\n")
+        self._parts = parts.split(b"\n")
         self._read: dict[int, Any] = {}
-        self._units = dict(line.split("\t") for line in units.split("\n"))
+        self._lines = {line[:KEY].decode(): line for line in units.split(b"\n")}
 
     @property
     def keys(self) -> frozenset[str]:
-        return frozenset(self._units)
+        return frozenset(self._lines)
 
     def unit(self, key: str) -> list[Any] | None:
         """The packed unit of this key, if there is one."""
-        if key not in self._units:
+        if key not in self._lines:
             return None
-        name, weights, tensors, forward, frees, backward, *rest = json.loads(self._units[key])
+        name, weights, tensors, forward, frees, backward, *rest = json.loads(self._lines[key][KEY:])
         first, second = ([self._op(op) for op in ops] for ops in (forward, backward))
         return [name, [*map(self._part, weights)], [*map(self._part, tensors)], first, frees, second, *rest]
 

@@ -82,6 +82,7 @@ class Folding(Tape):
     def __init__(self) -> None:
         super().__init__()
         self.spans: dict[Hashable, Span] = {}
+        self.known: dict[tuple[Pass, Unit], Iterable[Piece]] = {}  # of this step, whose passes are all one's
         self.taken()
 
     def taken(self) -> dict[Hashable, Span]:
@@ -100,7 +101,10 @@ class Folding(Tape):
         self.span.moves(category, size)
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
-        return _folded(which, passes, unit)
+        key = which, unit
+        if key not in self.known:
+            self.known[key] = _folded(which, passes, unit)
+        return self.known[key]
 
     def play(self, piece: Event | Span, place: int) -> None:
         assert isinstance(piece, Span)
