@@ -14,7 +14,6 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.planner import sheets
 from shardwise.prove.pool import RankPool
-from shardwise.techniques.variant import Variant
 from tests.covering import covering
 
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
@@ -43,7 +42,6 @@ LONG = (
     "tests/parity/test_field.py",
     "tests/faults/test_hangs.py",
     "tests/techniques/test_rounding.py",
-    "tests/planner/test_features.py",
 )
 """Files that take longest, the longest first."""
 
@@ -96,10 +94,10 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
 def _traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds."""
 
-    def traced(variants: list[Variant]) -> list[Any]:
+    def traced(names: list[str], kept_in: Path) -> list[Any]:
         from shardwise.planner.trace import traced_here
 
-        return [sheets.pack_unit(unit) for unit in traced_here(variants).values()]
+        return [sheets.pack_unit(unit) for unit in traced_here(map(sheets.variant_of, names)).values()]
 
     monkeypatch.setattr(sheets, "traced_apart", traced)
 

@@ -9,8 +9,6 @@ it, and torch.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, replace
@@ -26,12 +24,12 @@ from pydantic import TypeAdapter
 from shardwise import techniques
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.planner.apart import traced_apart
 from shardwise.planner.shipped import SHIPPED, Shipped
 from shardwise.planner.variants import chosen, sizes
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
-from shardwise.spec.safe_path import safe_path
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
 from shardwise.techniques.variant import Traced, Variant
 
@@ -143,7 +141,8 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
             else:
                 known[variant] = unpack_unit(packed)
     if missing:
-        for variant, packed in zip(missing, traced_apart(missing), strict=True):
+        made = traced_apart([name_of(variant) for variant in missing], cache_directory)
+        for variant, packed in zip(missing, made, strict=True):
             known[variant] = unpack_unit(packed)
             _keep(_path(key_of(variant), cache_directory), packed)
     return {variant: known[variant] for variant in variants}
@@ -152,18 +151,6 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
 @cache
 def _known() -> dict[Variant, Unit]:
     return {}
-
-
-def traced_apart(variants: list[Variant]) -> list[Any]:
-    """The packed units of these variants, traced in a process of its own, where no process group lives."""
-    print(f"tracing {len(variants)} units of the model, once: some seconds", file=sys.stderr)
-    command = [sys.executable, "-P", "-m", "shardwise.planner.trace"]
-    names = "\n".join(map(name_of, variants))
-    with safe_path():
-        done = subprocess.run(command, input=names, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a unit could not be traced:\n{done.stderr}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
 def name_of(variant: Variant) -> str:
