@@ -8,16 +8,25 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise import techniques
 from shardwise.distributed import collectives
+from shardwise.distributed.calls import collective
+from shardwise.distributed.calls import payload_bytes as payload_bytes_of
 from shardwise.distributed.collectives import gathered, scattered, summed
+from shardwise.distributed.meshes import meshes
+from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
 from shardwise.planner.passes import recomputed
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import trace, traced_here
 from shardwise.planner.variants import chosen
+from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
@@ -160,3 +169,43 @@ def test_a_fault_in_the_real_program_is_refused(fault: str, monkeypatch: pytest.
     monkeypatch.setattr(collectives, name, planted)
     with pytest.raises(AssertionError):
         check()
+
+
+class Sends(TorchDispatchMode):
+    """Lists the collectives that torch runs, in order: kind and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := collective(func):
+            self.listed.append((kind, payload_bytes_of(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def sent_by_a_model(rank: int, ranks: int, spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[str, int]]]:
+    """What a rank of a real group sends in a forward and a backward of stem, blocks and tail."""
+    groups = meshes(plan.layout, "cpu")
+    torch.manual_seed(0)
+    model = Decoder(spec).to(torch.bfloat16)
+    techniques.apply([model], plan, groups)
+    ids = torch.zeros((plan.batch.micro_batch_size, plan.batch.seq_len), dtype=torch.int64)
+    positions = torch.arange(plan.batch.seq_len).expand_as(ids)
+    with Sends() as forward:
+        hidden = model(ids, positions, MaskSpec(), lambda hidden, weight: hidden)
+    with Sends() as backward:
+        hidden.sum().backward()
+    return {"forward": forward.listed, "backward": backward.listed}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_real_ranks_send_what_the_table_says(mode: str, ranks: RankPool) -> None:
+    plan = plan_of(mode, 2)
+    told = {(line.unit, line.when): line.sends for line in lines(SPEC, plan, first=False)}
+    ways = {"forward": ("stem", *["block"] * 4, "tail"), "backward": ("tail", *["block"] * 4, "stem")}
+    wanted = {
+        when: [(kind, payload_bytes(what, SPEC, plan)) for unit in units for kind, what in told[unit, when]]
+        for when, units in ways.items()
+    }
+    assert ranks.run(sent_by_a_model, SPEC, plan, world=2) == [wanted, wanted]
