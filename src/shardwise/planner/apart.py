@@ -1,13 +1,11 @@
 """Units traced in a process of its own, where no process group lives. It imports torch once, and waits for more.
 
-``python -m shardwise.planner.apart`` is that process: it reads the names of variants and writes packed units, line by
-line.
+That process is planner/tracer.py.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardwise.spec.safe_path import safe_path
-
-WAITS_S = 20
-"""Much longer than a search takes from one new unit to the next; a run that follows it needs the memory."""
 
 
 def traced_apart(names: list[str], kept_in: Path) -> list[Any]:
@@ -49,8 +44,9 @@ def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
     with said:
         said.seek(0)
         words = said.read()
-    with suppress(BrokenPipeError), process:  # a name that it has not read is lost
-        return words
+    with suppress(BrokenPipeError), process:
+        pass  # a name that it has not read is lost
+    return words
 
 
 @cache
@@ -58,23 +54,7 @@ def _process(kept_in: Path) -> tuple[subprocess.Popen[str], IO[str]]:
     """It, and what it says on stderr. It ends when this process does, if not before."""
     print(f"tracing the units of a model that is new here: once, some seconds; kept in {kept_in}", file=sys.stderr)
     said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
-    command = [sys.executable, "-P", "-m", "shardwise.planner.apart"]
+    command = [sys.executable, "-P", "-m", "shardwise.planner.tracer"]
     with safe_path():
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, encoding="utf-8"), said
-
-
-def main() -> None:
-    """Trace the variants whose names are read, each at once."""
-    from shardwise.planner.sheets import pack_unit, variant_of
-    from shardwise.planner.trace import trace
-
-    signal.alarm(WAITS_S)
-    for line in sys.stdin:
-        signal.alarm(0)
-        print(json.dumps(pack_unit(trace(variant_of(line))), separators=(",", ":")), flush=True)
-        signal.alarm(WAITS_S)
-
-
-if __name__ == "__main__":
-    main()

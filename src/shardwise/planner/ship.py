@@ -21,6 +21,7 @@ from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.safe_path import safe_path
 from shardwise.techniques.variant import Variant
 
 TYPES = ((Precision(), False), (Precision("bf16"), True), (Precision("bf16"), False))
@@ -59,7 +60,7 @@ def make(variants: Iterable[Variant]) -> dict[str, list[Any]]:
 def main() -> None:
     """Write the file that the package carries. On two cores it takes some three minutes."""
     wanted, processes = [*ordinary()], os.cpu_count() or 1
-    with get_context("spawn").Pool(processes) as pool:
+    with safe_path(), get_context("spawn").Pool(processes) as pool:
         made = pool.map(make, [wanted[first::processes] for first in range(processes)])
     units = {key: unit for each in made for key, unit in each.items()}
     Path(__file__).with_name(SHIPPED).write_bytes(written(units))
