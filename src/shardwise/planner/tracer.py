@@ -1,4 +1,4 @@
-"""The process that traces units (planner/apart.py): it reads names of variants and writes packed units, line by line."""
+"""The process that traces units (planner/apart.py): it reads names of variants and writes a packed unit for each."""
 
 from __future__ import annotations
 
