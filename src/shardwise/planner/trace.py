@@ -9,8 +9,6 @@ seen. Every number that only sizes something is a prime, so that each size can b
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +30,6 @@ from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
-from shardwise.planner.sheets import pack_unit, variant_of
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.sheet import SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
@@ -299,7 +296,7 @@ class _Recording:
             out = subject.call(start)
             mark("output", out)
             run.forward_events = len(recorder.events)
-            if backward:
+            if backward and out.requires_grad:  # not of a frozen norm before an output layer that is trained
                 loss = _Seed.apply(out, partial(mark, "gradient_in"))
                 mark("seed", loss)
                 del out
@@ -385,13 +382,3 @@ def _dims(name: str, event: RecordedOp, size: Callable[[int], Dim]) -> tuple[Dim
 
 def _dtype(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def main() -> None:
-    """Trace the variants whose names are read, and write each unit as a line."""
-    for line in sys.stdin.read().splitlines():
-        print(json.dumps(pack_unit(trace(variant_of(line))), separators=(",", ":")), flush=True)
-
-
-if __name__ == "__main__":
-    main()
