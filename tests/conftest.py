@@ -14,6 +14,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.planner import sheets
 from shardwise.prove.pool import RankPool
+from shardwise.techniques.variant import Variant
 from tests.covering import covering
 
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it would be made where the first test stands
@@ -92,13 +93,20 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds."""
+    """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds. A
+    test's own kind of plan cannot be read from a name, so variants are remembered by theirs."""
+    named, name_of = dict[str, Variant](), sheets.name_of
+
+    def naming(variant: Variant) -> str:
+        named[name_of(variant)] = variant
+        return name_of(variant)
 
     def traced(names: list[str], kept_in: Path) -> list[Any]:
         from shardwise.planner.trace import traced_here
 
-        return [sheets.pack_unit(unit) for unit in traced_here(map(sheets.variant_of, names)).values()]
+        return [sheets.pack_unit(unit) for unit in traced_here(named[name] for name in names).values()]
 
+    monkeypatch.setattr(sheets, "name_of", naming)
     monkeypatch.setattr(sheets, "traced_apart", traced)
 
 

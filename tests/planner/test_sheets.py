@@ -17,7 +17,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec, from_hf, parameter_count
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.planner import sheets, ship
-from shardwise.planner.apart import traced_apart
+from shardwise.planner.apart import _ended, _process, traced_apart
 from shardwise.planner.passes import seen
 from shardwise.planner.schedule import folded
 from shardwise.planner.sheets import key_of, name_of, pack_unit, sheet_of, unpack_unit, variant_of
@@ -100,6 +100,7 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
         if spoilt:
             file.write_text("{not json")
     sheets._known.cache_clear()
+    assert not _ended(*_process(tmp_path)), "and it ends without a word"
 
 
 def test_an_edit_of_one_technique_does_not_void_the_units_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ That process is planner/tracer.py.
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -38,8 +39,13 @@ def traced_apart(names: list[str], kept_in: Path) -> list[Any]:
 
 
 def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
-    """What it said, now that it ends."""
+    """What it said, now that it ends: it has nothing more to read."""
     _process.cache_clear()
+    if said.closed:
+        return ""
+    if process.stdin:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
     process.wait()
     with said:
         said.seek(0)
@@ -57,4 +63,6 @@ def _process(kept_in: Path) -> tuple[subprocess.Popen[str], IO[str]]:
     command = [sys.executable, "-P", "-m", "shardwise.planner.tracer"]
     with safe_path():
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, encoding="utf-8"), said
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, encoding="utf-8")
+    atexit.register(_ended, process, said)
+    return process, said
