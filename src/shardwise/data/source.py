@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from shardwise.errors import DataError, MissingInputError, Problem, first_line
+from shardwise.errors import NO_ROOM, DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import open_regular
 from shardwise.spec.shipped import recipes_directory
 from shardwise.spec.units import typed
@@ -37,7 +37,7 @@ _LARGEST_ID_BYTES = 8
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
-_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_WRITTEN = (*NO_ROOM, errno.EROFS)
 Kind = Literal["text", "jsonl", "other", "ids"]
 _KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
 """By suffix; any other file is text."""
