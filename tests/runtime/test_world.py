@@ -176,6 +176,7 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, m
     first, second = kept(), kept()
     assert first != second and first.stat().st_mode & 0o777 == 0o700 and first.stat().st_uid == os.getuid()
     assert kept(store=str(tmp_path / "store")) == tmp_path / "inductor", "ranks of one launcher share one"
+    assert (tmp_path / "inductor").stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     world_module._keep_to_ourselves(process())
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
