@@ -12,7 +12,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner.symbols import Symbols
 from shardwise.planner.trace import trace, trace_once
-from shardwise.planner.variants import GROWING, NEUTRAL, PRIMES, chosen
+from shardwise.planner.variants import GROWING, PRIMES, chosen
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
@@ -94,7 +94,7 @@ def test_primes_are_primes_and_distinct() -> None:
 def test_sizes_are_read_as_products() -> None:
     read = Symbols((*PRIMES.items(), *GROWING.items()))
     d, e, b, s = PRIMES["d"], PRIMES["e"], GROWING["b"], GROWING["s"]
-    heads = NEUTRAL.num_attention_heads
+    heads = PRIMES["K"] * PRIMES["G"]
     assert [read(size) for size in (0, 3, d, 2 * d * heads * e, e // 2, 6 * PRIMES["p"], d // 64)] == [
         0,
         3,

@@ -10,7 +10,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.sheet import Op, Tensor, size_of
 
-WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("fsdp", 0),), "statistics", False, ("4*f", "d"), True)
+WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("fsdp", 0),), "statistics", False, ("4*f", "d"))
 
 
 def test_a_tensor_in_other_types_is_else_the_same() -> None:

@@ -35,6 +35,7 @@ from shardwise.techniques.variant import Traced, Variant
 
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
 TRACED = (
+    "distributed/calls.py",
     "distributed/fake_world.py",
     "models/attention.py",
     "models/decoder.py",
@@ -131,20 +132,21 @@ def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Uni
 
 def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict[Variant, Unit]:
     """The unit of each variant: as it ships, as it was kept, or traced, which takes some seconds, and kept."""
-    known, missing = _known(), []
+    known, missing = _known(), dict[Variant, Path]()
     for variant in dict.fromkeys(variants):
         if variant not in known:
             key = key_of(variant)
-            packed = shipped().unit(key) or _cached(_path(key, cache_directory))
+            path = cache_directory / f"{key}.json"
+            packed = shipped().unit(key) or _cached(path)
             if packed is None:
-                missing.append(variant)
+                missing[variant] = path
             else:
                 known[variant] = unpack_unit(packed)
     if missing:
         made = traced_apart([name_of(variant) for variant in missing], cache_directory)
-        for variant, packed in zip(missing, made, strict=True):
+        for (variant, path), packed in zip(missing.items(), made, strict=True):
             known[variant] = unpack_unit(packed)
-            _keep(_path(key_of(variant), cache_directory), packed)
+            _keep(path, packed)
     return {variant: known[variant] for variant in variants}
 
 
@@ -182,10 +184,6 @@ def _digest(paths: tuple[str, ...], version: str) -> str:
 def key_of(variant: Variant) -> str:
     """The name of a variant's unit as this code makes it."""
     return xxhash.xxh3_128_hexdigest(f"{FORMAT} {digest_of(variant)} {name_of(variant)}".encode())
-
-
-def _path(key: str, directory: Path) -> Path:
-    return directory / f"{key}.json"
 
 
 @cache

@@ -3,8 +3,8 @@ to it, in a fake world.
 
 What is traced is what is applied: adapters, dtypes, 4 bits, frozen weights and collectives are operations that were
 seen. Every number that only sizes something is a prime, so that each size can be read as a product of symbols
-(planner/symbols.py). A fake world stands on the process's default group, so a unit is traced in a process of its own:
-``python -P -m shardwise.planner.trace`` reads variants, a line each, and writes the units.
+(planner/symbols.py). A fake world stands on the process's default group, so a unit is traced in a process of its own
+(planner/tracer.py).
 """
 
 from __future__ import annotations

@@ -32,10 +32,6 @@ def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
     return ModelSpec("template", *sizes, **features)
 
 
-NEUTRAL = _spec(PRIMES)
-"""The template of a model without features."""
-
-
 def sizes(spec: ModelSpec) -> Sizes:
     """What a model binds to the symbols."""
     return {

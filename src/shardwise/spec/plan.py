@@ -51,11 +51,6 @@ class Precision:
     matmul: Matmul = "highest"
 
     @property
-    def variant(self) -> Literal["wide", "narrow"]:
-        """``wide`` if statistics have the compute dtype, so that converting to it makes no tensor."""
-        return "wide" if self.compute in ("fp32", "fp64") else "narrow"
-
-    @property
     def loss_scaling(self) -> bool:
         """fp16's gradients underflow without a scale."""
         return self.compute == "fp16"

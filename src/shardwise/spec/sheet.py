@@ -18,11 +18,11 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 
 Dim = int | str
-"""A whole number, or a product such as ``b*s`` or ``2*K*e``. Bound, only ``b``, ``s`` and ``b*s`` are left."""
+"""A whole number, or a product such as ``b*s``, ``2*K*e`` or ``b*s*d/64``. Bound, only ``b``, ``s`` and ``b*s`` are
+left. Symbols are: b rows of a micro-batch, s tokens of a row, d hidden_size, f intermediate_size, V vocab_size, K key
+heads, G query heads for each key head, e head_dim, p pairs of elements of a head that are rotated. Techniques have
+symbols of their own (``RANK`` in lora.py, ``RANKS`` in tp.py)."""
 
-SYMBOLS = "bsdfVKGep"
-"""What sizes are products of: b rows of a micro-batch, s tokens of a row, d hidden_size, f intermediate_size, V
-vocab_size, K key heads, G query heads for each key head, e head_dim, p pairs of elements of a head that are rotated."""
 Sizes = Mapping[str, int]
 """The number that each symbol but ``b`` and ``s`` stands for."""
 
@@ -55,11 +55,9 @@ SEND = "send"
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """``shape`` is global. ``shards`` are the (group, dim) pairs that cut it; local sizes follow from a place.
-    ``dtype`` is a dtype of a plan, or until ``precision.cost`` has run one of ``weights``, ``compute``, ``statistics``;
-    ``used_as`` is the type a weight has in forward and backward; one that is not ``trained`` has no gradient.
-    ``symbols`` is the shape before it was bound; empty where a model was traced with its own numbers. What has a place
-    for every token is of the residual stream, or ``inside``: between the first and the last product of attention or
-    of the MLP, where tensor parallelism cuts heads or columns and never tokens."""
+    ``dtype`` is a dtype of a plan (until a unit is bound, bf16 stands for fp16 too); ``used_as`` is the dtype that a
+    weight has in forward and backward; one that is not ``trained`` has no gradient. ``symbols`` is the shape before it
+    was bound."""
 
     name: str
     shape: tuple[Dim, ...]
@@ -69,17 +67,15 @@ class Tensor:
     used_as: str = "compute"
     trained: bool = True
     symbols: tuple[Dim, ...] = ()
-    inside: bool = False
 
     def typed(self, dtype: str, used_as: str) -> Tensor:
         """The same tensor in other types. Written out, as :meth:`cut` is, since ``replace`` takes four times as long
         and every plan rewrites hundreds of tensors."""
-        kept = (self.trained, self.symbols, self.inside)
-        return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, *kept)
+        return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, self.trained, self.symbols)
 
     def cut(self, *shards: tuple[str, int]) -> Tensor:
         """The same tensor, cut along these dims over these groups, and no others."""
-        kept = (self.used_as, self.trained, self.symbols, self.inside)
+        kept = (self.used_as, self.trained, self.symbols)
         return Tensor(self.name, self.shape, self.dtype, self.category, shards, *kept)
 
     def bound(self, sizes: Sizes) -> Tensor:
@@ -131,12 +127,11 @@ class Op:
     read: tuple[Dim, ...] = ()
     written: tuple[Dim, ...] = ()
 
-    def freeing(self, frees: tuple[int, ...], reads: tuple[int, ...] | None = None) -> Op:
-        """The same operation with these tensors freed after it, and read by it where ``reads`` is given. Written out
-        for the reason that :meth:`Tensor.typed` is."""
-        reads = self.reads if reads is None else reads
+    def freeing(self, frees: tuple[int, ...]) -> Op:
+        """The same operation with these tensors freed after it. Written out for the reason that :meth:`Tensor.typed`
+        is."""
         kept = (self.weight, self.flops, self.per, self.symbols, self.writes, self.axis)
-        return Op(self.kind, self.name, self.allocates, frees, reads, *kept, self.dims, self.read, self.written)
+        return Op(self.kind, self.name, self.allocates, frees, self.reads, *kept, self.dims, self.read, self.written)
 
     def bound(self, sizes: Sizes) -> Op:
         """The same operation with the numbers that its symbols stand for, and the matrix of one that is no product."""
@@ -217,10 +212,6 @@ class Sheet:
     inside: Plan | None = None
     plan: Plan | None = None
     sizes: Sizes = field(default_factory=dict)
-
-    def bound(self, sizes: Sizes) -> Sheet:
-        """The sheet of a model with these sizes; of one bound before, with others."""
-        return replace(self.rewritten(lambda unit: unit.bound(sizes)), sizes=sizes)
 
     def at(self, place: Place, plan: Plan | None = None) -> Sheet:
         """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""
