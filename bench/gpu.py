@@ -39,10 +39,10 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.runtime.build import build_parts
+from shardwise.runtime.metrics.log import flops_per_token
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepRules, step
-from shardwise.runtime.watch.metrics import flops_per_token
 from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster, local_cluster
 from shardwise.spec.plan import Plan

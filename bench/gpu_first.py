@@ -44,9 +44,9 @@ from shardwise.models.kernels import able
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.prove import parity
+from shardwise.runtime.metrics.measure import state_bytes
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
-from shardwise.runtime.watch.measure import state_bytes
 from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.layout import Layout

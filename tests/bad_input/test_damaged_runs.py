@@ -19,10 +19,10 @@ from shardwise.launch import owner, rundir
 from shardwise.runtime.checkpoint.locate import best
 from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, chunk_hashes
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
+from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.job import read_run
+from shardwise.runtime.metrics.log import keep_until
 from shardwise.runtime.state import RunFacts
-from shardwise.runtime.watch.metrics import keep_until
-from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Checkpoint, Recipe
 from tests.runtime.checkpoint.checkpoint_ranks import same, values

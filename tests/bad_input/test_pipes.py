@@ -12,8 +12,8 @@ from shardwise.cli.app import main
 from shardwise.errors import OutputError
 from shardwise.launch import owner
 from shardwise.launch.rundir import owned
-from shardwise.runtime.watch.metrics import Lines, keep_until
-from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.metrics.log import Lines, keep_until
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.launch import local
 from shardwise.launch.worker import LAUNCHER, STORE
-from shardwise.runtime.watch.outcome import read_exit
+from shardwise.runtime.faults.outcome import read_exit
 from tests.cli.counts import COUNTS, count
 from tests.faults.ranks import DEADLINE_S, ROOT, environment, prepare
 

@@ -22,8 +22,8 @@ from shardwise.errors import ConfigError, OutputError, Problem
 from shardwise.launch import keys, owner, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
+from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.report.report import Report
-from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema

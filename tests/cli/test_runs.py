@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.launch.owner import claim
-from shardwise.runtime.watch.outcome import Exit, write_exit
+from shardwise.runtime.faults.outcome import Exit, write_exit
 
 
 def make(name: str, losses: list[float | None], exit_: Exit | None = None) -> Path:

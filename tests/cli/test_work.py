@@ -16,7 +16,7 @@ from shardwise.errors import DataError, OutputError, PreemptedError, Problem
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim, claim
 from shardwise.launch.worker import LAUNCHER, STORE, TURN_S, start_name
-from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
 

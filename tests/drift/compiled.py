@@ -22,9 +22,9 @@ from shardwise.prove import parity
 from shardwise.prove.world import Measured, Sent
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
+from shardwise.runtime.metrics.measure import CONTROL_BYTES, Meter, state_bytes
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
-from shardwise.runtime.watch.measure import CONTROL_BYTES, Meter, state_bytes
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 

@@ -19,8 +19,8 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
+from shardwise.runtime.metrics.measure import Meter
 from shardwise.runtime.step import step
-from shardwise.runtime.watch.measure import Meter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import OptimSection, Recipe

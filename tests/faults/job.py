@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.runtime.checkpoint import manifest
-from shardwise.runtime.watch.outcome import Exit, read_exit
+from shardwise.runtime.faults.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.plan import Batch, Plan, Shard

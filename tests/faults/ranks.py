@@ -105,7 +105,7 @@ def prepare(*more: str) -> None:
 def serve() -> None:
     """Fork what is asked for, a line of JSON at a time; answer with the pids, and with the codes at the end."""
     prepare()
-    from shardwise.runtime.watch import measure
+    from shardwise.runtime.metrics import measure
 
     measure.Meter.MEMORY_STEP = 0
     answers = os.dup(1)

@@ -201,7 +201,7 @@ def nccl_stands_in(rank: int, directory: Path) -> None:
     from torch._C import _distributed_c10d
 
     from shardwise.runtime import world
-    from shardwise.runtime.watch import guard
+    from shardwise.runtime.faults import guard
 
     recorded, set_timeout = vars(_distributed_c10d)["_dump_fr_trace_json"], world.set_timeout
     tell = guard.Guard.tell

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.watch.heartbeat import read_pages
+from shardwise.runtime.faults.heartbeat import read_pages
 from tests.faults.conftest import Make
 from tests.faults.job import KILL, SAVE, STEPS, Job
 from tests.faults.ranks import ROOT, environment

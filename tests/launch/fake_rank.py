@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from shardwise.launch.worker import STORE, die_with_launcher, launcher_directory, rank
-from shardwise.runtime.watch.outcome import Exit, write_exit
-from shardwise.runtime.watch.signals import heeded
+from shardwise.runtime.faults.outcome import Exit, write_exit
+from shardwise.runtime.faults.signals import heeded
 
 
 def main(directory: Path, deed: str) -> int:

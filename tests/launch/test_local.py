@@ -17,7 +17,7 @@ from shardwise.errors import Problem
 from shardwise.launch import local
 from shardwise.launch.local import launch
 from shardwise.launch.worker import LAUNCHER, STORE
-from shardwise.runtime.watch.outcome import read_exit
+from shardwise.runtime.faults.outcome import read_exit
 from tests.traps import set_traps, sprung
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ import pytest
 from shardwise.errors import OutputError
 from shardwise.launch import owner, rundir
 from shardwise.launch.owner import Claim, Owner, Pace, check_free, claim, follow, standing
-from shardwise.runtime.watch.guard import Guard, watching
-from shardwise.runtime.watch.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.faults.guard import Guard, watching
+from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.world import process
 from tests.runtime.small_run import directory as run_of
 from tests.runtime.small_run import plan, recipe

@@ -14,7 +14,7 @@ from shardwise.errors import DataError, MissingInputError, OutputError, Shardwis
 from shardwise.launch import rundir
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.manifest import STATE, Manifest
-from shardwise.runtime.watch.outcome import Exit, clear_exit, write_exit
+from shardwise.runtime.faults.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 
 

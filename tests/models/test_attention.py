@@ -223,7 +223,7 @@ def test_documents_of_new_lengths_take_no_more_memory(dtype: torch.dtype, produc
     code = f"""
 import torch
 from shardwise.models import attention
-from shardwise.runtime.watch.measure import resident_bytes
+from shardwise.runtime.metrics.measure import resident_bytes
 torch.set_num_threads(1)
 torch.set_float32_matmul_precision({products!r})
 for length in range(60, 260):

@@ -24,11 +24,11 @@ from shardwise.errors import DataError, ShardwiseError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import agree, build, exchange, export, generate, reduce
 from shardwise.runtime.end import until_asked
+from shardwise.runtime.faults.guard import StopRequest
+from shardwise.runtime.metrics import measure
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepRules, StepStats, step
-from shardwise.runtime.watch import measure
-from shardwise.runtime.watch.guard import StopRequest
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from shardwise.spec.recipe import Method, OptimSection, Recipe

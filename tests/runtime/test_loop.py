@@ -25,13 +25,13 @@ from shardwise.methods import pretrain
 from shardwise.runtime import begin, end
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.storage import ShardWriter
+from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.loop import train
+from shardwise.runtime.metrics import measure, profile
 from shardwise.runtime.report import sample
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.runtime.watch import measure, profile
-from shardwise.runtime.watch.outcome import read_exit
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Precision
 from shardwise.spec.recipe import Recipe

@@ -273,8 +273,8 @@ NAMED_BY_THE_RUNTIME = {
     "reference": {"lora": "the reference is the model without its adapters"},
     "state": {"optim": "the names of what it trains, and how often it has"},
     "step": {"optim": "the learning rate and the update"},
-    "watch.measure": {"compile": "compiled blocks cannot be watched"},
-    "watch.metrics": {"freeze": "FLOPs follow from what is trained", "lora": "and from what is added"},
+    "metrics.measure": {"compile": "compiled blocks cannot be watched"},
+    "metrics.log": {"freeze": "FLOPs follow from what is trained", "lora": "and from what is added"},
 }
 """By module of the runtime, the techniques that it names, and what for."""
 WITHIN_A_STEP = ("before_micro_batch", "after_backward", "after_inference")

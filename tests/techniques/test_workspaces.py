@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.runtime.watch.measure import highest_bytes, start_quietly
+from shardwise.runtime.metrics.measure import highest_bytes, start_quietly
 from shardwise.techniques import dora, fourbit
 from shardwise.techniques.quantised import NF4_WIDE, dequantise_bytes, nf4_rows_at_once, row_norms_bytes
 

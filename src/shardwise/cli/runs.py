@@ -16,7 +16,7 @@ from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.rundir import newest_step
-from shardwise.runtime.watch.outcome import NAME, read_exit
+from shardwise.runtime.faults.outcome import NAME, read_exit
 from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe
 from shardwise.spec.record import Count, from_json

@@ -28,7 +28,7 @@ from shardwise.launch.owner import check_free
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
-from shardwise.runtime.watch.trackers import check_installed
+from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan

@@ -18,8 +18,8 @@ from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
 from shardwise.launch.worker import by_our_launcher, launcher_directory, rank, speak_in_turn, start_name, started
 from shardwise.models.resolve import resolve
-from shardwise.runtime.watch.outcome import Exit, clear_exit, read_exit, write_exit
-from shardwise.runtime.watch.trackers import check_installed
+from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
+from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.spec.cluster import crowding
 from shardwise.spec.recipe import Recipe
 

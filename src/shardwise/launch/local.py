@@ -21,8 +21,8 @@ from types import FrameType
 from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.checkpoint.manifest import train_again
-from shardwise.runtime.watch.outcome import Exit, clear_exit, read_exit, write_exit
-from shardwise.runtime.watch.signals import heeded
+from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
+from shardwise.runtime.faults.signals import heeded
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
 from shardwise.spec.safe_path import SAFE_PATH

@@ -28,7 +28,7 @@ from shardwise.runtime.checkpoint.manifest import (
     read_facts,
     train_again,
 )
-from shardwise.runtime.watch.outcome import read_exit
+from shardwise.runtime.faults.outcome import read_exit
 from shardwise.spec import finetune
 from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted

@@ -31,9 +31,9 @@ from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
+from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.watch.measure import CONTROL_BYTES
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import optim

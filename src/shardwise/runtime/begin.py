@@ -15,16 +15,16 @@ from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
+from shardwise.runtime.faults.guard import Guard, Ownership
 from shardwise.runtime.job import Job
+from shardwise.runtime.metrics.log import Log, Screen, Speed, flops_per_token
+from shardwise.runtime.metrics.trackers import Subject, track
 from shardwise.runtime.passes import StepRules, announce_reduce, finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.report.header import header
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import RunFacts, TrainState
-from shardwise.runtime.watch.guard import Guard, Ownership
-from shardwise.runtime.watch.metrics import Log, Screen, Speed, flops_per_token
-from shardwise.runtime.watch.trackers import Subject, track
 from shardwise.spec.cluster import find_device
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe

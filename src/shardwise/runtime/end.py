@@ -17,14 +17,14 @@ from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter
+from shardwise.runtime.faults.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
+from shardwise.runtime.metrics.log import Log
+from shardwise.runtime.metrics.measure import Meter
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.report.sample import earlier_sample, sample, shown
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.watch.guard import Guard, StopRequest
-from shardwise.runtime.watch.measure import Meter
-from shardwise.runtime.watch.metrics import Log
 from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.dtypes import torch_dtype
 

@@ -13,19 +13,19 @@ from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
+from shardwise.runtime.faults import guard
 from shardwise.runtime.fit import explain_memory
+from shardwise.runtime.garbage import collecting
 from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
+from shardwise.runtime.metrics.log import Log
+from shardwise.runtime.metrics.measure import Meter
+from shardwise.runtime.metrics.pending import AfterStep, PendingSteps
+from shardwise.runtime.metrics.profile import Profile
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
 from shardwise.runtime.transfer import Upload
-from shardwise.runtime.watch import guard
-from shardwise.runtime.watch.garbage import collecting
-from shardwise.runtime.watch.measure import Meter
-from shardwise.runtime.watch.metrics import Log
-from shardwise.runtime.watch.pending import AfterStep, PendingSteps
-from shardwise.runtime.watch.profile import Profile
 from shardwise.runtime.world import process, world
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan

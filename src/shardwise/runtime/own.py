@@ -49,10 +49,10 @@ from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.stateful import Objects
+from shardwise.runtime.faults.guard import stop_requests
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch
 from shardwise.runtime.usage import Usage
-from shardwise.runtime.watch.guard import stop_requests
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Checkpoint

@@ -22,7 +22,7 @@ from shardwise.spec.recipe import Method, OptimSection
 
 @dataclass(frozen=True)
 class StepRules:
-    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/watch/guard.py)."""
+    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/faults/guard.py)."""
 
     plan: Plan
     meshes: Meshes

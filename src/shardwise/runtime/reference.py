@@ -29,7 +29,7 @@ from shardwise.runtime import passes
 from shardwise.runtime.build import weights_directory
 from shardwise.runtime.checkpoint.manifest import candidates
 from shardwise.runtime.job import Job
-from shardwise.runtime.watch.metrics import clock
+from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
 from shardwise.techniques import lora

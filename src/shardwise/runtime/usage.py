@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem, TrainingError
 from shardwise.runtime.exchange import all_gather
-from shardwise.runtime.watch.guard import StopRequest
+from shardwise.runtime.faults.guard import StopRequest
 
 
 class Usage:

@@ -37,7 +37,7 @@ FIRST_RANK_SPEAKS_S = 5.0
 
 
 class Watch(Protocol):
-    """The watch over the ranks (runtime/watch/guard.py)."""
+    """The watch over the ranks (runtime/faults/guard.py)."""
 
     @property
     def nccl_timeout_s(self) -> float: ...

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.runtime.evaluate import Preference, Validation
-from shardwise.runtime.watch.measure import Memory
-from shardwise.runtime.watch.metrics import clock
+from shardwise.runtime.metrics.log import clock
+from shardwise.runtime.metrics.measure import Memory
 from shardwise.spec.plan import Estimate
 from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 

@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 
-from shardwise.runtime.watch import guard
-from shardwise.runtime.watch.signals import heeded
+from shardwise.runtime.faults import guard
+from shardwise.runtime.faults.signals import heeded
 
 
 def test_signals_that_are_ignored_are_not_heeded() -> None:

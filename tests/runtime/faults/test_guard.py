@@ -16,10 +16,10 @@ import pytest
 
 from shardwise.errors import ConfigError, PreemptedError, Problem, TrainingError
 from shardwise.launch.owner import claim
-from shardwise.runtime.watch import guard
-from shardwise.runtime.watch.guard import Guard, InjectedFault, StopRequest, diagnose, watching
-from shardwise.runtime.watch.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
-from shardwise.runtime.watch.outcome import Exit, clear_exit, read_exit, write_exit
+from shardwise.runtime.faults import guard
+from shardwise.runtime.faults.guard import Guard, InjectedFault, StopRequest, diagnose, watching
+from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
+from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.world import Process, process
 
 GLOO_SILENT = "[unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
@@ -60,7 +60,7 @@ def test_orders_to_fail() -> None:
 
 
 def test_a_killed_process_has_left_its_mark(tmp_path: Path) -> None:
-    code = f"from shardwise.runtime.watch.guard import *; InjectedFault('data', 1, 0).fire(Path({str(tmp_path)!r}))"
+    code = f"from shardwise.runtime.faults.guard import *; InjectedFault('data', 1, 0).fire(Path({str(tmp_path)!r}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["fault-data-1-0"]
 
@@ -133,11 +133,9 @@ def test_ranks_that_wait_for_none_of_them_are_told_with_their_collective(tmp_pat
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_rank_of_this_node_that_died_is_missed_and_one_that_left_is_not(tmp_path: Path, leaves: bool) -> None:
-    lives = (
-        "from shardwise.runtime.watch.heartbeat import *; page = Page(Path(sys.argv[1]), 1); page.enter(sys.argv[2], 7)"
-    )
+    lives = "page = Page(Path(sys.argv[1]), 1); page.enter(sys.argv[2], 7); print(flush=True); sys.stdin.read()"
     phase = LEFT if leaves else "forward"
-    code = f"import sys; {lives}; print(flush=True); sys.stdin.read()"
+    code = f"import sys; from shardwise.runtime.faults.heartbeat import *; {lives}"
     watch = Guard(tmp_path, me(), 60.0)
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, tmp_path, phase], stdin=pipe, stdout=pipe) as child:

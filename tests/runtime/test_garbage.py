@@ -10,7 +10,7 @@ from weakref import ref
 
 import pytest
 
-from shardwise.runtime.watch import garbage
+from shardwise.runtime import garbage
 from tests.runtime.small_run import recipe, train_here
 
 

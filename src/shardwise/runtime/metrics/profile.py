@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.distributed.torch_private import keep_memory_history, write_memory_history
+from shardwise.runtime.metrics.measure import start_quietly
 from shardwise.runtime.report.warn import only_reports
-from shardwise.runtime.watch.measure import start_quietly
 
 
 class Profile:

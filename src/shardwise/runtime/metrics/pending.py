@@ -12,11 +12,11 @@ from typing import Self
 from shardwise.errors import TrainingError
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.end import close
+from shardwise.runtime.faults import guard
 from shardwise.runtime.job import Job
+from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Launched, StepStats
-from shardwise.runtime.watch import guard
-from shardwise.runtime.watch.metrics import Log
 
 AfterStep = Callable[[TrainState, StepStats], None]
 

@@ -22,10 +22,10 @@ from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.roles import MULTIPLIED
 from shardwise.runtime.checkpoint.save import SaveResult
+from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
+from shardwise.runtime.metrics.trackers import Outcome, Tracks
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.runtime.watch.measure import resident_bytes, return_freed_memory
-from shardwise.runtime.watch.trackers import Outcome, Tracks
 from shardwise.spec.files import open_regular, regular_lines
 from shardwise.spec.plan import Plan
 from shardwise.spec.record import Numbered, from_json

@@ -15,9 +15,9 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.models.config import parameter_count
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.evaluate import Validation
+from shardwise.runtime.metrics.measure import Memory, Meter, resident_bytes, return_freed_memory
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.watch.measure import Memory, Meter, resident_bytes, return_freed_memory
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Estimate, Plan, Shard, Traffic
 from shardwise.spec.units import show_bytes
@@ -137,7 +137,7 @@ def test_measuring_on_a_cpu_writes_nothing_to_the_terminal_and_holds_back_nothin
     code = """
 import os, torch
 from torch.profiler import ProfilerActivity, profile
-from shardwise.runtime.watch.measure import start_quietly
+from shardwise.runtime.metrics.measure import start_quietly
 
 class Speaking(profile):
     def start(self):

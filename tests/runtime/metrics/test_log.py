@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardwise.models.config import ModelSpec
+from shardwise.runtime.metrics.log import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.runtime.watch.metrics import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
 from shardwise.spec.plan import Batch, Lora, Plan
 
 SPEC = ModelSpec("m", 100, 8, 16, 2, 2, 1, 4)

@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime.checkpoint.manifest import train_again
-from shardwise.runtime.watch import flight
-from shardwise.runtime.watch.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
-from shardwise.runtime.watch.outcome import Exit, Kind, clear_exit, read_exit, write_exit
-from shardwise.runtime.watch.signals import heeded
+from shardwise.runtime.faults import flight
+from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
+from shardwise.runtime.faults.outcome import Exit, Kind, clear_exit, read_exit, write_exit
+from shardwise.runtime.faults.signals import heeded
 from shardwise.runtime.world import Process, take_device
 
 ABANDONED_S = 10.0

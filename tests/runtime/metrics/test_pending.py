@@ -20,10 +20,10 @@ import shardwise
 from shardwise.errors import TrainingError
 from shardwise.methods import pretrain
 from shardwise.runtime import loop
+from shardwise.runtime.faults.guard import Guard
+from shardwise.runtime.faults.outcome import read_exit
+from shardwise.runtime.metrics.pending import PendingSteps
 from shardwise.runtime.step import Launched
-from shardwise.runtime.watch.guard import Guard
-from shardwise.runtime.watch.outcome import read_exit
-from shardwise.runtime.watch.pending import PendingSteps
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
 
 SOURCES = str(Path(shardwise.__file__).parent)

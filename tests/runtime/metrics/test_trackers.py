@@ -16,13 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import UnavailableError
-from shardwise.runtime.watch import trackers
-from shardwise.runtime.watch.metrics import Log, Speed
-from shardwise.runtime.watch.trackers import Feed, Outcome, Subject, Tracks, Values, check_installed
+from shardwise.runtime.metrics import trackers
+from shardwise.runtime.metrics.log import Log, Speed
+from shardwise.runtime.metrics.trackers import Feed, Outcome, Subject, Tracks, Values, check_installed
 from shardwise.spec.recipe import LoraSection, Recipe
+from tests.runtime.metrics.test_log import state_at, stats
 from tests.runtime.small_run import directory, numbers, recipe, train_here, write_text
 from tests.runtime.test_loop import Broken, at, fail
-from tests.runtime.watch.test_metrics import state_at, stats
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from shardwise.runtime.watch.flight import LastCollective, newest_collective
+from shardwise.runtime.faults.flight import LastCollective, newest_collective
 from shardwise.runtime.world import world
 from shardwise.spec.layout import Layout
 
