@@ -42,7 +42,7 @@ LONG = (
     "tests/parity/test_fp64.py",
     "tests/parity/test_field.py",
     "tests/faults/test_hangs.py",
-    "tests/techniques/test_rounding.py",
+    "tests/techniques/optim/test_rounding.py",
 )
 """Files that take longest, the longest first."""
 

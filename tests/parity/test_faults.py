@@ -25,7 +25,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import passes, reduce
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
-from shardwise.techniques.replicas import Replicas
+from shardwise.techniques.shard.replicas import Replicas
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]

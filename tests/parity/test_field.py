@@ -25,8 +25,8 @@ from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.recipe import Method, Recipe, Run
-from shardwise.techniques.fourbit import quantise
 from shardwise.techniques.lora import adapters
+from shardwise.techniques.nf4.fourbit import quantise
 from shardwise.techniques.quantised import NF4_PARTS
 from tests.parity import drawn
 from tests.parity.cases import GEMMA, QWEN

@@ -16,7 +16,7 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.fourbit import dequantise, quantise
+from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from tests.covering import pairwise
 from tests.parity.cases import BF16, FP64, STRATEGIES, TIED, UNTIED, plan
 
@@ -47,7 +47,7 @@ def holds(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
 
 
 def first(name: str, shape: tuple[int, ...], spec: ModelSpec, of: Plan) -> torch.Tensor:
-    """What the weight began as, in the type that it is kept in (tests/techniques/test_nf4.py is about the 4 bits)."""
+    """What the weight began as, in the type that it is kept in (test_nf4.py is about the 4 bits)."""
     value = init.fill(name, shape, tuple(slice(0, size) for size in shape), 0, spec)
     assert of.lora is not None
     if of.lora.nf4 and is_linear(name):

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan
-from shardwise.techniques import adapter, dropout
+from shardwise.techniques.lora import adapter, dropout
 from tests.parity.test_tp import EVEN, plan
 
 ADAPTERS = Lora(4, 8.0, frozen="fp64", dropout=0.4)

@@ -23,7 +23,7 @@ from shardwise.planner.spans import Span, fold, joined, moments, same
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
-from shardwise.techniques.replicas import blocks_of_bucket, buckets
+from shardwise.techniques.shard.replicas import blocks_of_bucket, buckets
 from tests.covering import pairwise
 
 MIB = 2**20

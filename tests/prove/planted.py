@@ -26,8 +26,9 @@ from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard
-from shardwise.techniques import optim, precision, remat, replicas, shard
-from shardwise.techniques.rounding import Kept, RoundedAdamW
+from shardwise.techniques import optim, precision, remat, shard
+from shardwise.techniques.optim.rounding import Kept, RoundedAdamW
+from shardwise.techniques.shard import replicas
 
 Planted = Callable[[], AbstractContextManager[Any]]
 

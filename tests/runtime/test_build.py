@@ -21,7 +21,7 @@ from shardwise.runtime.generate import Sampling, choose, generate
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Precision, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import fourbit
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.quantised import NF4_PARTS
 from tests.models import hf_models
 from tests.parity.cases import TIED, UNTIED

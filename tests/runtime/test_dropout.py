@@ -17,7 +17,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques import lora
-from shardwise.techniques.dora import LayerShare
+from shardwise.techniques.share import LayerShare
 from tests.runtime.small_run import directory, numbers, plan, recipe
 
 SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)

@@ -47,14 +47,14 @@ WITH_TORCH = {
     "shardwise.planner.tracer",
     "shardwise.planner.record",
     "shardwise.planner.ship",
-    "shardwise.techniques.adapter",
+    "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
-    "shardwise.techniques.cut_norm",
-    "shardwise.techniques.dora",
-    "shardwise.techniques.dropout",
-    "shardwise.techniques.fourbit",
-    "shardwise.techniques.moments",
-    "shardwise.techniques.rounding",
+    "shardwise.techniques.tp.cut_norm",
+    "shardwise.techniques.lora.dora",
+    "shardwise.techniques.lora.dropout",
+    "shardwise.techniques.nf4.fourbit",
+    "shardwise.techniques.optim.moments",
+    "shardwise.techniques.optim.rounding",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.runtime.metrics.measure import highest_bytes, start_quietly
-from shardwise.techniques import dora, fourbit
+from shardwise.techniques.lora import dora
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.quantised import NF4_WIDE, dequantise_bytes, nf4_rows_at_once, row_norms_bytes
 
 SHAPES = {"one round": (96, 192), "rounds that divide the rows": (2048, 4096), "a short last round": (1100, 4096)}

@@ -20,8 +20,8 @@ from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import optim
-from shardwise.techniques.replicas import blocks_of_bucket
 from shardwise.techniques.shard import gradient_bytes
+from shardwise.techniques.shard.replicas import blocks_of_bucket
 
 PERIODS = 4
 """How many periods of blocks are told: the first and the last, which differ by what is before and after them, and two

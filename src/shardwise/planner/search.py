@@ -23,7 +23,7 @@ from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes, show_seconds
 from shardwise.techniques import shard, tp
-from shardwise.techniques.degrees import grouped
+from shardwise.techniques.shard.degrees import grouped
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""

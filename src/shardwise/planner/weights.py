@@ -14,8 +14,8 @@ from shardwise.planner.events import Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
-from shardwise.techniques.replicas import buckets
 from shardwise.techniques.shard import gradient_bytes, groups
+from shardwise.techniques.shard.replicas import buckets
 
 HEAD = "gradient of the tied output layer"
 

@@ -37,7 +37,7 @@ from shardwise.spec.plan import Dtype, Lora, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.fourbit import dequantise, quantise
+from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import fourbit, optim
+from shardwise.techniques import optim
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.quantised import NF4_PARTS
 
 

@@ -30,9 +30,9 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
-from shardwise.techniques.degrees import inside
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
+from shardwise.techniques.share import LayerShare, MatrixPiece
 from shardwise.techniques.states import (
     ROW_PRODUCTS,
     VOCABULARY,
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 
 
 INSIDE = (
-    "techniques/tp.py",
+    "techniques/tp/__init__.py",
+    "techniques/tp/cut_norm.py",
+    "techniques/share.py",
     "techniques/states.py",
-    "techniques/cut_norm.py",
     "distributed/collectives.py",
     "distributed/vocabulary.py",
 )
@@ -68,7 +69,8 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     """The pinned degree; else 1, then every degree inside a node. With ``pinned`` false all of them, whatever the
     recipe says."""
     asked = recipe.parallel.tp
-    degrees = sorted({1, *inside(cluster), asked or 1})
+    inside = (n for n in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0)
+    degrees = sorted({1, *inside, asked or 1})
     for ranks in [asked] if asked and pinned else degrees:
         alone = "derived: no split of the batch and no recomputation alone stays below the margin"
         why = {"layout.tp": "pinned" if asked else alone} if ranks > 1 and pinned else {}
@@ -291,7 +293,6 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.distributed import vocabulary
     from shardwise.distributed.collectives import enter, leave
     from shardwise.models.layers import RMSNorm, rms_norm
-    from shardwise.techniques.dora import LayerShare
 
     group, spec, sequence_parallel = meshes.groups["tp"], _spec(part), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)
@@ -347,8 +348,6 @@ def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
 
 def _piece(module: Any, layer: str, spec: ModelSpec, meshes: Meshes) -> Any:
     """The part of a matrix in 4 bits with which this rank multiplies; None if it is not in 4 bits."""
-    from shardwise.techniques.fourbit import MatrixPiece
-
     if "codes" not in dict(module.named_parameters(recurse=False)):
         return None
     heads, ranks, blocks = _own_head(layer, spec, meshes), meshes.size("tp"), module.in_features // NF4_BLOCK
@@ -363,7 +362,7 @@ def _linear(
 ) -> Callable[[Tensor], Tensor]:
     from torch.nn import functional
 
-    from shardwise.techniques.fourbit import linear
+    from shardwise.techniques.nf4.fourbit import linear
 
     def used(name: str) -> Tensor:
         kept: Tensor = module.get_parameter(name).to_local()
@@ -383,7 +382,7 @@ def _linear(
 
 
 def _cut_norm(group: Any) -> Callable[..., Tensor]:
-    from shardwise.techniques.cut_norm import cut_norm
+    from shardwise.techniques.tp.cut_norm import cut_norm
 
     return lambda x, weight, eps, plus_one: cut_norm(x, weight, eps, group)
 

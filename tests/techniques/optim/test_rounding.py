@@ -22,10 +22,10 @@ from shardwise.spec.cluster import Cluster, find_device
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.spec.recipe import OptimSection
 from shardwise.techniques import optim
-from shardwise.techniques.rounding import RoundedAdamW, noise, stochastic
+from shardwise.techniques.optim.rounding import RoundedAdamW, noise, stochastic
 from tests.drift.test_drift import SPEC, plan_of
 from tests.runtime.small_run import directory, numbers, plan, recipe, weights_hash
-from tests.techniques import moment_ranks
+from tests.techniques.optim import moment_ranks
 
 KEY = torch.tensor(-(2**62) + 12345)
 SIGMAS = 4

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.slices import local
 from shardwise.techniques.constants import constant
+from shardwise.techniques.optim.rounding import Kept, RoundedAdamW, draw
 from shardwise.techniques.quantised import BLOCK, quantised
-from shardwise.techniques.rounding import Kept, RoundedAdamW, draw
 
 DECADES = 7
 

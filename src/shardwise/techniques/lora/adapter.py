@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.distributed.slices import local
 from shardwise.spec.plan import Lora
-from shardwise.techniques.dora import WHOLE, LayerShare, row_norms
-from shardwise.techniques.dropout import dropped
+from shardwise.techniques.lora.dora import row_norms
+from shardwise.techniques.lora.dropout import dropped
+from shardwise.techniques.share import WHOLE, LayerShare
 
 Norms = Callable[[nn.Module, float, LayerShare], torch.Tensor]
 

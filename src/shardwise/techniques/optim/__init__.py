@@ -150,12 +150,12 @@ def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int
     ]
     betas = (optim.beta1, optim.beta2)
     if plan.optim.name == "adamw8bit":
-        from shardwise.techniques.moments import AdamW8bit
+        from shardwise.techniques.optim.moments import AdamW8bit
 
         return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed=seed)
     kept = plan.optim.moments
     if kept is not None and "bf16" in (kept, plan.precision.weights):
-        from shardwise.techniques.rounding import RoundedAdamW
+        from shardwise.techniques.optim.rounding import RoundedAdamW
 
         return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
     optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)

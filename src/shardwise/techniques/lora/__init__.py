@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 INSIDE = (
-    "techniques/lora.py",
-    "techniques/adapter.py",
-    "techniques/dora.py",
-    "techniques/dropout.py",
+    "techniques/lora/__init__.py",
+    "techniques/lora/adapter.py",
+    "techniques/lora/dora.py",
+    "techniques/lora/dropout.py",
 )
 RANK = 89
 """A prime that stands for the rank where a unit is traced."""
@@ -166,7 +166,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         return parts
     from torch import nn
 
-    from shardwise.techniques.adapter import attach
+    from shardwise.techniques.lora.adapter import attach
 
     for part in parts:
         for name, module in list(part.named_modules()):

@@ -17,7 +17,8 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Shard
-from shardwise.techniques import fourbit, nf4
+from shardwise.techniques import nf4
+from shardwise.techniques.nf4 import fourbit
 
 SHAPES = [(64, 128), (7, 64), (96, 192), (300, 1024), (1030, 4096)]
 """Groups that are full and not, blocks of zeros, and more elements than are wide at one time."""
@@ -63,7 +64,7 @@ AFTER_A_FAKE_WORLD = """
 from shardwise.models.config import ModelSpec
 from shardwise.prove.world import measure
 from shardwise.spec.plan import Lora, Plan, Precision
-from shardwise.techniques import fourbit
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.constants import constant
 import torch
 

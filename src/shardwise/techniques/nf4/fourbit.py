@@ -8,7 +8,6 @@ and values equal those of bitsandbytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional
 from shardwise.distributed.torch_private import outside_modes
 from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
+from shardwise.techniques.share import MatrixPiece
 
 # fmt: off
 NF4 = (
@@ -53,16 +53,6 @@ def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
     """For each element of ``blocks`` [.., k], divided by its scale, the index of the nearest value [n]."""
     unit = (blocks * (1.0 / sizes.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
     return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
-
-
-@dataclass(frozen=True)
-class MatrixPiece:
-    """Which piece of a larger matrix these codes and scales are: its first row, its first block in a row, and how many
-    blocks a whole row has."""
-
-    row: int
-    block: int
-    blocks: int
 
 
 def dequantise(

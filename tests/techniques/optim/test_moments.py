@@ -14,10 +14,10 @@ from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.techniques import constants, optim
-from shardwise.techniques.moments import BLOCK, TABLE, AdamW8bit, decode, encode
+from shardwise.techniques.optim.moments import BLOCK, TABLE, AdamW8bit, decode, encode
 from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
 from tests.drift.test_drift import SPEC, plan_of
-from tests.techniques import moment_ranks
+from tests.techniques.optim import moment_ranks
 
 
 @pytest.mark.parametrize("signed", [True, False])

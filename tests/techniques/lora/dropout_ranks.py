@@ -1,4 +1,4 @@
-"""What the ranks of tests/techniques/test_dropout.py do."""
+"""What the ranks of tests/techniques/lora/test_dropout.py do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.techniques.dropout import dropped
+from shardwise.techniques.lora.dropout import dropped
 from tests.distributed.collective_ranks import kept
 
 SHARE, SHAPE = 0.4, (64, 100)

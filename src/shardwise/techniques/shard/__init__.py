@@ -33,9 +33,9 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
-from shardwise.techniques.degrees import grouped, layouts
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.replicas import Replicas
+from shardwise.techniques.shard.degrees import grouped, layouts
+from shardwise.techniques.shard.replicas import Replicas
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.prove.pool import RankPool
-from shardwise.techniques.dropout import dropped
-from tests.techniques import dropout_ranks as draws
+from shardwise.techniques.lora.dropout import dropped
+from tests.techniques.lora import dropout_ranks as draws
 
 
 @pytest.mark.parametrize("how", ["plain", "full", "selective", "compiled"])

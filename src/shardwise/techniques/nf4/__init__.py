@@ -35,7 +35,7 @@ SHARDS_BYTES = (2, 13)
 """The first torch release whose ``fully_shard`` accepts integer parameters."""
 
 
-INSIDE = ("techniques/nf4.py", "techniques/fourbit.py", "techniques/quantised.py")
+INSIDE = ("techniques/nf4/__init__.py", "techniques/nf4/fourbit.py", "techniques/quantised.py")
 
 
 def quantised(name: str) -> bool:
@@ -111,7 +111,7 @@ def _replace(module: nn.Linear) -> None:
     import torch
     from torch import nn
 
-    from shardwise.techniques.fourbit import linear
+    from shardwise.techniques.nf4.fourbit import linear
 
     device = module.weight.device
     for name, shape in nf4_shapes(*module.weight.shape).items():

@@ -1,4 +1,4 @@
-"""How the devices of a cluster can be split among the axes, given what a recipe pins. Read by tp and shard."""
+"""How the devices of a cluster can be split among the axes, given what a recipe pins."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from shardwise.spec.plan import Strategy
 from shardwise.spec.recipe import Recipe
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
-
-
-def inside(cluster: Cluster) -> list[int]:
-    """Those above 1 that stay inside a node."""
-    return [tp for tp in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % tp == 0]
 
 
 def grouped(cluster: Cluster, tp: int) -> Cluster:

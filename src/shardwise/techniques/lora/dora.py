@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
-from shardwise.techniques.fourbit import MatrixPiece, dequantise
+from shardwise.techniques.nf4.fourbit import dequantise
 from shardwise.techniques.quantised import NF4_PARTS, nf4_rows_at_once
-
-
-@dataclass(frozen=True)
-class LayerShare:
-    """This rank's part of an adapted layer under tensor parallelism. ``rows``: the rows of the layer, of B and of the
-    magnitudes that are used; None: all that this rank holds. ``place`` and ``group``: this rank's number and its group,
-    where ranks hold columns of the layer: their inputs differ, the norms of rows are summed over the group, and the
-    bias is added later. ``piece``: its piece of a matrix in 4 bits."""
-
-    rows: slice = field(default_factory=lambda: slice(None))
-    place: int | None = None
-    group: dist.ProcessGroup | None = None
-    piece: MatrixPiece | None = None
-
-
-WHOLE = LayerShare()
+from shardwise.techniques.share import WHOLE, LayerShare
 
 
 @torch.no_grad()

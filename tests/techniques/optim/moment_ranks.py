@@ -1,4 +1,4 @@
-"""What ranks do for tests/techniques/test_moments.py and test_rounding.py."""
+"""What ranks do for tests/techniques/optim/test_moments.py and test_rounding.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local, local_slice
 from shardwise.runtime import own
-from shardwise.techniques.moments import AdamW8bit
-from shardwise.techniques.rounding import RoundedAdamW
+from shardwise.techniques.optim.moments import AdamW8bit
+from shardwise.techniques.optim.rounding import RoundedAdamW
 from tests.runtime.checkpoint.checkpoint_ranks import columns
 from tests.runtime.own_ranks import started
 
