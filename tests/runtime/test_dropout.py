@@ -80,7 +80,7 @@ def test_an_adapter_of_which_ranks_hold_columns_drops_others_on_each() -> None:
     found = []
     for place in (None, None, 0, 0, 1):
         torch.manual_seed(1)
-        layer.lora_share = LayerShare(place=place)
+        layer.share = LayerShare(place=place)
         found.append(layer(torch.ones(6, layer.in_features)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
     assert not torch.equal(found[0], found[2]) and not torch.equal(found[2], found[4])

@@ -1,4 +1,5 @@
-"""Which part of a layer a rank computes with: tp says it, and what changes the layer's product reads it. No torch."""
+"""Which part of a layer a rank computes with: tp says it, and techniques that change the layer's product read it, as
+``module.share``. No torch."""
 
 from __future__ import annotations
 
@@ -6,30 +7,34 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """Which piece of a larger matrix in 4 bits these codes and scales are: its first row, its first block in a row, and
-    how many blocks a whole row has."""
+    """Where in the whole matrix a rank's piece begins, and how many columns a whole row has."""
 
     row: int
-    block: int
-    blocks: int
+    column: int
+    columns: int
 
 
 @dataclass(frozen=True)
 class LayerShare:
     """This rank's part of a layer under tensor parallelism. ``rows``: the rows of the layer, and of what an adapter
-    adds to it, that are used; None: all that this rank holds. ``place`` and ``group``: this rank's number and its
+    adds to it, that are used of those that this rank holds. ``place`` and ``group``: this rank's number and its
     group, where ranks hold columns of the layer: their inputs differ, the norms of rows are summed over the group, and
-    the bias is added later. ``piece``: its piece of a matrix in 4 bits."""
+    the bias is added later. ``piece``: which piece of the layer's matrix these rows are; None: all of it."""
 
     rows: slice = field(default_factory=lambda: slice(None))
     place: int | None = None
     group: ProcessGroup | None = None
     piece: MatrixPiece | None = None
+
+    def used(self, held: Tensor) -> Tensor:
+        """The rows that are used of those that are held; where these are all, no operation that autograd would see."""
+        return held if self.rows == slice(None) else held[self.rows]
 
 
 WHOLE = LayerShare()

@@ -41,6 +41,7 @@ INSIDE = (
     "techniques/lora/adapter.py",
     "techniques/lora/dora.py",
     "techniques/lora/dropout.py",
+    "techniques/share.py",
 )
 RANK = 89
 """A prime that stands for the rank where a unit is traced."""
@@ -160,8 +161,7 @@ WORKSPACES = {"shardwise.row_norms": _norms_bytes}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns. Its
-    ``lora_share`` says what of the layer this rank has."""
+    """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns."""
     if plan.lora is None:
         return parts
     from torch import nn

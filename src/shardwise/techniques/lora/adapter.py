@@ -31,12 +31,12 @@ def attach(module: nn.Linear, lora: Lora, factor: float, norms_of: Norms = row_n
             return out
         x = args[0]
         if lora.dropout and torch.is_grad_enabled():
-            x = dropped(x, lora.dropout, module.lora_share.place)
+            x = dropped(x, lora.dropout, module.share.place)
         total: torch.Tensor = out + up(down(x) * factor)
         if not lora.dora:
             return total
         # Sharded, the magnitude comes in the compute type: the norms are rounded alike, so that both cancel at first.
-        share, sizes = module.lora_share, local(module.lora_m)
+        share, sizes = module.share, local(module.lora_m)
         norms = norms_of(module, factor, share).to(sizes.dtype)
         gain: torch.Tensor = (sizes[share.rows] / norms).to(out.dtype)
         if module.bias is None or share.group is not None:
@@ -45,5 +45,5 @@ def attach(module: nn.Linear, lora: Lora, factor: float, norms_of: Norms = row_n
         return (total - bias) * gain + bias
 
     module.lora_off = False  # type: ignore[assignment]
-    module.lora_share = WHOLE  # type: ignore[assignment]
+    module.share = WHOLE  # type: ignore[assignment]
     return module.register_forward_hook(add)

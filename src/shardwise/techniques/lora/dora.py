@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
-from shardwise.techniques.nf4.fourbit import dequantise
-from shardwise.techniques.quantised import NF4_PARTS, nf4_rows_at_once
+from shardwise.techniques.quantised import nf4_rows_at_once
 from shardwise.techniques.share import WHOLE, LayerShare
 
 
@@ -16,11 +15,8 @@ from shardwise.techniques.share import WHOLE, LayerShare
 def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Tensor:
     """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; treated as a constant in the gradient, as in
     the paper (section 4.3). Computed some rows at a time."""
-    if "codes" in dict(module.named_parameters(recurse=False)):
-        codes, sizes, groups = (local(module.get_parameter(name)) for name in NF4_PARTS)
-        weight = dequantise(codes[share.rows], sizes[share.rows], groups, torch.float32, share.piece)
-    else:
-        weight = local(module.get_parameter("weight"))[share.rows]
+    dequantised = vars(module).get("dequantised")  # how a layer that has no weight makes it
+    weight = dequantised() if dequantised else local(module.get_parameter("weight"))[share.rows]
     down, up = (local(module.get_parameter(f"{name}.weight")) for name in ("lora_a", "lora_b"))
     norms: Tensor = _row_norms(weight, down, up[share.rows], factor)
     if share.group is not None:

@@ -22,6 +22,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Op, Sheet
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
+from shardwise.techniques.share import WHOLE, LayerShare
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ SHARDS_BYTES = (2, 13)
 """The first torch release whose ``fully_shard`` accepts integer parameters."""
 
 
-INSIDE = ("techniques/nf4/__init__.py", "techniques/nf4/fourbit.py", "techniques/quantised.py")
+INSIDE = (
+    "techniques/nf4/__init__.py",
+    "techniques/nf4/fourbit.py",
+    "techniques/quantised.py",
+    "techniques/share.py",
+)
 
 
 def quantised(name: str) -> bool:
@@ -111,7 +117,8 @@ def _replace(module: nn.Linear) -> None:
     import torch
     from torch import nn
 
-    from shardwise.techniques.nf4.fourbit import linear
+    from shardwise.distributed.slices import local
+    from shardwise.techniques.nf4.fourbit import dequantise, linear
 
     device = module.weight.device
     for name, shape in nf4_shapes(*module.weight.shape).items():
@@ -119,9 +126,20 @@ def _replace(module: nn.Linear) -> None:
         module.register_parameter(name, nn.Parameter(kept, requires_grad=False))
     del module.weight
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        bias = None if module.bias is None else module.bias.to(x.dtype)
-        codes, sizes, groups = (module.get_parameter(name) for name in NF4_PARTS)
-        return linear(x, bias, (codes, sizes, groups))
+    def used(share: LayerShare) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes, sizes, groups = (local(module.get_parameter(name)) for name in NF4_PARTS)
+        return share.used(codes), share.used(sizes), groups
 
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        share: LayerShare = module.share  # type: ignore[assignment]
+        added_later = module.bias is None or share.group is not None
+        bias = None if added_later else share.used(local(module.bias).to(x.dtype))
+        return linear(x, bias, used(share), share.piece)
+
+    def dequantised() -> torch.Tensor:
+        share: LayerShare = module.share  # type: ignore[assignment]
+        return dequantise(*used(share), torch.float32, share.piece)
+
+    module.share = WHOLE  # type: ignore[assignment]
+    module.dequantised = dequantised  # type: ignore[assignment]
     module.forward = forward  # type: ignore[method-assign, assignment]

@@ -60,7 +60,7 @@ def dequantise(
 ) -> Tensor:
     """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
     of the matrix, with the groups of the whole one."""
-    place = None if piece is None else (piece.row, piece.block, piece.blocks)
+    place = None if piece is None else (piece.row, piece.column // NF4_BLOCK, piece.columns // NF4_BLOCK)
     made: Tensor = _dequantise(codes, sizes, groups, dtype, place)
     return made
 
@@ -76,9 +76,7 @@ def _dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype
     of_group = groups.contiguous().view(torch.float32).view(-1)
     wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
     wide.mul_(
-        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()]
-        if piece is None
-        else _of(sizes, of_group, MatrixPiece(*piece))
+        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(sizes, of_group, *piece)
     )
     wide = wide.add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
@@ -96,10 +94,11 @@ def _(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: A
     return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
 
 
-def _of(sizes: Tensor, of_group: Tensor, piece: MatrixPiece) -> Tensor:
-    """For each block of a piece, the scale of its group."""
+def _of(sizes: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int) -> Tensor:
+    """For each block of a piece, the scale of its group. The piece begins at this row and block of a matrix that has
+    so many blocks in a row."""
     rows, blocks = (torch.arange(count, device=sizes.device) for count in sizes.shape)
-    place = (rows + piece.row).unsqueeze(1) * piece.blocks + (blocks + piece.block)
+    place = (rows + row).unsqueeze(1) * row_blocks + (blocks + block)
     return of_group[(place // NF4_GROUP).view(-1)]
 
 

@@ -324,12 +324,9 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             norm = _cut_norm(group) if cut else rms_norm
             module.forward = _norm(module, inside, outside, norm)  # type: ignore[method-assign, assignment]
         elif isinstance(module, nn.Linear):
-            heads, piece = _own_head(name, spec, meshes), _piece(module, name, spec, meshes)
-            module.forward = _linear(module, inside, outside, heads, piece, biased=place not in ROW_PRODUCTS)  # type: ignore[method-assign, assignment]
-            if place in ROW_PRODUCTS:
-                module.lora_share = LayerShare(place=meshes.index("tp"), group=group, piece=piece)  # type: ignore[assignment]
-            else:
-                module.lora_share = LayerShare(heads or slice(None), piece=piece)  # type: ignore[assignment]
+            share = _share(module, name, spec, meshes)
+            module.share = share  # type: ignore[assignment]
+            module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
         if place in ("attention", "mlp", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROW_PRODUCTS:
@@ -346,37 +343,29 @@ def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
     return slice(first, first + spec.head_dim)
 
 
-def _piece(module: Any, layer: str, spec: ModelSpec, meshes: Meshes) -> Any:
-    """The part of a matrix in 4 bits with which this rank multiplies; None if it is not in 4 bits."""
-    if "codes" not in dict(module.named_parameters(recurse=False)):
-        return None
-    heads, ranks, blocks = _own_head(layer, spec, meshes), meshes.size("tp"), module.in_features // NF4_BLOCK
+def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> LayerShare:
+    """The part of the layer with which this rank multiplies."""
+    heads, ranks, index = _own_head(layer, spec, meshes), meshes.size("tp"), meshes.index("tp")
+    rows, columns = module.out_features, module.in_features
     if layer.rpartition(".")[2] in ROW_PRODUCTS:
-        return MatrixPiece(0, cut((0, blocks), ranks, meshes.index("tp"))[0], blocks)
-    row = cut((0, module.out_features), ranks, meshes.index("tp"))[0] if heads is None else heads.start
-    return MatrixPiece(row, 0, blocks)
+        piece = MatrixPiece(0, cut((0, columns), ranks, index)[0], columns)
+        return LayerShare(place=index, group=meshes.groups["tp"], piece=piece)
+    row = cut((0, rows), ranks, index)[0] if heads is None else heads.start
+    return LayerShare(heads or slice(None), piece=MatrixPiece(row, 0, columns))
 
 
-def _linear(
-    module: Any, inside: torch.dtype, outside: torch.dtype, rows: slice | None, piece: Any, *, biased: bool
-) -> Callable[[Tensor], Tensor]:
+def _linear(module: Any, inside: torch.dtype, outside: torch.dtype, share: LayerShare) -> Callable[[Tensor], Tensor]:
     from torch.nn import functional
 
-    from shardwise.techniques.nf4.fourbit import linear
-
-    def used(name: str) -> Tensor:
-        kept: Tensor = module.get_parameter(name).to_local()
-        return kept if rows is None else kept[rows]
+    if "weight" not in dict(module.named_parameters(recurse=False)):  # it computes with its share by itself
+        plain = module.forward
+        return lambda x: plain(x.to(inside)).to(outside)
 
     def forward(x: Tensor) -> Tensor:
-        bias = module.bias.to_local().to(inside) if biased and module.bias is not None else None
-        if bias is not None and rows is not None:
-            bias = bias[rows]
-        if piece is not None:
-            kept = (used("codes"), used("sizes"), module.groups.to_local())
-            return linear(x.to(inside), bias, kept, piece).to(outside)
-        weight = module.weight.to_local().to(inside)
-        return functional.linear(x.to(inside), weight if rows is None else weight[rows], bias).to(outside)
+        biased = module.bias is not None and share.group is None
+        bias = share.used(module.bias.to_local().to(inside)) if biased else None
+        weight = share.used(module.weight.to_local().to(inside))
+        return functional.linear(x.to(inside), weight, bias).to(outside)
 
     return forward
 
