@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
-from shardwise.distributed.slices import local, local_slice
+from shardwise.distributed.slices import local, local_slice, put
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import agree, build, exchange, export, generate, reduce
@@ -62,7 +62,7 @@ def slices_fit(rank: int, ranks: int, replicas: int, shape: tuple[int, ...]) -> 
     fully_shard(module, mesh=mesh)
     module.to_empty(device="cpu")
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    build.put(module.weight, whole[local_slice(module.weight)])
+    put(module.weight, whole[local_slice(module.weight)])
     return torch.equal(module.weight.full_tensor(), whole)
 
 

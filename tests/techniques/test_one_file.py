@@ -124,9 +124,9 @@ def test_what_contributing_shows_is_this_technique() -> None:
     assert len(shown) > 15 and not shown - written
 
 
-def test_a_technique_is_six_functions_and_those_of_a_step_that_it_needs() -> None:
+def test_a_technique_is_six_functions_and_those_of_a_step_and_of_weights_that_it_needs() -> None:
     """Of these parameters; the six whether it has something to say or not; more parameters are for who calls it by
-    name. Of a step at least one technique has each, or nothing would be folded."""
+    name. Of the others at least one technique has each, or nothing would be folded."""
     asked = {
         "choices": ["recipe", "spec", "cluster", "plan"],
         "pins": ["recipe", "plan"],
@@ -140,11 +140,13 @@ def test_a_technique_is_six_functions_and_those_of_a_step_that_it_needs() -> Non
         "after_backward": ["parts", "plan", "meshes"],
         "after_inference": ["parts", "plan"],
     }
-    for name in within_a_step:
+    of_weights = {"wanted": ["slices", "shapes"], "store": ["parameters", "name", "part", "values"]}
+    optional = within_a_step | of_weights
+    for name in optional:
         assert any(name in vars(technique) for technique in techniques.ORDER), name
     for technique in techniques.ORDER:
-        of_a_step = {name: wanted for name, wanted in within_a_step.items() if name in vars(technique)}
-        for name, wanted in (asked | of_a_step).items():
+        has = {name: wanted for name, wanted in optional.items() if name in vars(technique)}
+        for name, wanted in (asked | has).items():
             found = [*inspect.signature(vars(technique)[name]).parameters.values()]
             assert [parameter.name for parameter in found[: len(wanted)]] == wanted, f"{technique.__name__}.{name}"
             assert all(parameter.default is not parameter.empty for parameter in found[len(wanted) :])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
+import torch
 
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
@@ -54,3 +56,38 @@ def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeyp
 
 def test_tensor_parallelism_adds_what_the_replicas_have_summed() -> None:
     assert techniques.ORDER.index(tp) < techniques.ORDER.index(shard)
+
+
+def test_a_technique_that_replaces_a_weight_says_what_it_must_be_given_and_stores_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``halved`` was applied to what ``summed`` left, so it stores first, and the other is told half; who does not ask
+    for the values does not have them made."""
+    stored: dict[str, float] = {}
+
+    def store(name: str, factor: float) -> Callable[..., Callable[[], torch.Tensor]]:
+        def act(
+            parameters: object, weight: str, part: object, values: Callable[[], torch.Tensor]
+        ) -> Callable[[], torch.Tensor]:
+            assert part == (slice(0, 4), slice(0, 4))
+            stored[name] = float(values().sum())
+            return lambda: values() * factor
+
+        return act
+
+    summed, halved, last = ModuleType("summed"), ModuleType("halved"), ModuleType("last")
+    vars(summed).update(
+        wanted=lambda slices, shapes: {name: part for name, part in slices.items() if name != "norm.sum"},
+        store=store("summed", 1.0),
+    )
+    vars(halved).update(
+        wanted=lambda slices, shapes: slices | {"norm.weight": tuple(slice(0, size) for size in (4, 4))},
+        store=store("halved", 0.5),
+    )
+    vars(last)["store"] = lambda parameters, name, part, values: values
+    monkeypatch.setattr(techniques, "ORDER", (summed, ModuleType("silent"), halved, last))
+    parameters = {"norm.sum": torch.zeros(1), "norm.half": torch.zeros(2, 4)}
+    slices = techniques.wanted(parameters, SPEC)
+    assert slices == {"norm.half": (slice(0, 2), slice(0, 4)), "norm.weight": (slice(0, 4), slice(0, 4))}
+    techniques.store(parameters, "norm.weight", slices["norm.weight"], torch.ones(4, 4))
+    assert stored == {"halved": 16.0, "summed": 8.0}

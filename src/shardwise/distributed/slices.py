@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,6 +38,14 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     placed = list(enumerate(tensor.placements))
     first = [(axis, kind.dim) for axis, kind in placed if isinstance(kind, Shard) and not is_strided(kind)]
     return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]
+
+
+def put(parameter: Tensor, values: Tensor) -> None:
+    """Copy ``values``, this rank's slice, into the memory of ``parameter``."""
+    with torch.no_grad():
+        shard = local(parameter.detach())
+        if shard.numel():
+            shard.copy_(values.reshape(shard.shape))
 
 
 def replication(tensor: Tensor, ranks: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
-from shardwise.distributed.slices import local, local_slice
+from shardwise.distributed.slices import local_slice, put
 from shardwise.models import attention, hf, init, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
@@ -21,8 +21,6 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import optim
-from shardwise.techniques.nf4 import fourbit
-from shardwise.techniques.quantised import NF4_PARTS
 
 
 def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> TrainState:
@@ -64,25 +62,19 @@ def assert_tied(part: nn.Module) -> None:
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
     """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors, one
-    tensor at a time. Only the slices that this rank owns are made, with two exceptions: weights that are stored in 4
-    bits are made whole, and weights with DoRA magnitudes in whole rows."""
+    tensor at a time. Only the slices that this rank owns are made, unless a technique says that it takes more of a
+    weight to fill its parameters."""
     parameters = optim.named(parts)
     directory = weights_directory(recipe)
-    wanted = {name: local_slice(parameter) for name, parameter in parameters.items()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for name, shape in parameter_shapes(spec).items():
-        if f"{name.removesuffix('weight')}codes" in parameters:  # 4 bits, which take the whole weight to find
-            wanted[name], shapes[name] = tuple(slice(0, size) for size in shape), shape
-        elif f"{name.removesuffix('weight')}lora_m" in parameters:  # sizes of whole rows
-            wanted[name] = (wanted[name][0], slice(0, shape[1]))
-    derived = (*NF4_PARTS, "lora_m")  # follow from a weight
-    wanted = {name: part for name, part in wanted.items() if name.rpartition(".")[2] not in derived}
+    wanted = techniques.wanted(parameters, spec)
+    shapes = {**parameter_shapes(spec), **{name: tuple(parameter.shape) for name, parameter in parameters.items()}}
     stored = {name for name in wanted if directory is not None and not is_adapter(name)}
     for name in wanted.keys() - stored:
-        _put(parameters, name, init.fill(name, shapes[name], wanted[name], recipe.run.seed, spec))
+        drawn = init.fill(name, shapes[name], wanted[name], recipe.run.seed, spec)
+        _put(parameters, name, wanted[name], drawn)
     if directory is not None:
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
-            _put(parameters, name, values)
+            _put(parameters, name, wanted[name], values)
     if recipe.lora.path is not None and plan.lora is not None:
         adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
         for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
@@ -99,31 +91,15 @@ def load_weights(decoder: Decoder, source: str | Path, revision: str | None = No
         put(parameters[name], values)
 
 
-def _put(parameters: Mapping[str, Tensor], name: str, values: Tensor) -> None:
-    """Copy ``values`` into the parameter ``name``; a weight in 4 bits is quantised into the parameters that replace it.
-    A DoRA magnitude starts as the norms of its weight's rows, which are the rows that this rank holds."""
-    layer = name.removesuffix("weight")
-    magnitude = parameters.get(f"{layer}lora_m")
+def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor) -> None:
+    """Fill what follows from the weight ``name``, of which ``values`` are a ``part``: the parameter of this name, where
+    there is one, and those of techniques."""
     if name in parameters:
-        put(parameters[name], values if magnitude is None else values[:, local_slice(parameters[name])[1]])
+        own = local_slice(parameters[name])
+        mine = (slice(held.start - given.start, held.stop - given.start) for held, given in zip(own, part, strict=True))
+        put(parameters[name], values if own == part else values[tuple(mine)])
         values = values.to(parameters[name].dtype)
-    else:
-        like = local(parameters[f"{layer}codes"].detach())
-        kept = fourbit.quantise(values.to(like.device))
-        for word, whole in zip(NF4_PARTS, kept, strict=True):
-            put(parameters[layer + word], whole[local_slice(parameters[layer + word])])
-        if magnitude is not None:
-            values = fourbit.dequantise(*kept, torch.float32)[local_slice(magnitude)]
-    if magnitude is not None:
-        put(magnitude, torch.linalg.vector_norm(values, dim=1, dtype=torch.float64))
-
-
-def put(parameter: Tensor, values: Tensor) -> None:
-    """Copy ``values``, this rank's slice, into the memory of ``parameter``."""
-    with torch.no_grad():
-        shard = local(parameter.detach())
-        if shard.numel():
-            shard.copy_(values.reshape(shard.shape))
+    techniques.store(parameters, name, part, values)
 
 
 def begins_trained(recipe: Recipe) -> bool:

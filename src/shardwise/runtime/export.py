@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
@@ -20,16 +20,14 @@ from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.hf_model import Model, model_of
-from shardwise.models.layers import accumulation_dtype
+from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
 from shardwise.runtime import passes
-from shardwise.runtime.build import allocate, fill
+from shardwise.runtime.build import build_parts, fill
 from shardwise.runtime.checkpoint.save import read
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import lora, nf4
-from shardwise.techniques import precision as precisions
+from shardwise.techniques import lora
 from shardwise.techniques.dtypes import torch_dtype
 
 
@@ -99,11 +97,8 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     if adapters is not None and not quantised:
         adapters = replace(adapters, nf4=False, frozen=precision.weights)
     plan = Plan(precision=precision, lora=adapters)
-    with torch.device("meta"):
-        model = model_of(spec)
-    for technique in (lora, precisions, nf4):
-        technique.apply([model], plan, Meshes())
-    allocate([model], spec, torch.device("cpu"))
+    [model] = build_parts(spec, plan, Meshes(), torch.device("cpu"))
+    assert isinstance(model, Model)
     if adapters is not None:  # their own values are the checkpoint's, not those that they began with
         fill([model], spec, recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})}), plan)
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -131,22 +126,7 @@ def merge(model: Model, adapters: Lora) -> str:
     ids = torch.arange(32).remainder(model.spec.vocab_size).view(1, -1)
     batch = MicroBatch(ids, ids, torch.arange(32).view(1, -1), None, 0)
     before = passes.infer([model], batch, logits)
-    lost, count = [], 0
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or "lora_a" not in dict(module.named_children()):
-            continue
-        kind = accumulation_dtype(module.weight.dtype)
-        down, up = (module.get_parameter(f"{part}.weight").to(kind) for part in ("lora_a", "lora_b"))
-        delta = lora.scale(adapters) * (up @ down)
-        wide = module.weight.to(kind) + delta
-        if adapters.dora:
-            wide *= (module.lora_m.to(kind) / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)
-        merged = wide.to(module.weight.dtype)
-        count += 1
-        if delta.any() and torch.equal(merged, module.weight):
-            lost.append(name)
-        module.weight.copy_(merged)
-        lora.detach(module)
+    count, lost = lora.merge(model, adapters)
     after = passes.infer([model], batch, logits)
     error = float((after - before).norm() / before.norm())
     allowed = 50 * torch.finfo(model.head.weight.dtype).eps

@@ -14,19 +14,24 @@ It may have three more, where it has something to do within a step:
     before_micro_batch  (parts, plan, last)             before each forward that a backward follows
     after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients
     after_inference     (parts, plan)                   after forwards that no backward follows
+
+And two, where it has parameters that follow from a weight that is read or drawn:
+
+    wanted    (slices, shapes) -> slices                of which weights a rank must be given what
+    store     (parameters, name, part, values) -> values    fills its own from one of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models import kernels
-from shardwise.models.config import ModelSpec, learnt_positions
+from shardwise.models.config import ModelSpec, learnt_positions, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
@@ -37,7 +42,7 @@ from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, r
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.distributed.meshes import Meshes
 
@@ -184,25 +189,45 @@ def apply(
     return parts
 
 
+def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, tuple[slice, ...]]:
+    """By the name of each weight that is read or drawn, what of it this rank must be given to fill its ``parameters``:
+    what it holds, and more where a technique stores what follows from more."""
+    from shardwise.distributed.slices import local_slice
+
+    slices, shapes = {name: local_slice(parameter) for name, parameter in parameters.items()}, parameter_shapes(spec)
+    for act in _those_with("wanted"):
+        slices = act(slices, shapes)
+    return slices
+
+
+def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor) -> None:
+    """Fill the parameters that follow from the weight ``name``, of which ``values`` are the ``part`` that was
+    :func:`wanted`. What was applied last replaced the weight last, so it is the first to store: the next is told what
+    the layer then computes with."""
+    made: Callable[[], Tensor] = lambda: values  # noqa: E731
+    for act in reversed(_those_with("store")):
+        made = act(parameters, name, part, made)
+
+
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     """Call before each micro-batch. Whether it is the ``last`` of its step decides what it sends and frees."""
-    for act in _within_a_step("before_micro_batch"):
+    for act in _those_with("before_micro_batch"):
         act(parts, plan, last=last)
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     """Call after the last backward of a step. When it returns, gradients are summed over every axis: what was applied
     last saw them first, so it is the first to finish."""
-    for act in reversed(_within_a_step("after_backward")):
+    for act in reversed(_those_with("after_backward")):
         act(parts, plan, meshes)
 
 
 def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:
     """Call after forward passes that no backward follows: the parts are then as they were before."""
-    for act in _within_a_step("after_inference"):
+    for act in _those_with("after_inference"):
         act(parts, plan)
 
 
-def _within_a_step(moment: str) -> list[Callable[..., None]]:
+def _those_with(moment: str) -> list[Callable[..., Any]]:
     """What the techniques that have something to do at this moment do."""
     return [vars(technique)[moment] for technique in ORDER if moment in vars(technique)]

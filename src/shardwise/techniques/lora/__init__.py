@@ -10,7 +10,7 @@ state of full training does not fit, or when many adapted copies are to be store
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from shardwise.techniques.quantised import row_norms_bytes
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
     from shardwise.distributed.meshes import Meshes
@@ -45,6 +45,7 @@ INSIDE = (
 )
 RANK = 89
 """A prime that stands for the rank where a unit is traced."""
+Slices = tuple[slice, ...]
 _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
@@ -175,6 +176,33 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     return parts
 
 
+def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
+    """DoRA's magnitudes follow from whole rows of the weights beside them."""
+    found = {name: part for name, part in slices.items() if not name.endswith(".lora_m")}
+    for name in slices.keys() - found.keys():
+        weight = name.removesuffix("lora_m") + "weight"
+        if weight in found:
+            found[weight] = (found[weight][0], slice(0, shapes[weight][1]))
+    return found
+
+
+def store(
+    parameters: Mapping[str, Tensor], name: str, part: Slices, values: Callable[[], Tensor]
+) -> Callable[[], Tensor]:
+    """A magnitude begins as the norms of its weight's rows, of which this rank holds the same: B is zero at first, so
+    the layer is what it was."""
+    magnitude = parameters.get(name.removesuffix("weight") + "lora_m")
+    if magnitude is not None:
+        import torch
+
+        from shardwise.distributed.slices import local_slice, put
+
+        rows, first = local_slice(magnitude)[0], part[0].start
+        weight = values()[rows.start - first : rows.stop - first]
+        put(magnitude, torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64))
+    return values
+
+
 @contextmanager
 def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Within it the model computes without its adapters."""
@@ -188,8 +216,27 @@ def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
             layer.lora_off = False  # type: ignore[assignment]
 
 
-def detach(module: nn.Module) -> None:
-    """Remove a layer's adapter (after its product was added to the layer's weight, for example)."""
+def merge(model: nn.Module, lora: Lora) -> tuple[int, list[str]]:
+    """Add every adapter into its layer's weight and take it away. Returns how many there were, and the layers whose
+    weight is what it was although the adapter is not zero: its dtype has rounded the product away."""
+    import torch
+
+    from shardwise.techniques.lora.adapter import merged
+
+    count, lost = 0, []
+    with torch.no_grad():
+        for name, module in list(model.named_modules()):
+            if module in _HOOKS:
+                delta, weight = merged(module, scale(lora))
+                if delta.any() and torch.equal(weight, module.get_parameter("weight")):
+                    lost.append(name)
+                module.get_parameter("weight").copy_(weight)
+                _detach(module)
+                count += 1
+    return count, lost
+
+
+def _detach(module: nn.Module) -> None:
     _HOOKS.pop(module).remove()
     del module.lora_a, module.lora_b
     if "lora_m" in dict(module.named_parameters(recurse=False)):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.distributed.slices import local
+from shardwise.models.layers import accumulation_dtype
 from shardwise.spec.plan import Lora
 from shardwise.techniques.lora.dora import row_norms
 from shardwise.techniques.lora.dropout import dropped
@@ -47,3 +48,16 @@ def attach(module: nn.Linear, lora: Lora, factor: float, norms_of: Norms = row_n
     module.lora_off = False  # type: ignore[assignment]
     module.share = WHOLE  # type: ignore[assignment]
     return module.register_forward_hook(add)
+
+
+def merged(module: nn.Module, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``factor`` B A, computed in fp32 or wider, and the weight that computes what the layer does with its adapter, in
+    the dtype of its weight."""
+    weight = module.get_parameter("weight")
+    kind = accumulation_dtype(weight.dtype)
+    down, up = (module.get_parameter(f"{name}.weight").to(kind) for name in ("lora_a", "lora_b"))
+    delta: torch.Tensor = factor * (up @ down)
+    wide: torch.Tensor = weight.to(kind) + delta
+    if "lora_m" in dict(module.named_parameters(recurse=False)):
+        wide *= (module.get_parameter("lora_m").to(kind) / torch.linalg.vector_norm(wide, dim=1)).unsqueeze(1)
+    return delta, wide.to(weight.dtype)

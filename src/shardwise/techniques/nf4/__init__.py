@@ -10,7 +10,7 @@ arithmetic.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 
+Slices = tuple[slice, ...]
 SHARDS_BYTES = (2, 13)
 """The first torch release whose ``fully_shard`` accepts integer parameters."""
 
@@ -101,7 +102,7 @@ WORKSPACES = {"shardwise.dequantise": _dequantise_bytes}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Replaces each weight by parameters of bytes, which :func:`shardwise.runtime.build.fill` fills."""
+    """Replaces each weight by parameters of bytes, which :func:`store` fills."""
     if plan.lora is None or not plan.lora.nf4:
         return parts
     from torch import nn
@@ -111,6 +112,31 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
             if isinstance(module, nn.Linear) and quantised(f"{name}.weight"):
                 _replace(module)
     return parts
+
+
+def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
+    """It takes the whole weight to find the groups' scales and their mean."""
+    found = {name: part for name, part in slices.items() if name.rpartition(".")[2] not in NF4_PARTS}
+    weights = (name.removesuffix("codes") + "weight" for name in slices.keys() - found.keys() if name.endswith("codes"))
+    return found | {weight: tuple(slice(0, size) for size in shapes[weight]) for weight in weights}
+
+
+def store(
+    parameters: Mapping[str, torch.Tensor], name: str, part: Slices, values: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Quantises the weight into the parameters that replace it, and hands on what they stand for."""
+    layer = name.removesuffix("weight")
+    if f"{layer}codes" not in parameters:
+        return values
+    import torch
+
+    from shardwise.distributed.slices import local_slice, put
+    from shardwise.techniques.nf4.fourbit import dequantise, quantise
+
+    kept = quantise(values().to(parameters[f"{layer}codes"].device))
+    for word, whole in zip(NF4_PARTS, kept, strict=True):
+        put(parameters[layer + word], whole[local_slice(parameters[layer + word])])
+    return lambda: dequantise(*kept, torch.float32)
 
 
 def _replace(module: nn.Linear) -> None:
