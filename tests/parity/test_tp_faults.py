@@ -19,6 +19,7 @@ from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import states, tp
+from shardwise.techniques.share import LayerShare
 from shardwise.techniques.states import Division, State
 from tests.parity import drawn
 from tests.parity.cases import TIED
@@ -37,8 +38,8 @@ def norms_are_whole(name: str, how: Division) -> State:
     return state(name, how._replace(sequence_parallel=False))
 
 
-def biased(module: nn.Linear, *given: Any, biased: bool) -> Callable[[Tensor], Tensor]:
-    return linear(module, *given, biased=True)
+def biased(module: nn.Linear, inside: Any, outside: Any, share: LayerShare) -> Callable[[Tensor], Tensor]:
+    return linear(module, inside, outside, replace(share, group=None))
 
 
 def own_sum(stream: Tensor, group: Any, tokens: Any = None) -> Tensor:
