@@ -16,12 +16,11 @@ Accelerate (DDP) and DeepSpeed (ZeRO-1, 2, 3) train the same model with the same
 say to; they are installed by ``pip install '.[frameworks]'``.
 
 Every case runs in one process group: a step of each program in turn, in an order that changes from round to round.
-Both programs have the same setting of products, but in the cases ``shipped``, where Shardwise has what it plans
-on this machine, and the others what torch comes with. A step's time is that of the slower rank. ``ratio`` is
-the median over rounds of Shardwise's time over the other's; ``A/A`` is the same of Shardwise against itself in the
-round before; ``cpu`` the median ratio of processor time over both ranks, which other programs on the machine disturb
-less. ``memory`` is the ratio of the peaks of torch's allocations in a third step, everything held included, measured in
-separate runs by the profiler's memory records.
+Both programs have the same setting of products. A step's time is that of the slower rank. ``ratio`` is the median
+over rounds of Shardwise's time over the other's; ``A/A`` is the same of Shardwise against itself in the round before;
+``cpu`` the median ratio of processor time over both ranks, which other programs on the machine disturb less. ``memory``
+is the ratio of the peaks of torch's allocations in a third step, everything held included, measured in separate runs by
+the profiler's memory records.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ from shardwise.distributed.meshes import meshes
 from shardwise.models import hf, init
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes, to_hf
 from shardwise.planner import search
-from shardwise.planner.products import measured
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.cluster import local_cluster
-from shardwise.spec.plan import Matmul, Plan
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection, Parallel, PrecisionSection, Recipe, Recompute, Run, Train
 
 SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
@@ -67,7 +65,6 @@ BATCHES = 4
 WARMUP = 2
 OPTIM = OptimSection(learning_rate=3e-4, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
 NUMBERS = {"fp32": ("fp32", "highest"), "fp32-medium": ("fp32", "medium"), "bf16": ("bf16", "highest")}
-NUMBERS |= {"fp32-shipped": ("fp32", "auto")}
 FRAMEWORK_CASES = [f"{strategy}-{number}" for strategy in ("ddp", "zero1", "zero2", "zero3") for number in NUMBERS]
 TENSOR_CASES = ["tp-fp32", "tp_sp-fp32"]
 CASES = [f"{strategy}-{number}" for number in NUMBERS for strategy in ("ddp", "zero2", "zero3")]
@@ -116,8 +113,7 @@ def plan_of(name: str, rows: int) -> Plan:
         precision=PrecisionSection(compute=compute, matmul=matmul),  # type: ignore[arg-type]
         recompute=Recompute(mode="none"),
     )
-    cluster = local_cluster(WORLD, "cpu")
-    return search.choose(recipe, SPEC, replace(cluster, device=replace(cluster.device, products=measured())))
+    return search.choose(recipe, SPEC, local_cluster(WORLD, "cpu"))
 
 
 def shardwise(plan: Plan) -> Step:
@@ -304,15 +300,10 @@ SIDES: dict[str, Callable[[Plan], Step]] = {
 }
 
 
-def products(case: Case) -> dict[str, Matmul]:
-    """How each side computes products. As shipped: Shardwise as it plans on this machine, the others as torch does."""
-    own, shipped = case.plan.precision.matmul, case.name.endswith("shipped")
-    return {side: own if side in ("shardwise", "compiled") or not shipped else "highest" for side in case.sides}
-
-
 def set_up(rank: int, case: Case) -> list[torch.Tensor]:
     """Settings of a rank; the batches that all its programs see."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(case.plan.precision.matmul)
     generator = torch.Generator().manual_seed(0 if case.plan.layout.tp > 1 else rank)
     return [torch.randint(SPEC.vocab_size, (case.rows, SEQ_LEN), generator=generator) for _ in range(BATCHES)]
 
@@ -330,12 +321,10 @@ def times(rank: int, world: int, case: Case, rounds: int) -> dict[str, Times]:
     """What the steps of each side take."""
     batches = set_up(rank, case)
     programs = {side: SIDES[side](case.plan) for side in case.sides}
-    settings = products(case)
     taken = {side: Times() for side in case.sides}
     losses: dict[str, list[float]] = {side: [] for side in case.sides}
     for number in range(rounds + WARMUP):
         for side in case.sides if number % 2 else reversed(case.sides):
-            torch.set_float32_matmul_precision(settings[side])
             dist.barrier()
             begun, begun_cpu = time.perf_counter(), time.process_time()
             losses[side].append(programs[side](batches[number % BATCHES]))
@@ -357,7 +346,6 @@ def peak(rank: int, world: int, case: Case, side: str) -> int:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     batches = set_up(rank, case)
-    torch.set_float32_matmul_precision(products(case)[side])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         program = SIDES[side](case.plan)
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What a plan is made from: how fast this CPU multiplies, and what a run was started with."""
+"""What a plan is made from: the machines, and what a run was started with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from shardwise.cli import decide
 from shardwise.cli.app import main
-from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower, with_products
+from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower
 from shardwise.errors import ConfigError, UsageError
 from shardwise.models.config import to_hf
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
-from shardwise.spec.cluster import Cluster, Device, Products, parse_cluster
+from shardwise.spec.cluster import Cluster, Device, parse_cluster
 from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -25,29 +25,11 @@ from shardwise.spec.recipe import Recipe
 RECIPE = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
 SPEC = resolve(RECIPE)
 EIGHT_B = load_spec("Llama-3.1-8B")
-FAST = Products(1.0, 0.5, 0.25, 1e-4, 2e-4)
-"""medium is exact and gains, and so does bf16."""
-SLOW = Products(1.0, 1.0, 1.6, 1e-4, 2e-4)
-
-
-def cpus(found: Products) -> Cluster:
-    cluster = replace(parse_cluster("2xCPU"), device=Device("CPU", 2**33))
-    return with_products(cluster, lambda: found)
+CPUS = replace(parse_cluster("2xCPU"), device=Device("CPU", 2**33))
 
 
 def pinned(**precision: str) -> Recipe:
     return RECIPE.model_copy(update={"precision": RECIPE.precision.model_copy(update=precision)})
-
-
-def types(plan: Plan) -> tuple[str, str]:
-    return plan.precision.compute, plan.precision.matmul
-
-
-def test_only_cpus_are_asked() -> None:
-    def never() -> Products:
-        raise AssertionError
-
-    assert with_products(parse_cluster("8xH100"), never) == parse_cluster("8xH100")
 
 
 def test_ranks_do_not_count_what_they_hold_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,22 +62,20 @@ def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -
     assert (plan.compile, plan.why["compile"]) == (False, why)
 
 
-def test_a_run_that_goes_on_keeps_its_types(tmp_path: Path) -> None:
-    """Whatever is measured now; a pin wins."""
-    medium = Products(1.0, 0.5, 0.5, 1e-4, 2e-4)
-    begun = plan_of(RECIPE, SPEC, cpus(medium), None)
-    assert types(begun) == ("fp32", "medium")
+def test_a_run_that_goes_on_keeps_its_compute_dtype(tmp_path: Path) -> None:
+    """Whatever the default is now; a pin wins."""
+
+    def resumed(recipe: Recipe, cluster: Cluster) -> Plan:
+        return plan_of(recipe, SPEC, cluster, None, tmp_path)
+
+    begun = plan_of(pinned(compute="bf16"), SPEC, CPUS, None)
     (tmp_path / "plan.yaml").write_text(dump_plan(begun))
-    again = plan_of(RECIPE, SPEC, cpus(FAST), None, tmp_path)
-    assert types(again) == ("fp32", "medium")
-    assert again.why["precision.compute"] == again.why["precision.matmul"] == "as when the run was started"
-    assert types(plan_of(pinned(compute="bf16"), SPEC, cpus(FAST), None, tmp_path)) == ("bf16", "medium")
-    assert types(plan_of(pinned(matmul="highest"), SPEC, cpus(FAST), None, tmp_path)) == ("fp32", "highest")
-    gpu = plan_of(RECIPE, SPEC, parse_cluster("2xH100"), None, tmp_path)
-    assert types(gpu) == ("fp32", "highest")  # medium is another thing there
-    assert types(plan_of(RECIPE, SPEC, cpus(FAST), None)) == ("bf16", "highest")
+    again = resumed(RECIPE, CPUS)
+    assert again.precision.compute == "bf16" and again.why["precision.compute"] == "as when the run was started"
+    assert resumed(pinned(compute="fp32"), CPUS).precision.compute == "fp32"
+    assert resumed(RECIPE, parse_cluster("2xT4")).precision.compute == "bf16"
     (tmp_path / "plan.yaml").write_text("layout: [")
-    assert types(plan_of(RECIPE, SPEC, cpus(FAST), None, tmp_path)) == ("bf16", "highest")
+    assert resumed(RECIPE, CPUS).precision.compute == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -146,17 +126,14 @@ def test_a_plan_that_contradicts_a_pin_is_refused(
     assert f"`{key}` {planned}, the recipe " in refused.value.problems[0].what
 
 
-def test_a_pinned_bf16_that_is_slower_is_warned_of() -> None:
-    plan = plan_of(pinned(compute="bf16"), SPEC, cpus(SLOW), None)
-    warning = slower(plan, cpus(SLOW))
-    assert warning == "warning: bf16 products take 1.60 times as long as fp32's on this CPU; `precision.compute=fp32`"
-    assert plan.why["precision.compute"] == (
-        "pinned: bf16 products are 0.62 times as fast as fp32's on this CPU; bf16 is used from 1.2 on"
-    )
-    assert slower(plan, cpus(FAST)) is None
-    assert slower(plan_of(RECIPE, SPEC, cpus(SLOW), None), cpus(SLOW)) is None
-    assert slower(plan, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
-    assert slower(plan, parse_cluster("1xA100")) is None
+def test_a_pinned_bf16_that_is_emulated_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, wide = (plan_of(pinned(compute=dtype), SPEC, CPUS, None) for dtype in ("bf16", "fp32"))
+    for has in (False, True):
+        monkeypatch.setattr(decide, "cpu_has_bf16", lambda has=has: has)
+        assert (slower(narrow, CPUS) is None) == has
+        assert slower(wide, CPUS) is None
+    assert slower(narrow, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
+    assert slower(narrow, parse_cluster("1xA100")) is None
 
 
 def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:

@@ -18,7 +18,7 @@ from shardwise.planner.price import price
 from shardwise.planner.search import MARGIN, choose, fits, settings
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.wire import wire_s
-from shardwise.spec.cluster import Cluster, Device, Kind, Products, parse_cluster
+from shardwise.spec.cluster import Cluster, Device, Kind, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Traffic
 from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
@@ -126,31 +126,11 @@ def test_a_pinned_kernel_of_attention_serves_or_is_refused(cluster: str, pin: st
     assert set(problem.fix.removeprefix("attention=auto, or one of ").split(", ")) == set(served.split(", "))
 
 
-@pytest.mark.parametrize(
-    ("products", "types", "why"),
-    [
-        (None, ("fp32", "highest"), "default: how fast this CPU multiplies bf16 was not measured"),
-        (Products(1, 1, 0.5, 1e-4, 2e-4), ("bf16", "highest"), "measured: bf16 products are 2.00 times as fast as"),
-        (
-            Products(1, 0.5, 0.5, 1e-4, 2e-4),
-            ("fp32", "medium"),
-            "1.00 times as fast as fp32's on this CPU; bf16 is used from 1.2",
-        ),
-        (
-            Products(1, 0.5, 2.5, 1e-4, 6e-1),
-            ("fp32", "highest"),
-            "0.40 times as fast as fp32's on this CPU; bf16 is used from 1.2",
-        ),
-    ],
-)
-def test_a_cpu_computes_in_what_was_measured_to_be_faster(
-    products: Products | None, types: tuple[str, str], why: str
-) -> None:
-    cpu = Cluster(Device("CPU", 2**40, products=products), kind="cpu")
+def test_a_cpu_computes_in_fp32_unless_another_type_is_pinned() -> None:
+    cpu = Cluster(Device("CPU", 2**40), kind="cpu")
     plan = choose(recipe(), ONE_B, cpu)
-    assert (plan.precision.compute, plan.precision.matmul) == types
-    assert why in plan.why["precision.compute"]
-    assert ("precision.matmul" in plan.why) == (products is not None and types[0] == "fp32")
+    assert (plan.precision.compute, plan.precision.matmul) == ("fp32", "highest")
+    assert plan.why["precision.compute"].startswith("default")
     for asked in ("fp32", "bf16"):
         assert choose(recipe(precision=PrecisionSection(compute=asked)), ONE_B, cpu).precision.compute == asked  # type: ignore[arg-type]
 

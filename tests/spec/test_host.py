@@ -65,16 +65,20 @@ def test_memory_and_cores() -> None:
     assert 0 < available_memory_bytes() <= total_memory_bytes()
 
 
-def test_a_processor_is_known_by_its_model_and_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by its clock of this moment, nor by what other cores say."""
+@pytest.mark.parametrize(
+    ("told", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: amx_bf16 avx_vnni", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx512f avx512_fp16", False),
+        (None, False),
+    ],
+)
+def test_a_cpu_says_whether_it_has_bf16(
+    told: str | None, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host, "_CPUINFO", tmp_path / "cpuinfo")
-    told = "processor\t: {}\nmodel name\t: AMD EPYC\ncpu MHz\t\t: {}\nflags\t\t: fpu avx512f\n\n"
-    (tmp_path / "cpuinfo").write_text(told.format(0, 2596.1) + told.format(1, 3100.0))
-    before = host.processor()
-    assert before == "model name\t: AMD EPYC\nflags\t\t: fpu avx512f"
-    (tmp_path / "cpuinfo").write_text(told.format(0, 1800.7))
-    assert host.processor() == before
-    (tmp_path / "cpuinfo").write_text(told.format(0, 2596.1).replace("avx512f", "avx512f avx512_bf16"))
-    assert host.processor() != before
-    (tmp_path / "cpuinfo").unlink()
-    assert host.processor()
+    if told:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{told}\n\n")
+    assert host.cpu_has_bf16() == has

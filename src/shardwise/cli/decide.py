@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
@@ -14,15 +13,14 @@ from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
 from shardwise.launch.worker import by_our_launcher
 from shardwise.models.config import ModelSpec
-from shardwise.planner.products import measured
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.spec import finetune
 from shardwise.spec.batch import batch
-from shardwise.spec.cluster import Cluster, Products, local_cluster, parse_cluster
-from shardwise.spec.host import total_memory_bytes
+from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.host import cpu_has_bf16, total_memory_bytes
 from shardwise.spec.load import load_plan
-from shardwise.spec.plan import MEASURED, Plan
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
 
@@ -36,21 +34,12 @@ def cluster_of(recipe: Recipe, text: str | None = None, memory_bytes: int | None
     return replace(found, device=replace(found.device, no_compiler=compiler_lacks(found.kind)))
 
 
-def with_products(cluster: Cluster, ask: Callable[[], Products] = measured) -> Cluster:
-    """The machines with how fast they multiply, of which only CPUs are asked."""
-    device = cluster.device
-    return cluster if cluster.kind == "cuda" else replace(cluster, device=replace(device, products=ask()))
-
-
 def as_first(cluster: Cluster) -> Cluster:
-    """The machines with what rank 0 finds, how fast CPUs multiply or what it lacks to compile for GPUs: ranks that
-    torchrun started must all make the same plan."""
+    """The machines with what rank 0 lacks to compile: ranks that torchrun started must all make the same plan."""
     from shardwise.runtime.world import told_by_first
 
-    if cluster.kind == "cuda":
-        told = told_by_first(lambda: cluster.device.no_compiler)
-        return replace(cluster, device=replace(cluster.device, no_compiler=told))
-    return with_products(cluster, lambda: Products(**json.loads(told_by_first(lambda: json.dumps(asdict(measured()))))))
+    told = told_by_first(lambda: cluster.device.no_compiler)
+    return replace(cluster, device=replace(cluster.device, no_compiler=told))
 
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:
@@ -63,8 +52,8 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
 
 def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None, resumed: Path | None = None) -> Plan:
     """The plan of ``file`` as it stands (RUN001 if it is for other machines, PLAN019 if for another recipe), else the
-    planner's choice, with the dtypes of the run that is ``resumed``. PLAN010 if it cannot fit."""
-    kept = _kept(recipe, cluster, resumed) if resumed else {}
+    planner's choice, with the compute dtype of the run that is ``resumed``. PLAN010 if it cannot fit."""
+    kept = _kept(recipe, resumed) if resumed else {}
     asked = recipe.model_copy(update={"precision": recipe.precision.model_copy(update=kept)})
     plan = load_plan(file) if file else choose(asked, spec, cluster)
     if not file:
@@ -94,15 +83,15 @@ def told(plan: Plan, recipe: Recipe) -> Plan:
     return replace(plan, why={**others, **finetune.assumed(recipe)})
 
 
-def _kept(recipe: Recipe, cluster: Cluster, run: Path) -> dict[str, str]:
-    """What was measured when ``run`` was started: it must not change, whatever is measured now. How a CPU computed
-    products says nothing about a GPU."""
+def _kept(recipe: Recipe, run: Path) -> dict[str, str]:
+    """The compute dtype with which ``run`` was started, where the recipe leaves it open: it must not change, whatever
+    the machine."""
+    if recipe.precision.compute != "auto":
+        return {}
     try:
-        begun = vars(load_plan(run / "plan.yaml").precision)
+        return {"compute": load_plan(run / "plan.yaml").precision.compute}
     except ShardwiseError:
         return {}
-    keys = MEASURED if cluster.kind == "cpu" else ("compute",)
-    return {key: begun[key] for key in keys if vars(recipe.precision)[key] == "auto"}
 
 
 def far(plan: Plan) -> str | None:
@@ -130,13 +119,13 @@ def beyond(recipe: Recipe, spec: ModelSpec) -> str | None:
 
 def slower(plan: Plan, cluster: Cluster) -> str | None:
     """A warning of bf16 where another type is faster."""
-    products = cluster.device.products
-    if plan.precision.compute == "bf16" and not cluster.device.computes_bf16:
-        return f"warning: the {cluster.device.name} emulates bf16, slowly; `precision.compute=fp16`"
-    if plan.precision.compute != "bf16" or products is None or products.bf16_gain >= 1:
+    if plan.precision.compute != "bf16":
         return None
-    times = 1 / products.bf16_gain
-    return f"warning: bf16 products take {times:.2f} times as long as fp32's on this CPU; `precision.compute=fp32`"
+    if not cluster.device.computes_bf16:
+        return f"warning: the {cluster.device.name} emulates bf16, slowly; `precision.compute=fp16`"
+    if cluster.kind == "cpu" and not cpu_has_bf16():
+        return "warning: this CPU has no bf16 instructions, and emulates them slowly; `precision.compute=fp32`"
+    return None
 
 
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import beyond, cluster_of, far, told, with_products
+from shardwise.cli.decide import beyond, cluster_of, far, told
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -68,7 +68,7 @@ def run(options: Options) -> None:
     for notice in loaded.notices if options.explain == "keys" else loaded.told:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
-    spec, cluster = resolve(recipe), with_products(cluster_of(recipe, options.cluster))
+    spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
     if options.cluster is None and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
     chosen = told(choose(recipe, spec, cluster), recipe)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, with_products
+from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.errors import PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
@@ -81,8 +81,8 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     if not by_our_launcher() and rank() == 0 and (warning := crowding(cluster)):
         note(warning)
     directory = Path(run.out) / run.name
-    if plan_file is None:
-        cluster = as_first(cluster) if world > 1 else with_products(cluster)
+    if plan_file is None and world > 1:
+        cluster = as_first(cluster)
     resumed = directory if rundir.newest_step(directory) else None
     spec = resolve(recipe)
     plan = plan_of(recipe, spec, cluster, plan_file, resumed)

@@ -24,13 +24,6 @@ CPU_PROCESS_BYTES = 300 * 2**20
 """The memory of a process before it holds anything of the model: Python, torch and our own code, without pages that
 processes share."""
 
-EXACT = 8.0
-"""How much larger the error may be for "medium" to count as fp32. Another order of summation makes it 2 to 3 times as
-large; computing in bf16, 1,000 times."""
-MEDIUM_GAIN, BF16_GAIN = 1.3, 1.2
-"""How many times as fast a setting must be to be chosen. It lies between processors that gain nothing (0.9 to 1.1) and
-those that do (2), so that noise never decides: two runs of a recipe on one machine must not differ."""
-
 _PATTERN = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?|\d{3,}(?!x)[^+x]*?)(?P<network>\+.*)?"
 )
@@ -39,43 +32,11 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 
 
 @dataclass(frozen=True)
-class Products:
-    """Measured matrix products of a CPU (planner/products.py): seconds in fp32 under torch's "highest" and "medium"
-    settings and in bf16, and the largest error of both settings."""
-
-    highest_s: float
-    medium_s: float
-    bf16_s: float
-    highest_error: float
-    medium_error: float
-
-    @property
-    def medium_gain(self) -> float:
-        """How many times as fast as "highest" "medium" is; 0 if it does not compute in fp32."""
-        return self.highest_s / self.medium_s if self.medium_error <= EXACT * self.highest_error else 0.0
-
-    @property
-    def fp32(self) -> Literal["highest", "medium"]:
-        """torch's setting for fp32 matrix products."""
-        return "medium" if self.medium_gain >= MEDIUM_GAIN else "highest"
-
-    @property
-    def bf16_gain(self) -> float:
-        """How many times as fast bf16 is as fp32."""
-        return (self.medium_s if self.fp32 == "medium" else self.highest_s) / self.bf16_s
-
-    @property
-    def compute(self) -> Literal["fp32", "bf16"]:
-        """The default compute dtype."""
-        return "bf16" if self.bf16_gain >= BF16_GAIN else "fp32"
-
-
-@dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
     peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
-    ``products``: for a CPU, once measured. ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this
-    machine, what torch.compile needs and does not find."""
+    ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this machine, what torch.compile needs and does not
+    find."""
 
     name: str
     memory_bytes: int
@@ -85,7 +46,6 @@ class Device:
     host_link_bytes_per_s: float = 0.0
     matmul_share: float | None = None
     verified: str = "no"
-    products: Products | None = None
     capability: tuple[int, int] | None = None
     no_compiler: str = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from typing import Any
 from shardwise.spec.cgroup import memory_limits
 
 _CPUINFO = Path("/proc/cpuinfo")
-_IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"}  # x86
-_IDENTITY |= {"CPU implementer", "CPU variant", "CPU part", "CPU revision", "Features"}  # Arm
 
 
 def cores() -> int:
@@ -78,8 +76,7 @@ def _memory() -> Any:
     return psutil.virtual_memory()
 
 
-def processor() -> str:
-    """Lines that identify this processor: vendor, model and features."""
-    told = _CPUINFO.read_text().partition("\n\n")[0] if _CPUINFO.exists() else ""
-    lines = [line for line in told.splitlines() if line.partition(":")[0].strip() in _IDENTITY]
-    return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for products in bf16, as it reports itself (x86: avx512_bf16, amx_bf16; Arm:
+    bf16). Some are slower with them than in fp32."""
+    return _CPUINFO.exists() and bool(re.search(r"\b(avx512_|amx_)?bf16\b", _CPUINFO.read_text()))

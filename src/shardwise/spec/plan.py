@@ -11,8 +11,6 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
-MEASURED = ("compute", "matmul")
-"""The settings of precision that are measured on CPUs where the recipe leaves them open. A resumed run keeps them."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",

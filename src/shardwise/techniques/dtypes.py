@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from shardwise.models.roles import is_adapter
-from shardwise.spec.cluster import BF16_GAIN, Cluster, Products
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Plan, Precision
 from shardwise.spec.recipe import Recipe
 
@@ -16,27 +16,16 @@ if TYPE_CHECKING:
 
 
 def chosen_dtype(recipe: Recipe, cluster: Cluster) -> tuple[Dtype, str]:
-    """The compute dtype, and why: the recipe's, else the fastest that the device has."""
-    asked, products = recipe.precision.compute, cluster.device.products
-    if products is not None and asked in ("auto", "bf16"):
-        return (
-            ("bf16", f"pinned: {_gain(products)}")
-            if asked == "bf16"
-            else (products.compute, f"measured: {_gain(products)}")
-        )
+    """The compute dtype, and why: the recipe's, else the fastest that a GPU has; on a CPU, which may have bf16
+    instructions and still be slower with them, fp32."""
+    asked = recipe.precision.compute
     if asked != "auto":
         return asked, "pinned"
     if not cluster.device.computes_bf16:
         return "fp16", "derived: the device has no bf16 instructions"
     if cluster.kind == "cpu":
-        return "fp32", "default: how fast this CPU multiplies bf16 was not measured"
+        return "fp32", "default on CPUs"
     return "bf16", "derived: the device computes in bf16"
-
-
-def _gain(products: Products) -> str:
-    """How fast bf16 is on this CPU, in words."""
-    unused = f"; bf16 is used from {BF16_GAIN} on" if products.compute == "fp32" else ""
-    return f"bf16 products are {products.bf16_gain:.2f} times as fast as fp32's on this CPU{unused}"
 
 
 def compute_dtype(precision: Precision, module: str) -> Dtype:

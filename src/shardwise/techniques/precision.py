@@ -39,14 +39,10 @@ INSIDE = ("techniques/precision.py", "techniques/dtypes.py")
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; what it leaves out follows from the device."""
-    asked, products = recipe.precision, cluster.device.products
+    asked = recipe.precision
     compute, reason = chosen_dtype(recipe, cluster)
     why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
     matmul: Matmul = "highest" if asked.matmul == "auto" else asked.matmul
-    if asked.matmul == "auto" and compute == "fp32" and products is not None:
-        matmul, gain = products.fp32, products.medium_gain
-        told = f"medium is {gain:.2f} times as fast" if gain else "medium would not compute in fp32"
-        why["precision.matmul"] = f"measured: {told}"
     why["precision.reduce"] = "pinned" if asked.reduce else "default: gradients are summed in fp32"
     reduce = asked.reduce or ("fp64" if compute == "fp64" else "fp32")
     settings = Precision(compute, asked.weights, reduce, tuple(asked.modules.items()), matmul)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shardwise.cli.decide import told
-from shardwise.runtime.report.header import assumptions, execution
+from shardwise.runtime.report import header
+from shardwise.runtime.report.header import assumptions, execution, why_compute
 from shardwise.spec import finetune
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Remat
@@ -29,3 +32,21 @@ def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
         " · `optim.learning_rate` 0.0002, usual for sft of adapters · `optim.warmup_steps` 0.03 of the steps"
     )
     assert assumptions(told(plan, load_recipe(None, ["model=m"])), recipe) == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "has", "hint"),
+    [
+        ("auto", "cpu", True, True),
+        ("auto", "cpu", False, False),
+        ("fp32", "cpu", True, False),
+        ("auto", "cuda", True, False),
+    ],
+)
+def test_what_to_pin_for_bf16_is_said_where_a_cpu_has_it(
+    asked: str, device: str, has: bool, hint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header, "cpu_has_bf16", lambda: has)
+    recipe = load_recipe(None, ["model=m", f"precision.compute={asked}"])
+    told = why_compute(recipe, Plan(why={"precision.compute": "default on CPUs"}), device)
+    assert told.startswith(" (default on CPUs") and ("`precision.compute=bf16`" in told) == hint

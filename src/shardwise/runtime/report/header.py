@@ -12,7 +12,8 @@ from shardwise.models.config import parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.finetune import KEYS
-from shardwise.spec.plan import MEASURED, Plan
+from shardwise.spec.host import cpu_has_bf16
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import counted, show_bytes, show_count
 from shardwise.techniques.dtypes import torch_dtype
@@ -44,8 +45,7 @@ def header(job: Job) -> str:
         method = recipe.method
         terms = f"pairs of a step (in {tokens:,} tokens), beta {method.beta:g}, smoothing {method.label_smoothing:g}"
     loss = f"loss: mean over the {terms}"
-    reasons = {key: f" ({plan.why[name]})" if (name := f"precision.{key}") in plan.why else "" for key in MEASURED}
-    kept = f"{plan.kept}, compute {precision.compute}{reasons['compute']}"
+    kept = f"{plan.kept}, compute {precision.compute}{why_compute(recipe, plan, job.device.type)}"
     sums = f"gradients summed in {precision.reduce}"
     number = counted(split.documents, "sample" if split.packs else "document")
     number = f"{split.documents:,} answers, two per pair" if split.pairs else number
@@ -61,7 +61,7 @@ def header(job: Job) -> str:
     rows = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
-        ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}{reasons['matmul']}"),
+        ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {execution(plan)}{taken}"),
         ("length", f"{counted(job.max_steps, 'step')}, {show_count(job.max_steps * tokens)} tokens · {saves}"),
@@ -69,6 +69,14 @@ def header(job: Job) -> str:
     if assumed := assumptions(plan, recipe):
         rows.append(("assumed", assumed))
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def why_compute(recipe: Recipe, plan: Plan, device: str) -> str:
+    """Why it is computed in this dtype; on a CPU with bf16 instructions, what to pin to use them."""
+    reasons = [plan.why[key]] if (key := "precision.compute") in plan.why else []
+    if (recipe.precision.compute, plan.precision.compute, device) == ("auto", "fp32", "cpu") and cpu_has_bf16():
+        reasons.append("`precision.compute=bf16` may be faster here")
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def assumptions(plan: Plan, recipe: Recipe) -> str:
