@@ -3,6 +3,7 @@
 renamed when complete, and then read like any other file.
 
 A cached file is identified by what the store says of it: size, etag, time. If a file changes, it is downloaded again.
+fsspec's own caches write a file under its final name, half of it too, and so are not used (docs/log.md, 2026-11-25).
 """
 
 from __future__ import annotations
