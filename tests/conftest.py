@@ -93,21 +93,14 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds. A
-    test's own kind of plan cannot be read from a name, so variants are remembered by theirs."""
-    named, name_of = dict[str, Variant](), sheets.name_of
+    """Units that do not ship are traced in this process, where no process group lives: starting one takes seconds."""
 
-    def naming(variant: Variant) -> str:
-        named[name_of(variant)] = variant
-        return name_of(variant)
-
-    def traced(names: list[str], kept_in: Path) -> list[Any]:
+    def traced(variants: list[Variant], kept_in: Path) -> list[Any]:
         from shardwise.planner.trace import traced_here
 
-        return [sheets.pack_unit(unit) for unit in traced_here(named[name] for name in names).values()]
+        return [sheets.pack_unit(unit) for unit in traced_here(variants).values()]
 
-    monkeypatch.setattr(sheets, "name_of", naming)
-    monkeypatch.setattr(sheets, "traced_apart", traced)
+    monkeypatch.setattr(sheets, "traced_anew", traced)
 
 
 @pytest.fixture(scope="session")

@@ -84,13 +84,13 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
     """And a cache that is spoilt is made again."""
     odd = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
     variant = chosen(odd, Plan(), Place(), 0).variant
-    asked: list[list[str]] = []
+    asked: list[list[Variant]] = []
 
-    def apart(names: list[str], kept_in: Path) -> list[object]:
-        asked.append(names)
-        return traced_apart(names, kept_in)
+    def anew(variants: list[Variant], kept_in: Path) -> list[object]:
+        asked.append(variants)
+        return traced_apart([name_of(variant) for variant in variants], kept_in)
 
-    monkeypatch.setattr(sheets, "traced_apart", apart)
+    monkeypatch.setattr(sheets, "traced_anew", anew)
     for again, spoilt in ((False, False), (False, True), (True, False)):
         sheets._known.cache_clear()
         found = sheets.units_of([variant], tmp_path)

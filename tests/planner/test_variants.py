@@ -18,7 +18,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from shardwise.spec.sheet import Op, Unit, size_of
 from shardwise.techniques import lora, tp
-from shardwise.techniques.variant import Traced
+from shardwise.techniques.variant import ODD_ROWS, Traced
 
 NARROW = Precision("bf16", "bf16")
 CASES: dict[str, tuple[str, Plan]] = {
@@ -86,7 +86,7 @@ def test_symbols_come_to_what_a_trace_with_own_numbers_sees(case: str) -> None:
 
 def test_primes_are_primes_and_distinct() -> None:
     odd = [number // (number & -number) for number in (*PRIMES.values(), *GROWING.values())]
-    numbers = [*odd, lora.RANK, tp.RANKS, tp.FEW, tp.ODD_ROWS, -(-tp.ODD_ROWS * GROWING["s"] // tp.RANKS)]
+    numbers = [*odd, lora.RANK, tp.RANKS, tp.FEW, ODD_ROWS, -(-ODD_ROWS * GROWING["s"] // tp.RANKS)]
     assert len(set(numbers)) == len(numbers)
     assert all(number % divisor for number in numbers for divisor in range(2, int(number**0.5) + 1))
 

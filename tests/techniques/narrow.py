@@ -23,8 +23,8 @@ from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.variant import Traced
 
-INSIDE = ()
-"""Nothing of its own runs in a unit."""
+INSIDE = (__file__,)
+"""It decides in which dtype a unit's weights come; in the package, ``techniques/narrow.py``."""
 
 
 class RecipeWithNarrow(Recipe):

@@ -143,7 +143,7 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
             else:
                 known[variant] = unpack_unit(packed)
     if missing:
-        made = traced_apart([name_of(variant) for variant in missing], cache_directory)
+        made = traced_anew([*missing], cache_directory)
         for (variant, path), packed in zip(missing.items(), made, strict=True):
             known[variant] = unpack_unit(packed)
             _keep(path, packed)
@@ -155,13 +155,20 @@ def _known() -> dict[Variant, Unit]:
     return {}
 
 
+def traced_anew(variants: list[Variant], kept_in: Path) -> list[Any]:
+    """The packed units of variants, traced in another process."""
+    return traced_apart([name_of(variant) for variant in variants], kept_in)
+
+
 def name_of(variant: Variant) -> str:
-    """What tells a variant from all others, in JSON."""
-    return VARIANTS.dump_json(variant, exclude_defaults=True).decode()
+    """What tells a variant from all others: JSON, and behind it the settings that only a subclass of Plan has."""
+    settings, common = vars(variant.plan), vars(Plan())
+    more = "".join(f" {key}={settings[key]!r}" for key in sorted(settings.keys() - common.keys()))
+    return VARIANTS.dump_json(variant, exclude_defaults=True).decode() + more
 
 
 def variant_of(name: str) -> Variant:
-    """The inverse of :func:`name_of`."""
+    """The inverse of :func:`name_of`. Raises ValueError for the name of a variant with settings of a subclass."""
     return VARIANTS.validate_json(name)
 
 

@@ -138,9 +138,9 @@ def _applied(variant: Variant, meshes: Meshes) -> Model:
 
 def _subject(variant: Variant, model: Model) -> _Runnable:
     """The unit of the model that is to be run."""
-    plan, spec, ranks = variant.plan, variant.model, variant.plan.layout.tp
+    plan, spec = variant.plan, variant.model
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
-    tokens = (-(-b * s // ranks),) if plan.sequence_parallel else (b, s)
+    tokens = (-(-b * s // variant.spread),) if variant.spread > 1 else (b, s)
     dtype = torch_dtype(plan.precision.compute)
     leaf = torch.empty((*tokens, spec.hidden_size), dtype=dtype, requires_grad=variant.input_trained)
     prefix = f"layers.{variant.block}."

@@ -15,6 +15,10 @@ from typing import Any, Literal
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.spec.plan import Plan
 
+ODD_ROWS = 1_061
+"""The prime that stands for the rows of a micro-batch where ranks have unlike shares of its tokens: each rank's,
+rounded up, are then a prime too."""
+
 What = Literal["stem", "block", "tail"]
 
 
@@ -24,7 +28,8 @@ class Variant:
     both have a prime, of which ``atoms`` are the symbols. ``sums``: symbols of sizes that are no products of others,
     each with the parameter whose dim 0 it is. ``rules``: symbols that together are another. ``block``: which of the
     model's it is. ``input_trained``: whether what enters it has a gradient. ``gathered``: its weights come in the
-    dtypes of their modules. ``code``: the files of the techniques that acted."""
+    dtypes of their modules. ``spread``: over how many ranks the tokens of the stream are split where it enters.
+    ``code``: the files of the techniques that acted."""
 
     what: What
     model: ModelSpec
@@ -35,6 +40,7 @@ class Variant:
     block: int = 0
     input_trained: bool = True
     gathered: bool = False
+    spread: int = 1
     code: tuple[str, ...] = ()
 
     @property
@@ -64,6 +70,20 @@ class Traced:
     def bound(self, **numbers: int) -> Traced:
         """With these numbers of symbols more."""
         return replace(self, numbers={**self.numbers, **numbers})
+
+    def spread(self, tokens: int, ranks: int, prime: int) -> Traced:
+        """With the ``tokens`` of a micro-batch split over the ``ranks`` of an axis, for which ``prime`` and the symbol
+        ``t`` stand already: between units a rank has its own ``n`` of the stream, as many as others or rounded up."""
+        atoms, rules, batch = dict(self.variant.atoms), self.variant.rules, self.variant.plan.batch
+        if tokens % ranks:
+            batch = replace(batch, micro_batch_size=ODD_ROWS)
+            atoms |= {"b": ODD_ROWS, "n": -(-ODD_ROWS * batch.seq_len // prime)}
+        else:
+            batch = replace(batch, micro_batch_size=prime * atoms["b"])
+            rules = (*rules, (("b over t", "t"), "b"), (("b over t", "s"), "n"))
+            atoms["b over t"] = atoms.pop("b")
+        made = self.told(atoms=tuple(atoms.items()), rules=rules, spread=prime)
+        return made.applied(batch=batch).bound(n=-(-tokens // ranks))
 
     def names(self, spec: ModelSpec) -> dict[str, str]:
         """The parameters of the unit: their names in the model ``spec``, and in the variant's."""

@@ -60,9 +60,8 @@ INSIDE = (
     "distributed/collectives.py",
     "distributed/vocabulary.py",
 )
-RANKS, FEW, ODD_ROWS = 19, 17, 1_061
-"""Primes that stand, where a unit is traced, for the ranks, for key heads that are fewer, and for rows of which each
-rank's own tokens, rounded up, are a prime too."""
+RANKS, FEW = 19, 17
+"""Primes that stand, where a unit is traced, for the ranks, and for key heads that are fewer."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
@@ -168,19 +167,9 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     if ranks == 1:
         return made
     made = _own_sizes(made, spec, plan, place)
-    batch, atoms, rules = made.variant.plan.batch, dict(made.variant.atoms), made.variant.rules
-    if plan.sequence_parallel and b * s % ranks:
-        batch = replace(batch, micro_batch_size=ODD_ROWS)
-        atoms |= {"b": ODD_ROWS, "n": -(-ODD_ROWS * batch.seq_len // RANKS)}
-    elif plan.sequence_parallel:
-        batch, rules = (
-            replace(batch, micro_batch_size=RANKS * atoms["b"]),
-            (*rules, (("b over t", "t"), "b"), (("b over t", "s"), "n")),
-        )
-        atoms["b over t"] = atoms.pop("b")
-    made = made.told(atoms=(*atoms.items(), ("t", RANKS)), rules=rules).bound(t=ranks)
-    made = made.bound(n=-(-b * s // ranks)) if plan.sequence_parallel else made
-    return made.applied(layout=Layout(tp=RANKS), batch=batch, sequence_parallel=plan.sequence_parallel)
+    made = made.told(atoms=(*made.variant.atoms, ("t", RANKS))).bound(t=ranks)
+    made = made.spread(b * s, ranks, RANKS) if plan.sequence_parallel else made
+    return made.applied(layout=Layout(tp=RANKS), sequence_parallel=plan.sequence_parallel)
 
 
 def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
