@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from shardwise.spec.recipe import Recipe
-from tests.style.source import ROOT, Source, report, sources, tree_files
+from tests.style.source import PACKAGE, ROOT, Source, report, sources, tree_files
 
 EMPTY_WORDS = {"manager", "helper", "utils", "util", "engine", "handler", "context", "wrapper", "base", "misc"}
 """Words that fit every name and therefore tell nothing."""
@@ -82,6 +82,29 @@ def test_no_path_of_a_machine() -> None:
 )
 def test_the_pattern_of_machine_paths(text: str, hit: bool) -> None:
     assert bool(MACHINE_PATH.search(text)) is hit
+
+
+TOLD_PATH = re.compile(r"(?<![\w./-])(?:src/shardwise|tests|bench|recipes)/[\w./-]*\w")
+
+
+def test_paths_that_pages_tell_are_there() -> None:
+    """In the log are those of its day."""
+    pages = [path for path in tree_files() if path.suffix == ".md" and path.name not in ("log.md", "CHANGELOG.md")]
+    wrong = [
+        f"{page.relative_to(ROOT)}: {told}"
+        for page in pages
+        if "decisions" not in page.parts
+        for told in TOLD_PATH.findall(page.read_text())
+        if not (ROOT / told).exists()
+    ]
+    report(wrong, "a page tells of files that there are")
+
+
+def test_the_map_of_the_planner_has_every_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    told = text.partition("### The planner")[2].partition("\n#")[0]
+    names = {path.name for path in (PACKAGE / "planner").glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"`(\w+\.py)`", told)) == names
 
 
 def test_no_large_file_is_tracked() -> None:
