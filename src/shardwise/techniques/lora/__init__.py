@@ -153,12 +153,9 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-def _norms_bytes(op: Op) -> int:
-    rows, columns, rank = map(int, op.dims)
-    return row_norms_bytes(rows, columns, rank)
-
-
-WORKSPACES = {"shardwise.row_norms": _norms_bytes}
+WORKSPACES: Mapping[str, Callable[[Op], int]] = {
+    "shardwise.row_norms": lambda op: row_norms_bytes(*map(int, op.dims)),
+}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

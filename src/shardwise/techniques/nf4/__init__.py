@@ -93,12 +93,9 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-def _dequantise_bytes(op: Op) -> int:
-    rows, columns = map(int, op.dims)
-    return dequantise_bytes(rows, columns)
-
-
-WORKSPACES = {"shardwise.dequantise": _dequantise_bytes}
+WORKSPACES: Mapping[str, Callable[[Op], int]] = {
+    "shardwise.dequantise": lambda op: dequantise_bytes(*map(int, op.dims)),
+}
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
