@@ -8,6 +8,8 @@ WORKERS ?= 3
 PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT
 MAKEFLAGS += --no-print-directory
+# Tests start hundreds of processes: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test prove check fix bench gpu gpu-first prove-big clean
 .DEFAULT_GOAL := help
