@@ -80,8 +80,11 @@ class Tensor:
 
     def bound(self, sizes: Sizes) -> Tensor:
         """The same tensor with the numbers that its symbols stand for."""
+        if not self.symbols:
+            return self
         shape = tuple(dim if dim in ("b", "s", "b*s") else size_of(dim, sizes) for dim in self.symbols)
-        return replace(self, shape=shape) if self.symbols else self
+        kept = (self.shards, self.used_as, self.trained, self.symbols)
+        return Tensor(self.name, shape, self.dtype, self.category, *kept)
 
     def numel(self, b: int, s: int) -> int:
         total = 1
