@@ -29,11 +29,11 @@ from tests.runtime.rank_work import rules_of
 SPEC = ModelSpec("real-steps", 2048, 256, 704, 6, 8, 4, 32)
 ADAPTERS = Lora(rank=8, alpha=16.0)
 CASES = {
-    "zero3, bf16": Plan(Layout(dp_shard=2), Batch(4, 1, 256, 512), Shard("zero3"), Precision("bf16")),
     "one rank": Plan(Layout(), Batch(4, 1, 256, 512)),
     "one rank, recomputed, two micro-batches": Plan(Layout(), Batch(4, 2, 256, 512), remat=Remat("full")),
     "one rank, adapters": Plan(Layout(), Batch(4, 1, 256, 512), lora=ADAPTERS),
     "ddp, selective": Plan(Layout(dp_replicate=2), Batch(4, 1, 256, 512), remat=Remat("selective")),
+    "zero3, bf16": Plan(Layout(dp_shard=2), Batch(4, 1, 256, 512), Shard("zero3"), Precision("bf16")),
     "zero2": Plan(Layout(dp_shard=2), Batch(4, 1, 256, 512), Shard("zero2")),
 }
 

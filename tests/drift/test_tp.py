@@ -102,7 +102,7 @@ def of_model(model: str, dial: str, sequence: str, remat: str, rank: str) -> Non
     check(spec, plan_of(dial, sequence, remat=REMATS[remat]), rank)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     ("model", "dial", "sequence", "remat", "rank"), pairwise(MODELS, DIALS, SEQUENCE, ("none", "selective"), RANKS)
 )
@@ -117,7 +117,7 @@ def beside(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
     check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     ("other", "dial", "sequence", "remat", "rank"), pairwise(OTHERS, DIALS, SEQUENCE, ("none", "full"), RANKS)
 )

@@ -19,9 +19,10 @@ def states(job: Job, rank: int) -> dict[int, tuple[list[object], list[object]]]:
     return {step: (before, after) for step, before, after in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize(("factor", "who", "step"), [("nan", 1, KILL), ("inf", 0, 2 * SAVE)])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("factor", "who", "step"), [("inf", 0, 2 * SAVE), ("nan", 1, KILL)])
 def test_a_bad_loss_on_one_rank_is_skipped_by_all(make: Make, whole: Job, factor: str, who: int, step: int) -> None:
-    """The second case falls on the turn to save."""
+    """The first case falls on the turn to save."""
     job = make(f"{factor}-once")
     assert job.train(job.write(), sabotage=("spoil_loss", who, [step], factor)) == [0, 0]
     assert job.fired(f"{factor}-{step}")

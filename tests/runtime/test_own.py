@@ -82,6 +82,7 @@ def plain_vision() -> list[float]:
 PLAIN = {"transformers": plain_transformers, "vision": plain_vision}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "strategies"), [("transformers", ("ddp", "zero3")), ("vision", ("zero1", "zero2"))], ids=PLAIN
 )

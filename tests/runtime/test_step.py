@@ -26,6 +26,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_split_of_a_batch_does_not_matter(ranks: RankPool, name: str) -> None:
     """Rows have different numbers of supervised tokens, so a mean over ranks or micro-batches would differ. fp64 and
