@@ -21,6 +21,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local, local_slice, put
 from shardwise.errors import DataError, ShardwiseError
+from shardwise.models import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import agree, build, exchange, export, generate, reduce
 from shardwise.runtime.end import until_asked
@@ -44,10 +45,10 @@ def mixed_step(rank: int, world: int) -> tuple[bool, bool]:
     fully_shard(model["head"], mesh=init_device_mesh("cpu", (world,)))
     optimizer = optim.build([model], OptimSection(learning_rate=0.1), Plan())
     kinds = [{isinstance(p, DTensor) for p in group["params"]} for group in optimizer.param_groups]
-    before = {name: local(p.detach()).clone() for name, p in optim.named([model]).items()}
+    before = {name: local(p.detach()).clone() for name, p in blocks.named([model]).items()}
     model["head"](model["embed"](torch.arange(4))).square().sum().backward()
     optimizer.step()
-    moved = [not torch.equal(local(p.detach()), before[name]) for name, p in optim.named([model]).items()]
+    moved = [not torch.equal(local(p.detach()), before[name]) for name, p in blocks.named([model]).items()]
     return all(len(kind) == 1 for kind in kinds) and len(kinds) == 2, all(moved)
 
 

@@ -44,7 +44,7 @@ def test_the_merged_model_is_the_same_model(dtype: torch.dtype, within: float) -
     ids = torch.arange(10).view(1, 10)
     with torch.no_grad():
         before = model(ids, ids, MaskSpec())
-        assert merge(model, SETTINGS).startswith("14 adapters merged")
+        assert merge([model], SETTINGS).startswith("14 adapters merged")
         after = model(ids, ids, MaskSpec())
     assert not any(is_adapter(name) for name, _ in model.named_parameters())
     # B A is 4 x 0.1 x 0.1, its scale 8 / 4.
@@ -66,7 +66,7 @@ def test_a_run_in_fp64_is_merged_in_fp64(tmp_path: Path) -> None:
     checkpoints.save(trained, {"step": 1}, 1)
     assert checkpoints.wait()[0].kind == "committed"
     model = load_run(tmp_path, recipe, spec, quantised=False)
-    assert merge(model, settings).startswith("14 adapters merged; logits differ by ")
+    assert merge([model], settings).startswith("14 adapters merged; logits differ by ")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
 
 
@@ -81,7 +81,7 @@ def test_magnitudes_are_merged_too() -> None:
                 parameter.uniform_(0.1, 0.5)
         ids = torch.arange(10).view(1, 10)
         before = model(ids, ids, MaskSpec())
-        merge(model, settings)
+        merge([model], settings)
         after = model(ids, ids, MaskSpec())
     assert not any(is_adapter(name) for name, _ in model.named_parameters())
     rows = torch.linalg.vector_norm(model.get_parameter("layers.1.mlp.up.weight"), dim=1)
@@ -92,8 +92,8 @@ def test_magnitudes_are_merged_too() -> None:
 def test_what_the_weights_type_cannot_hold_is_refused() -> None:
     """A change of 8e-6 beside weights around 1: fp32 holds it, bf16 (2^-8) does not."""
     with pytest.raises(TrainingError, match=r"LORA001.*14 of 14 "):
-        merge(adapted(torch.bfloat16, 1e-3), SETTINGS)
-    merge(adapted(torch.float32, 1e-3), SETTINGS)
+        merge([adapted(torch.bfloat16, 1e-3)], SETTINGS)
+    merge([adapted(torch.float32, 1e-3)], SETTINGS)
 
 
 def test_an_export_that_fails_leaves_what_stood_and_no_more(tmp_path: Path) -> None:

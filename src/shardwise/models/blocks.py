@@ -1,12 +1,18 @@
-"""Which pieces of a model are its blocks, what is gathered, recomputed and compiled as one, and which its ends."""
+"""Which pieces of a model are its blocks, what is gathered, recomputed and compiled as one, and which its ends.
+
+A model may be a list of parts, the stages of a pipeline. A part has some of the blocks, under the names and numbers of
+the whole model; the embedding, and the last norm with the output layer, are in one part each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from shardwise.models.config import ModelSpec
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -25,25 +31,51 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for member in members for block in blocks(member)]
 
 
-def with_head(parts: Sequence[nn.Module]) -> nn.Module:
-    """The part of a model that has the output layer."""
-    return next(part for part in parts if "head" in dict(part.named_children()))
+def numbered(part: nn.Module) -> list[tuple[int, nn.Module]]:
+    """The blocks of a part with their numbers in the whole model, which are their names. One of another name has that
+    of its place."""
+    names = {module: name.rpartition(".")[2] for name, module in part.named_modules()}
+    found = enumerate(blocks(part))
+    return [(int(names[block]) if names[block].isdigit() else place, block) for place, block in found]
+
+
+def spec_of(parts: Sequence[nn.Module]) -> ModelSpec:
+    """The spec of the whole model, which every part of it has."""
+    spec: ModelSpec = parts[0].spec  # type: ignore[assignment]
+    return spec
+
+
+def named(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter of the parts by canonical name, in the model's order; one that is in two places once, by the name
+    of the first: a tied one is the embedding's."""
+    names: dict[nn.Parameter, str] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            names.setdefault(parameter, name)
+    return {name: parameter for parameter, name in names.items()}
+
+
+def tie(parts: Iterable[nn.Module]) -> None:
+    """Make the output layer's weight the embedding's, where these parts have both."""
+    found = {name: child for part in parts for name, child in part.named_children()}
+    if "embed" in found and "head" in found:
+        found["head"].weight = found["embed"].weight
 
 
 def ends(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Of a decoder, what has parameters before its blocks (embedding) and after them (last norm, output layer), in the
-    order in which they run, each in every pass. None of any other model, nor where the two ends share a weight, or what
-    is before the blocks is more than tables, so that backward reads it."""
+    """Of a decoder or a part of one, what has parameters before its blocks (embedding) and after them (last norm,
+    output layer), in the order in which they run, each in every pass. None of any other model, nor where the two ends
+    share a weight, or what is before the blocks is more than tables, so that backward reads it."""
     from torch import nn
 
-    from shardwise.models.layers import Head
+    from shardwise.models.layers import Part
 
-    named = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    if not isinstance(named.get("head"), Head):
+    if not isinstance(module, Part):
         return [], []
-    names = list(named)
+    names = [name for name, _ in module.named_children()]
+    held = [child if next(child.parameters(), None) is not None else None for child in module.children()]
     middle = names.index("layers")
-    stem, tail = [named[name] for name in names[:middle]], [named[name] for name in names[middle + 1 :]]
+    stem, tail = ([child for child in each if child is not None] for each in (held[:middle], held[middle + 1 :]))
     tables = all(isinstance(module, nn.Embedding) for module in stem)
     shared = {p for one in stem for p in one.parameters()} & {p for one in tail for p in one.parameters()}
     return (stem, tail) if tables and not shared else ([], [])

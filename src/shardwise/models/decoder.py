@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.models.attention import Attention, MaskSpec
+from shardwise.models.blocks import tie
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
-from shardwise.models.layers import MLP, Finish, Head, RMSNorm, Rotary, rounded, soft_cap
+from shardwise.models.layers import MLP, Finish, Head, Part, RMSNorm, Rotary, rounded, soft_cap
 from shardwise.models.rotary import rotary_tables
 
 
@@ -42,26 +44,27 @@ class Block(nn.Module):
         return torch.add(hidden, self.mlp_after_norm(self.mlp(self.mlp_norm(hidden))), alpha=self.share)
 
 
-class Decoder(nn.Module):
-    """A language model of any family, or a ``stage`` of one: the blocks of these numbers, named as in the whole model,
-    the embedding with the first of them and norm and output layer with the last. Tied, ``head.weight`` is
-    ``embed.weight``. ``kernel``: of attention, as in MaskSpec."""
+class Decoder(Part):
+    """A language model of any family, or a part of one: the blocks of these ``numbers``, named as in the whole model,
+    and where it has the ``stem`` the embedding, where it has the ``head`` the last norm and the output layer. Tied,
+    ``head.weight`` is ``embed.weight``."""
 
-    def __init__(self, spec: ModelSpec, stage: range | None = None) -> None:
-        super().__init__()
-        self.spec, self.kernel = spec, "auto"
-        self.stage = range(spec.num_hidden_layers) if stage is None else stage
-        first, last = 0 in self.stage, spec.num_hidden_layers - 1 in self.stage
-        if first:
+    def __init__(
+        self, spec: ModelSpec, numbers: Iterable[int] | None = None, *, stem: bool = True, head: bool = True
+    ) -> None:
+        super().__init__(spec)
+        self.has_head = head
+        self.numbers = tuple(range(spec.num_hidden_layers) if numbers is None else numbers)
+        if stem:
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
-        for number in self.stage:
+        for number in self.numbers:
             self.layers.add_module(str(number), Block(spec))
-        if last:
+        if head:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
             self.head = Head(spec.hidden_size, spec.vocab_size)
-        if first and last and spec.tie_word_embeddings:
-            self.head.weight = self.embed.weight
+        if spec.tie_word_embeddings:
+            tie([self])
 
     def forward(
         self,
@@ -73,13 +76,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
         weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself.
-        A stage begins with the ``hidden`` [b,s,d] of the stage before it, and returns its own to the next."""
+        A part without the stem begins with the ``hidden`` of the part before it, one without the head returns its own
+        to the next: [b,s,d], or of sequence-parallel ranks their own tokens [n,d]."""
         hidden = self.embedded(ids) if hidden is None else hidden
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
-        for layer, number in zip(self.layers, self.stage, strict=True):
+        for layer, number in zip(self.layers, self.numbers, strict=True):
             hidden = layer(hidden, tables[order[number]], masks[order[number]])
-        if self.spec.num_hidden_layers - 1 not in self.stage:
+        if not self.has_head:
             return hidden
         hidden = self.normed(hidden)
         if finish is not None:

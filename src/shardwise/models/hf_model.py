@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -22,24 +22,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
+from shardwise.models.blocks import tie
 from shardwise.models.config import TOKENS, ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_spec import HFModel, check_supported, refuse
-from shardwise.models.layers import Finish, Head, soft_cap
+from shardwise.models.layers import Finish, Head, Part, soft_cap
 from shardwise.models.roles import is_linear, role
 
 NAME = "shardwise"
 """The name under which our attention is registered with transformers."""
 
 
-class HFDecoder(nn.Module):
+class HFDecoder(Part):
     """A causal language model of transformers with the parts and the call of :class:`Decoder`. Outside of the blocks
     its parts have transformers' names, but for ``embed`` and ``head``."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
+        super().__init__(spec)
         assert spec.hf_model is not None
-        self.spec, self.kernel = spec, "auto"
         whole, _ = _build(json.loads(spec.hf_model.config), NAME)
         whole.config.pad_token_id = None  # or it warns of such tokens in a batch, which documents keep apart
         self._whole, self._inner = (whole,), (whole.get_submodule(spec.hf_model.inner),)  # tuples: no parts of this one
@@ -47,7 +47,7 @@ class HFDecoder(nn.Module):
             self.add_module(name, whole.get_submodule(path))
         self.head = Head(spec.hidden_size, spec.vocab_size)
         if spec.tie_word_embeddings:
-            self.head.weight = self.get_parameter("embed.weight")
+            tie([self])
 
     def forward(self, ids: Tensor, positions: Tensor, mask: MaskSpec, finish: Finish | None = None) -> Tensor:
         """As :meth:`Decoder.forward`."""
@@ -74,9 +74,15 @@ class HFDecoder(nn.Module):
 Model = Decoder | HFDecoder
 
 
-def model_of(spec: ModelSpec) -> Model:
-    """The module that a spec describes, with uninitialised parameters."""
-    return Decoder(spec) if spec.hf_model is None else HFDecoder(spec)
+def model_of(spec: ModelSpec, numbers: Iterable[int] | None = None, *, stem: bool = True, head: bool = True) -> Model:
+    """The module that a spec describes, with uninitialised parameters; or the part of it with the blocks of these
+    ``numbers``, with or without embedding (``stem``) and last norm and output layer (``head``). Raises ValueError for a
+    part of transformers' own modules."""
+    if spec.hf_model is None:
+        return Decoder(spec, numbers, stem=stem, head=head)
+    if numbers is not None or not (stem and head):
+        raise ValueError(f"{spec.name} runs in transformers' own modules, which are not cut into parts")
+    return HFDecoder(spec)
 
 
 def read(config: dict[str, Any], name: str) -> ModelSpec:

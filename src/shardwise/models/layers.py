@@ -204,6 +204,15 @@ class MLP(nn.Module):
         return self.down(self.gated(self.gate(x), self.up(x)))
 
 
+class Part(nn.Module):
+    """A decoder, or a part of one: some of its blocks (``layers``), and before and after them what it has of its ends.
+    ``spec`` is of the whole model; ``kernel`` that of attention, as in MaskSpec."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec, self.kernel = spec, "auto"
+
+
 class Head(nn.Linear):
     """The output layer: hidden [..,d] -> logits [..,V]. What computes with its weight without its product runs inside
     its call, as ``finish``: FSDP2 holds the weight for as long as that lasts."""

@@ -67,7 +67,7 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
     where = place or place_of(0, plan.layout, [range(spec.num_hidden_layers)])
     acting = techniques.inside(plan)
     rank = acting.layout.rank({"tp": where.coordinate("tp")})
-    return _sheet(spec, acting, Place(acting.layout, rank), units or units_of).at(where)
+    return _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
 
 
 @lru_cache(maxsize=KEPT_UNITS)
@@ -76,16 +76,17 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]
     told: dict[tuple[int, bool], Traced] = {}
     each = []
-    for number, kind in enumerate(order):
+    for number in place.blocks:
         # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
-        key = (number, True) if plan.frozen or plan.precision.modules else (kind, number == 0)
+        key = (number, True) if plan.frozen or plan.precision.modules else (order[number], number == 0)
         if key not in told:
             told[key] = chosen(spec, plan, place, number)
         each.append(told[key])
     found = units([made.variant for made in (*ends, *told.values())])
     stem, tail = (_bound(found[made.variant], *_numbers(made), None) for made in ends)
     blocks = [
-        _bound(found[made.variant], *_numbers(made), kinds[k].window) for made, k in zip(each, order, strict=True)
+        _bound(found[made.variant], *_numbers(made), kinds[order[number]].window)
+        for made, number in zip(each, place.blocks, strict=True)
     ]
     distinct = list(dict.fromkeys(blocks))
     return Sheet(

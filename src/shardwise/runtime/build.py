@@ -13,6 +13,7 @@ from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local_slice, put
 from shardwise.models import attention, hf, init, peft
+from shardwise.models.blocks import named, tie
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, model_of
@@ -46,25 +47,17 @@ def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) 
     config."""
     for part in parts:
         part.to_empty(device=device)
-        if spec.tie_word_embeddings:
-            part.head.weight = part.embed.weight  # type: ignore[union-attr]
-            assert_tied(part)
         if isinstance(part, HFDecoder):
             part.restore_buffers()
-
-
-def assert_tied(part: nn.Module) -> None:
-    """Head and embedding are one parameter, listed once."""
-    names = [name for name, _ in part.named_parameters()]
-    if part.get_parameter("head.weight") is not part.get_parameter("embed.weight") or "head.weight" in names:
-        raise RuntimeError("the tied weights of head and embedding have come apart")
+    if spec.tie_word_embeddings:
+        tie(parts)
 
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
     """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors, one
     tensor at a time. Only the slices that this rank owns are made, unless a technique says that it takes more of a
     weight to fill its parameters."""
-    parameters = optim.named(parts)
+    parameters = named(parts)
     directory = weights_directory(recipe)
     wanted = techniques.wanted(parameters, spec)
     shapes = {**parameter_shapes(spec), **{name: tuple(parameter.shape) for name, parameter in parameters.items()}}

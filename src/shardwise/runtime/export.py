@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
@@ -19,6 +19,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
+from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
@@ -101,8 +102,8 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     assert isinstance(model, Model)
     if adapters is not None:  # their own values are the checkpoint's, not those that they began with
         fill([model], spec, recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})}), plan)
-    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    read(path, {f"model.{name}": value for name, value in named.items() if adapters is None or is_adapter(name)})
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    read(path, {f"model.{name}": value for name, value in values.items() if adapters is None or is_adapter(name)})
     return model
 
 
@@ -114,22 +115,22 @@ def export_run(
     model, said = load_run(run, recipe, spec, quantised=False), ""
     adapters = lora.settings(recipe.lora, Precision(weights=recipe.precision.weights))
     if adapters is not None:
-        said = merge(model, adapters)
+        said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
     return export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(recipe.precision.weights)), said
 
 
 @torch.no_grad()
-def merge(model: Model, adapters: Lora) -> str:
+def merge(parts: Sequence[nn.Module], adapters: Lora) -> str:
     """Add every adapter into its layer and take it away; the words to report. The model must then say the same as
     before, and no layer may be what it was unless its adapter is zero: what a narrow type rounds away is an error."""
-    ids = torch.arange(32).remainder(model.spec.vocab_size).view(1, -1)
+    ids = torch.arange(32).remainder(spec_of(parts).vocab_size).view(1, -1)
     batch = MicroBatch(ids, ids, torch.arange(32).view(1, -1), None, 0)
-    before = passes.infer([model], batch, logits)
-    count, lost = lora.merge(model, adapters)
-    after = passes.infer([model], batch, logits)
+    before = passes.infer(parts, batch, logits)
+    count, lost = lora.merge(parts, adapters)
+    after = passes.infer(parts, batch, logits)
     error = float((after - before).norm() / before.norm())
-    allowed = 50 * torch.finfo(model.head.weight.dtype).eps
+    allowed = 50 * torch.finfo(named(parts)["embed.weight"].dtype).eps
     if lost or not error <= allowed:
         what = f"{len(lost)} of {count} adapters were rounded away" if lost else f"logits differ by {error:.1e}"
         raise TrainingError(Problem("LORA001", f"merging changed the model: {what}", "lora", "precision.weights: fp32"))

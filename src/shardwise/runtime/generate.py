@@ -18,8 +18,8 @@ from shardwise.data.faults import Fault
 from shardwise.data.template import Template, find_template
 from shardwise.errors import DataError, Problem, TrainingError
 from shardwise.methods.loss import Output, logits
-from shardwise.models.blocks import with_head
-from shardwise.models.config import ModelSpec, learnt_positions
+from shardwise.models.blocks import spec_of
+from shardwise.models.config import learnt_positions
 from shardwise.runtime import passes
 from shardwise.techniques.compile import suspended
 
@@ -50,7 +50,7 @@ def generate(
     same result; with ``first`` (Crew.first) the first rank chooses ids for all, so that an error reaches every rank."""
     ids = list(prompt)
     draw = torch.Generator().manual_seed(sampling.seed)
-    spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
+    spec = spec_of(parts)
     room = spec.max_position_embeddings - len(ids) if learnt_positions(spec) else sampling.max_new_tokens
     for _ in range(min(room, sampling.max_new_tokens)):
         with suspended():  # or it would be compiled for the lengths that it meets

@@ -14,8 +14,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Finish, Output, Score
-from shardwise.models.blocks import blocks, with_head
-from shardwise.models.config import ModelSpec
+from shardwise.models.blocks import blocks, spec_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 
@@ -78,16 +77,15 @@ def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor
 def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
     """What ``score`` returns for the model's hidden states; it is called within the output layer, whose weight is then
     gathered."""
-    spec: ModelSpec = with_head(parts).spec  # type: ignore[assignment]
+    spec = spec_of(parts)
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    first, *later = parts
-    out: Tensor = first(batch.ids, batch.positions, pretrain.mask(batch), finish)
-    for stage in later:
-        out = stage(batch.ids, batch.positions, pretrain.mask(batch), finish, out)
-    return out
+    out: tuple[Tensor, ...] = ()
+    for part in parts:
+        out = (part(batch.ids, batch.positions, pretrain.mask(batch), finish, *out),)
+    return out[0]
 
 
 def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:
@@ -97,4 +95,4 @@ def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
         if out.requires_grad:
             out.register_hook(lambda grad: enter("reduce"))
 
-    blocks(with_head(parts))[-1].register_forward_hook(watch)
+    [block for part in parts for block in blocks(part)][-1].register_forward_hook(watch)

@@ -12,6 +12,7 @@ from pydantic import FiniteFloat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.models.blocks import named
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
 from shardwise.spec.record import Count
@@ -108,7 +109,7 @@ class TrainState:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name; a tied one once."""
-        return optim.named(self.parts)
+        return named(self.parts)
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters that get gradients, each once."""

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import blocks
+from shardwise.models.blocks import numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
@@ -45,7 +45,7 @@ def saves(ops: tuple[Op, ...]) -> frozenset[int]:
 
 
 def treated(plan: Plan, block: int) -> bool:
-    """Whether the block of this number recomputes."""
+    """Whether the block of this number in the whole model recomputes."""
     return plan.remat.mode != "none" and block % plan.remat.every == 0
 
 
@@ -86,7 +86,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.remat.mode == "none":
         return sheet
     treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
-    order = tuple(kind + len(sheet.blocks) if treated(plan, index) else kind for index, kind in enumerate(sheet.order))
+    each = zip(sheet.order, sheet.place.blocks, strict=True)
+    order = tuple(kind + len(sheet.blocks) if treated(plan, number) else kind for kind, number in each)
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 
 
@@ -105,8 +106,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     for part in parts:
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in part.modules())
         random |= plan.lora is not None and plan.lora.dropout > 0
-        for index, block in enumerate(blocks(part)):
-            if treated(plan, index):
+        for number, block in numbered(part):
+            if treated(plan, number):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
                     options["context_fn"] = partial(_counted, _products(block))

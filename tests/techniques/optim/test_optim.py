@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shardwise.models import blocks
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
 from shardwise.spec import plan as plans
@@ -26,7 +27,7 @@ def test_norms_and_biases_are_not_decayed_and_every_matrix_is() -> None:
     settings = OptimSection(weight_decay=0.1)
     decayed = {
         name.rpartition(".")[0].rpartition(".")[2] + "." + name.rpartition(".")[2]
-        for name in optim.named([Decoder(TIED)])
+        for name in blocks.named([Decoder(TIED)])
         if optim.settings(name, settings).weight_decay
     }
     assert decayed == {f"{module}.weight" for module in ("embed", *"qkvo", "gate", "up", "down")}

@@ -213,7 +213,7 @@ def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
             layer.lora_off = False  # type: ignore[assignment]
 
 
-def merge(model: nn.Module, lora: Lora) -> tuple[int, list[str]]:
+def merge(parts: Iterable[nn.Module], lora: Lora) -> tuple[int, list[str]]:
     """Add every adapter into its layer's weight and take it away. Returns how many there were, and the layers whose
     weight is what it was although the adapter is not zero: its dtype has rounded the product away."""
     import torch
@@ -222,7 +222,7 @@ def merge(model: nn.Module, lora: Lora) -> tuple[int, list[str]]:
 
     count, lost = 0, []
     with torch.no_grad():
-        for name, module in list(model.named_modules()):
+        for name, module in [named for part in parts for named in part.named_modules()]:
             if module in _HOOKS:
                 delta, weight = merged(module, scale(lora))
                 if delta.any() and torch.equal(weight, module.get_parameter("weight")):

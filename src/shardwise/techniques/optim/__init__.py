@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import named
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
@@ -126,11 +127,6 @@ def settings(name: str, optim: OptimSection) -> Settings:
             rate = optim.learning_rate if group.learning_rate is None else group.learning_rate
             return Settings(rate, decay if group.weight_decay is None else group.weight_decay)
     return Settings(optim.learning_rate, decay)
-
-
-def named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter by canonical name, a tied one once, in the model's order."""
-    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
 
 def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0) -> Optimizer:

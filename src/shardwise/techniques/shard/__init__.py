@@ -206,15 +206,17 @@ def apply(
     if plan.layout.dp == 1:
         return parts
     wire = torch_dtype(plan.precision.reduce)
+    known: set[nn.Parameter] = set()
     for part in parts:
-        named = dict(part.named_parameters())
-        if not plan.sharded:
-            _REPLICAS[part] = Replicas(named.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
-            continue
-        scalars = {name: parameter for name, parameter in named.items() if parameter.ndim == 0}
-        _fully_shard(part, plan, meshes, whole, apart)
-        if scalars:
-            _REPLICAS[part] = Replicas(scalars.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
+        own = {name: parameter for name, parameter in part.named_parameters() if parameter not in known}
+        known.update(own.values())
+        if plan.sharded:
+            if len(own) < len([*part.parameters()]):
+                raise ValueError("FSDP2 cannot shard a weight that two parts have: leave it untied, or use ddp")
+            _fully_shard(part, plan, meshes, whole, apart)
+            own = {name: parameter for name, parameter in own.items() if parameter.ndim == 0}
+        if own:
+            _REPLICAS[part] = Replicas(own.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
     return parts
 
 

@@ -22,6 +22,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.spec.cluster import Cluster
@@ -221,8 +222,9 @@ def _summed(name: str, how: Division) -> bool:
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Cuts the weights, and makes every layer compute with this rank's part."""
     if plan.layout.tp > 1:
+        made: dict[int, nn.Parameter] = {}
         for part in parts:
-            _cut(part, plan, meshes)
+            _cut(part, plan, meshes, made)
             _connect(part, plan, meshes)
     return parts
 
@@ -237,11 +239,10 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
     from shardwise.distributed.slices import local
 
     shards: list[Tensor] = []
-    for part in parts:
-        how = division(_spec(part), plan)
-        for name, parameter in part.named_parameters():
-            if parameter.grad is not None and _summed(name, how):
-                shards.append(local(parameter.grad))
+    how = division(spec_of(parts), plan)
+    for name, parameter in named(parts).items():
+        if parameter.grad is not None and _summed(name, how):
+            shards.append(local(parameter.grad))
     if shards:
         flat = torch.cat([shard.flatten() for shard in shards]).to(torch_dtype(plan.precision.reduce))
         distributed.all_reduce(flat, group=meshes.groups["tp"])
@@ -249,19 +250,15 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
             shard.copy_(total.view_as(shard))
 
 
-def _spec(part: nn.Module) -> ModelSpec:
-    spec: ModelSpec = part.spec  # type: ignore[assignment]
-    return spec
-
-
-def _cut(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
-    """Replace every parameter by a DTensor, of which this rank holds its part."""
+def _cut(part: nn.Module, plan: Plan, meshes: Meshes, made: dict[int, nn.Parameter]) -> None:
+    """Replace every parameter by a DTensor, of which this rank holds its part. ``made``: those that were made, by what
+    they stand for: a tied weight is one parameter."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, ranks, made, how = meshes.mesh("tp"), meshes.size("tp"), {}, division(_spec(part), plan)
+    mesh, ranks, how = meshes.mesh("tp"), meshes.size("tp"), division(spec_of([part]), plan)
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:  # a tied weight is one parameter
+        if id(parameter) not in made:
             dim, piece = state(name, how).dim, parameter.detach()
             if dim is not None:
                 start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
@@ -283,9 +280,12 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.distributed.collectives import enter, leave
     from shardwise.models.layers import RMSNorm, rms_norm
 
-    group, spec, sequence_parallel = meshes.groups["tp"], _spec(part), plan.sequence_parallel
+    group, spec, sequence_parallel = meshes.groups["tp"], spec_of([part]), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)
     shape: list[int] = []  # [b,s] of the pass
+
+    def begun(ids: Tensor) -> None:
+        shape[:] = ids.shape
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter(args[0], group, tuple(shape) if sequence_parallel else None), *args[1:]
@@ -295,7 +295,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         return out if module.bias is None else out + module.bias.to_local().to(out.dtype)
 
     def embed(ids: Tensor) -> Tensor:
-        shape[:] = ids.shape
+        begun(ids)
         rows = vocabulary.look_up(ids, part.get_parameter("embed.weight"), spec.vocab_size)
         return leave(rows.to(outside), group, sequence_parallel)
 
@@ -303,6 +303,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         weight = part.get_parameter("head.weight")
         return vocabulary.logits(hidden, weight, spec.vocab_size) if finish is None else finish(hidden, weight)
 
+    if "embed" not in dict(part.named_children()):
+        part.register_forward_pre_hook(lambda part, args: begun(args[0]))
     for name, module in part.named_modules():
         inside = torch_dtype(compute_dtype(plan.precision, name))
         place = name.rpartition(".")[2]
