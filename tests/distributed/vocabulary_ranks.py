@@ -153,7 +153,7 @@ def preference() -> tuple[Tensor, Tensor, MicroBatch]:
 
 def prefer(hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
     method = Method(name="dpo", beta=0.7, label_smoothing=0.2)
-    return dpo.finish(hidden, Output(weight, None, 29), batch, 2.0, chunk_tokens=4, method=method)
+    return dpo.finish(hidden, Output(weight, None, 29), batch, 2.0, chunk_tokens=4, method=method).value
 
 
 def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:

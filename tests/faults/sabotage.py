@@ -84,11 +84,11 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
         return launched
 
     def finish(*args: Any, **given: Any) -> Any:
-        value = true_finish(*args, **given)
+        loss = true_finish(*args, **given)
         if rank != who or at[0] not in steps:
-            return value
+            return loss
         mark(directory, f"{factor}-{at[0]}")
-        return value * float(factor)
+        return loss._replace(value=loss.value * float(factor))
 
     loop.launch, pretrain.finish = launch, finish
 

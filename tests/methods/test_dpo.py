@@ -27,10 +27,12 @@ from shardwise.methods.loss import Output, linear_cross_entropy
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf import to_hf_name
+from shardwise.prove.pool import RankPool
 from shardwise.runtime import passes
 from shardwise.runtime.evaluate import evaluate_pairs
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Data, Method, Recipe, TokenizerSection
+from tests.methods import dpo_ranks
 from tests.methods.test_loss import inputs, reference
 from tests.models.llama import pair, random_config
 
@@ -129,7 +131,7 @@ def plain_losses(margins: list[Tensor], method: Method) -> list[Tensor]:
 
 def loss_of(model: nn.Module, batch: MicroBatch, chunk_tokens: int, pairs: float, method: Method) -> Tensor:
     finish = partial(dpo.finish, denominator=pairs, chunk_tokens=chunk_tokens, method=method)
-    return passes.forward([model], batch, finish)
+    return passes.forward([model], batch, finish).value
 
 
 def scored(packs: Packs, first: nn.Module) -> Packs:
@@ -209,6 +211,17 @@ def test_validation(packs: Packs) -> None:
     none = evaluate_pairs(job, [ours], beyond)
     assert len(beyond) == 1 and none.pairs == 0 and np.isnan(none.loss)
     assert str(found).startswith(f"loss {found.loss:.4f}, accuracy ") and str(found).endswith(f"({PAIRS} pairs)")
+
+
+def test_rows_may_be_cut_over_ranks(ranks: RankPool) -> None:
+    """Each has some tokens of every row: losses and gradients of the weight are parts of a sum, and those of hidden
+    states are the rank's own. 1e-12: sums in another order in float64."""
+    [(loss, hidden, weight)] = ranks.run(dpo_ranks.preferred, world=1)
+    assert float(hidden.norm()) > 1e-3
+    found = ranks.run(dpo_ranks.preferred, world=3)
+    torch.testing.assert_close(sum(each[0] for each in found), loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.cat([each[1] for each in found], 1), hidden, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(each[2] for each in found), weight, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

@@ -60,7 +60,8 @@ def train(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor], in
     supervised = sum(batch.supervised_tokens() for batch in batches)
     total = 0.0
     for batch in batches:
-        loss = passes.forward([model], batch, partial(pretrain.finish, denominator=float(supervised), chunk_tokens=64))
+        finish = partial(pretrain.finish, denominator=float(supervised), chunk_tokens=64)
+        loss = passes.forward([model], batch, finish).value
         loss.backward()
         total += loss.item()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

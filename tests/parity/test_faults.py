@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
 from shardwise.methods import pretrain
+from shardwise.methods.loss import Loss
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
@@ -46,7 +47,7 @@ def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor) -> Tensor:
     return torch.stack([local, agree(meshes, local, share)[1]])
 
 
-def loss_over_accumulation(hidden: Tensor, head: Any, batch: MicroBatch, denominator: float, **given: Any) -> Tensor:
+def loss_over_accumulation(hidden: Tensor, head: Any, batch: MicroBatch, denominator: float, **given: Any) -> Loss:
     return loss(hidden, head, batch, denominator * 4, **given)
 
 
@@ -54,7 +55,7 @@ def sees_other_documents(batch: MicroBatch) -> MaskSpec:
     return MaskSpec()
 
 
-def no_positions(parts: Any, batch: MicroBatch, score: Any) -> Tensor:
+def no_positions(parts: Any, batch: MicroBatch, score: Any) -> Any:
     return forward(parts, replace(batch, positions=torch.zeros_like(batch.positions)), score)
 
 

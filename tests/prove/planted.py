@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.methods import pretrain
+from shardwise.methods.loss import Loss
 from shardwise.models import layers
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import reduce
@@ -93,9 +94,9 @@ def agree_twice(*given: Any) -> Any:
     return agree(*given)
 
 
-def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Tensor:
+def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Loss:
     logits = functional.linear(hidden, head.weight.to(hidden.dtype))
-    return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator
+    return Loss(functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats, step
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques import optim
 from tests.models.families import spec_of
@@ -34,6 +34,7 @@ ENDS_ALONE = ((), (0, 1, 2, 3), ())
 Stages = Sequence[Sequence[int]]
 SETTINGS = OptimSection(learning_rate=1e-2, max_grad_norm=0.5)
 LENGTH = 12
+BATCH = Batch(1, 2, LENGTH, 8)
 Values = dict[str, Tensor]
 
 

@@ -106,11 +106,12 @@ def verdicts(rank: int, ranks: int, bad: int | None, stopping: int | None) -> tu
 
 
 def counted(rank: int, ranks: int, stopping: int) -> tuple[int, bool, list[float]]:
-    """Two ranks of tensor parallelism read the same 10 or 11 tokens and compute the same loss, 0.25; each holds its own
-    part of the norm, 1."""
+    """Two ranks of tensor parallelism read the same 10 or 11 tokens and compute the same loss, 0.25, and a figure, 3;
+    each holds its own part of the norm, 1."""
     groups = meshes(Layout(dp_shard=2, tp=2), "cpu")
     tokens, stop = reduce.count_supervised(groups, 10 + groups.index("batch"), stop=rank == stopping)
-    return tokens, stop, reduce.combine(groups, torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.25)).tolist()
+    norm, loss, figure = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.25), torch.tensor(3)
+    return tokens, stop, reduce.combine(groups, norm, loss, figure).tolist()
 
 
 ROWS, LENGTH, STEPS = 8, 12, 4

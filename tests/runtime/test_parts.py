@@ -27,11 +27,12 @@ from shardwise.runtime.export import export, export_adapter, merge
 from shardwise.runtime.generate import Sampling, generate
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Checkpoint, Method, Recipe
 from tests.covering import pairwise
 from tests.models import hf_models
 from tests.runtime.part_ranks import (
+    BATCH,
     ENDS_ALONE,
     SPEC,
     THREE,
@@ -49,8 +50,7 @@ from tests.runtime.part_ranks import (
 )
 
 CPU = torch.device("cpu")
-BATCH = Batch(1, 2, 12, 8)
-LORAS = (None, Lora(2, 4.0), Lora(2, 4.0, dora=True))
+LORAS = (None, Lora(2, 4.0, dora=True))
 REMATS = (Remat(), Remat("full", every=2), Remat("selective", every=2))
 
 

@@ -86,5 +86,5 @@ def test_pieces_cover_a_range_once() -> None:
 
 @pytest.mark.parametrize("stopping", [0, 3])
 def test_what_ranks_read_alike_is_counted_once(ranks: RankPool, stopping: int) -> None:
-    """Tokens and losses once for each group of tensor parallelism; squares of all ranks; a wish to stop of any rank."""
-    assert ranks.run(rank_work.counted, stopping, world=4) == [(21, True, [4.0, 0.5])] * 4
+    """Tokens, losses and figures once for each group of tensor parallelism; squares of all ranks; a wish of any."""
+    assert ranks.run(rank_work.counted, stopping, world=4) == [(21, True, [4.0, 0.5, 6.0])] * 4

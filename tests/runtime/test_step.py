@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
+from shardwise.methods import pretrain
+from shardwise.methods.loss import Loss, Output
 from shardwise.prove.pool import RankPool
+from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import LossScale, TrainState
+from shardwise.runtime.step import step
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
-from tests.runtime import rank_work
+from shardwise.spec.recipe import OptimSection
+from tests.runtime import part_ranks, rank_work
 from tests.runtime.rank_work import CPU
 from tests.runtime.test_reduce import plan_of
 
@@ -39,6 +48,22 @@ def test_the_split_of_a_batch_does_not_matter(ranks: RankPool, name: str) -> Non
             assert (a.tokens, a.supervised_tokens, a.learning_rate) == (b.tokens, b.supervised_tokens, b.learning_rate)
         for key, value in state.items():
             torch.testing.assert_close(tensors[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_method_reports_figures_beside_its_loss() -> None:
+    """Their sums over the micro-batches. One that is not finite skips no step."""
+    plan = Plan(batch=part_ranks.BATCH)
+    state = part_ranks.state_of(part_ranks.SPEC, part_ranks.TWO, plan, Meshes())
+
+    def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float) -> Loss:
+        tokens = torch.tensor(batch.supervised_tokens() / denominator)
+        value = pretrain.finish(hidden, head, batch, denominator, chunk_tokens=8).value
+        return Loss(value, {"share": tokens, "odd": tokens * torch.nan})
+
+    rules = StepRules(plan, Meshes(), OptimSection(), 3, finish)
+    found = step(state, part_ranks.rows(0), 48, rules)
+    assert found.figures["share"] == 0.5 and math.isnan(found.figures["odd"])
+    assert math.isfinite(found.loss) and not found.skipped
 
 
 @pytest.mark.parametrize("plan", [plan_of(Layout(dp_replicate=2), "ddp"), plan_of(Layout(dp_shard=2), "zero3", 2)])

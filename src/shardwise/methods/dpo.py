@@ -8,40 +8,48 @@ m) times e (cDPO, Mitchell 2023).
 The slope of a pair's loss is known once its margin is. So tokens are scored without gradients first, a chunk at a
 time; then each token's loss is weighed with its pair's slope, and the gradient of that sum is the loss's own. The
 logits of all tokens never exist; the output layer is multiplied once more.
+
+Where ranks have some tokens each of the same rows, log-probabilities are summed over them before the margin is taken,
+in one all-reduce of two fp64 numbers a pair. Each then has the gradient of its own tokens, and an equal share of the
+loss.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
+from shardwise.methods.loss import Loss, Output, linear_cross_entropy, token_losses
 from shardwise.spec.recipe import Method
 
 
 def finish(
     hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int, method: Method
-) -> Tensor:
+) -> Loss:
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
     assert batch.answers is not None and batch.references is not None
     scored = token_losses(hidden, head, batch.labels, chunk_tokens)
-    margins = ratios(scored, batch) - batch.references
+    margins = ratios(scored, batch, head.group) - batch.references
     slopes = slope(margins, method)
     factors = torch.stack([-slopes, slopes], 1).flatten()[batch.answers].to(scored.dtype)
-    value = pair_losses(margins, method).sum().to(scored.dtype)
+    ranks = 1 if head.group is None else dist.get_world_size(head.group)
+    value = pair_losses(margins, method).sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
-    return (weighed - weighed.detach() + value) / denominator
+    return Loss((weighed - weighed.detach() + value) / denominator)
 
 
-def ratios(losses: Tensor, batch: MicroBatch) -> Tensor:
-    """log p(chosen) - log p(rejected) of each pair [p] in fp64, from the losses of the tokens [b,s]; of no pair where
-    all is padding."""
+def ratios(losses: Tensor, batch: MicroBatch, group: dist.ProcessGroup | None = None) -> Tensor:
+    """log p(chosen) - log p(rejected) of each pair [p] in fp64, from the losses of the tokens [b,s], which may be some
+    of a row, the others on the other ranks of ``group``; of no pair where all is padding."""
     assert batch.answers is not None and batch.references is not None
     pairs = len(batch.references)
     sums = losses.new_zeros(2 * max(1, pairs), dtype=torch.float64)
     sums.index_add_(0, batch.answers.flatten(), losses.flatten().double())
+    if group is not None:
+        dist.all_reduce(sums, group=group)
     return (sums[1::2] - sums[::2])[:pairs]
 
 

@@ -10,12 +10,14 @@ The loss is then the same on every rank; the gradient of hidden is this rank's p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed import vocabulary
@@ -24,8 +26,8 @@ from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
 
 IGNORED = -100
-Finish = Callable[[Tensor, "Output", MicroBatch, float], Tensor]
-"""(hidden [b,s,d], output layer, micro-batch, denominator) -> the sum of its terms / denominator, a scalar."""
+Finish = Callable[[Tensor, "Output", MicroBatch, float], "Loss"]
+"""(hidden [b,s,d], output layer, micro-batch, denominator) -> the sum of its terms / denominator."""
 Score = Callable[[Tensor, "Output", MicroBatch], Tensor]
 """(hidden [b,s,d], output layer, micro-batch) -> whatever is asked of them."""
 
@@ -33,11 +35,32 @@ Score = Callable[[Tensor, "Output", MicroBatch], Tensor]
 @dataclass(frozen=True)
 class Output:
     """The output layer as a method finds it: its weight [V,d], what caps its logits to cap * tanh(logits / cap), and
-    how many of its rows are ids, the others being padding at its end; None: all."""
+    how many of its rows are ids, the others being padding at its end; None: all. ``group``: the ranks that have some
+    tokens each of the same rows; None: rows are whole."""
 
     weight: Tensor
     soft_cap: float | None = None
     vocabulary: int | None = None
+    group: ProcessGroup | None = None
+
+
+class Loss(NamedTuple):
+    """What a method makes of a micro-batch: the ``value`` that backward begins from, a scalar, and scalars to be
+    reported beside it, by name. All are shares of a mean: what is reported is their sum over micro-batches and
+    ranks. A tuple, in which FSDP2 finds the tensor that backward of the output layer begins from."""
+
+    value: Tensor
+    figures: Mapping[str, Tensor] = MappingProxyType({})
+
+    def detached(self) -> Loss:
+        """The same in fp64, out of the graph."""
+        figures = {name: figure.detach().double() for name, figure in self.figures.items()}
+        return Loss(self.value.detach().double(), figures)
+
+    def plus(self, other: Loss) -> Loss:
+        """The sums. Both have the same figures."""
+        figures = {name: figure + other.figures[name] for name, figure in self.figures.items()}
+        return Loss(self.value + other.value, figures)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
+from shardwise.methods.loss import Loss, Output, linear_cross_entropy, token_losses
 from shardwise.models.attention import MaskSpec
 
 
@@ -14,9 +14,9 @@ def mask(batch: MicroBatch) -> MaskSpec:
     return MaskSpec(documents=batch.documents, longest=batch.longest)
 
 
-def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Tensor:
+def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Loss:
     """Sum of the token losses over ``denominator``, which is the supervised tokens of the whole optimizer step."""
-    return linear_cross_entropy(hidden, head, batch.labels, chunk_tokens) / denominator
+    return Loss(linear_cross_entropy(hidden, head, batch.labels, chunk_tokens) / denominator)
 
 
 def score(hidden: Tensor, head: Output, batch: MicroBatch, *, chunk_tokens: int) -> Tensor:

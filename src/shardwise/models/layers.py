@@ -14,7 +14,7 @@ from shardwise.models.config import ModelSpec
 
 aten = torch.ops.aten
 Rotary = tuple[Tensor, Tensor]
-Finish = Callable[[Tensor, Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor], Any]
 FUSED_NORM = ("cuda",)
 """Devices for which torch has RMSNorm and its gradient as one operator each (since 2.9)."""
 

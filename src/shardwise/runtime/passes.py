@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,12 @@ from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
-from shardwise.methods.loss import Finish, Output, Score
+from shardwise.methods.loss import Finish, Loss, Output, Score
 from shardwise.models.blocks import blocks, spec_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,11 @@ def train(
     rules: StepRules,
     denominator: float,
     scale: Tensor | None,
-) -> Tensor:
+) -> Loss:
     """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves gradients that are
-    summed over all ranks and returns the sum of the losses, a detached scalar."""
+    summed over all ranks and returns the sum of the losses and of their figures, detached."""
 
-    def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Tensor:
+    def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Loss:
         return rules.finish(hidden, head, batch, denominator)
 
     shares = []
@@ -62,27 +65,27 @@ def train(
         rules.enter("forward")
         loss = forward(parts, batch, score)
         rules.enter("backward")
-        (loss if scale is None else loss * scale).backward()
-        shares.append(loss.detach().double())
+        (loss.value if scale is None else loss.value * scale).backward()
+        shares.append(loss.detached())
     techniques.after_backward(parts, rules.plan, rules.meshes)
-    return sum(shares[1:], start=shares[0])
+    return reduce(Loss.plus, shares)
 
 
 @torch.no_grad()
-def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
+def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Callable[[Tensor, Output, MicroBatch], Made]) -> Made:
     """Forward alone. Gathered weights stay gathered until ``techniques.after_inference``."""
     return forward(parts, batch, score)
 
 
-def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Score) -> Tensor:
+def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Callable[[Tensor, Output, MicroBatch], Made]) -> Made:
     """What ``score`` returns for the model's hidden states; it is called within the output layer, whose weight is then
     gathered."""
     spec = spec_of(parts)
 
-    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
+    def finish(hidden: Tensor, weight: Tensor) -> Made:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    out: tuple[Tensor, ...] = ()
+    out: tuple[Any, ...] = ()
     for part in parts:
         out = (part(batch.ids, batch.positions, pretrain.mask(batch), finish, *out),)
     return out[0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
+from shardwise.methods.loss import Loss
 from shardwise.runtime import passes, reduce
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
@@ -24,8 +24,8 @@ class StepStats:
     """What step number ``step`` did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the
     norm before clipping, ``tokens`` the input tokens of all ranks, ``total_tokens`` those of the run so far. A
     ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over pairs of answers, and those are
-    ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``end_s``: when it was done
-    (``time.perf_counter``)."""
+    ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``figures``: what the method reports
+    beside its loss, means as that is. ``end_s``: when it was done (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -37,6 +37,7 @@ class StepStats:
     skipped: bool
     pairs: bool = False
     loss_scale: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
     end_s: float = field(default_factory=time.perf_counter)
 
 
@@ -49,13 +50,15 @@ class Launched:
 
     def settle(self, state: TrainState) -> StepStats:
         """Wait for the figures and count them in ``state``. Call it for steps in their order."""
-        squares, loss, *scaling = self.figures.read()
+        squares, loss, *rest = self.figures.read()
+        told = dict(zip(self.known.figures, rest, strict=False))
         skipped = not (math.isfinite(squares) and math.isfinite(loss))
         scale = state.scale.value
-        state.book(skipped, scaling)
+        state.book(skipped, rest[len(told) :])
         norm = (squares**0.5 if squares >= 0 else squares) / scale
         shown, end_s = scale if state.scale.enabled else None, self.figures.arrival_s
-        return replace(self.known, loss=loss, grad_norm=norm, skipped=skipped, loss_scale=shown, end_s=end_s)
+        known = replace(self.known, figures=told, loss_scale=shown, end_s=end_s)
+        return replace(known, loss=loss, grad_norm=norm, skipped=skipped)
 
 
 def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> StepStats:
@@ -77,14 +80,15 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     loss = accumulate(state, batches, supervised, rules)
     rules.enter("clip")
     parameters = state.trained()
-    figures = reduce.combine(meshes, reduce.local_squares(parameters, meshes.size("stage")), loss)
-    finite = figures.isfinite().all()
-    scale = state.scale.on(loss.device)[0].double()
+    squares, device = reduce.local_squares(parameters, meshes.size("stage")), loss.value.device
+    figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values())
+    finite = figures[:2].isfinite().all()
+    scale = state.scale.on(device)[0].double()
     factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale
     rules.enter("optimizer")
     rate = optim.learning_rate(rules.optim, state.step, rules.max_steps)
     optim.set_learning_rate(state.optimizer, rate, rules.optim)
-    multiply = loss.device.type == "cpu" or plan.precision.weights == "fp64"
+    multiply = device.type == "cpu" or plan.precision.weights == "fp64"
     if multiply:  # the kernel divides by 1 / factor in fp32, which rounds otherwise
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, ~finite, None if multiply else factor)
@@ -93,7 +97,8 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     tokens = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     state.advance(tokens)
     counts = tokens, state.tokens, supervised
-    known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=plan.loss == "dpo")
+    told, pairs = dict.fromkeys(loss.figures, math.nan), plan.loss == "dpo"
+    known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=pairs, figures=told)
     return Launched(known, Figures(figures))
 
 
@@ -102,8 +107,8 @@ def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
     torch.manual_seed(((seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")) % 2**63)
 
 
-def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Tensor:
+def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Loss:
     """Forward and backward of every micro-batch: leaves the gradients in place, summed over all ranks, and returns
-    this rank's share of the mean loss, a detached scalar."""
+    this rank's share of the mean loss, detached."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
     return passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)

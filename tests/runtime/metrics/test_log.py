@@ -54,9 +54,10 @@ def test_each_step_is_there_once_after_a_kill(tmp_path: Path) -> None:
 
 def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:
     log = Log(tmp_path, 0, 0, 10, Speed(flops_per_token=10.0, peak_flops=1e9))
-    log.step(state_at(1), stats(1), torch.device("cpu"))
+    log.step(state_at(1), replace(stats(1), figures={"balance": 0.75}), torch.device("cpu"))
     log.close()
     [line] = lines(tmp_path / "metrics.jsonl")
+    assert line["balance"] == 0.75
     assert {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "memory_bytes"} <= set(line)
     assert (line["step"], line["tokens"], line["loss"], line["skipped"]) == (1, 64, 1.5, False)
     assert line["mfu"] == pytest.approx(10.0 * float(str(line["tokens_per_s"])) / 1e9, abs=1e-4)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.errors import TrainingError
 from shardwise.methods import pretrain
+from shardwise.methods.loss import Loss
 from shardwise.runtime import loop
 from shardwise.runtime.faults.guard import Guard
 from shardwise.runtime.faults.outcome import read_exit
@@ -204,9 +204,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         at[0] = state.step + 1
         return launch(state, *args)
 
-    def finish(*args: Any, **given: Any) -> Tensor:
-        value = true(*args, **given)
-        return value * torch.nan if at[0] in steps else value
+    def finish(*args: Any, **given: Any) -> Loss:
+        loss = true(*args, **given)
+        return Loss(loss.value * torch.nan) if at[0] in steps else loss
 
     monkeypatch.setattr(loop, "launch", launching)
     monkeypatch.setattr(pretrain, "finish", finish)

@@ -193,6 +193,7 @@ class Log:
             "step": stats.step,
             "tokens": stats.total_tokens,
             "loss": stats.loss,
+            **stats.figures,
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
             "tokens_per_s": round(rate, 1),
