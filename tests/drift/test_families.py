@@ -12,7 +12,7 @@ from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.techniques import precision
 from tests.models.families import spec_of
 
@@ -37,6 +37,16 @@ def test_plans(family: str, plan: str) -> None:
 def test_every_family(family: str) -> None:
     spec, plan = spec_of(family), PLANS["zero3, bf16, selective recompute, accumulation"]
     assert not drift(spec, plan, 0).differences()
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "tp"])
+def test_blocks_of_one_model_may_differ_in_width(plan: str) -> None:
+    """The first two are wider than the others: each is bound to numbers of its own."""
+    spec = ModelSpec("uneven", 600, 48, 160, 12, 6, 2, 8, intermediate_sizes=(160,) * 2 + (96,) * 10)
+    cut = Plan(Layout(dp_replicate=2, tp=2), Batch(2, 1, 32, 24), sequence_parallel=True, lora=Lora(4, 8.0))
+    made = drift(spec, PLANS.get(plan, cut), 1)
+    assert not made.differences()
+    assert made.predicted.state != drift(replace(spec, intermediate_sizes=()), PLANS.get(plan, cut), 1).predicted.state
 
 
 TYPES = Precision("bf16", modules=(("*norm", "fp32"), ("*.q", "fp32"), ("*.down", "fp32"), ("layers.1.*", "fp32")))

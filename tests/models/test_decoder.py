@@ -92,6 +92,8 @@ def test_documents_are_separate_sequences() -> None:
 def test_names_shapes_roles_and_tying() -> None:
     model = Decoder(SPEC)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(SPEC)
+    uneven = replace(SPEC, intermediate_sizes=tuple(range(8, 8 + SPEC.num_hidden_layers)))
+    assert {name: tuple(p.shape) for name, p in Decoder(uneven).named_parameters()} == parameter_shapes(uneven)
     roles = {role(name) for name in parameter_shapes(SPEC)}
     assert roles == {"embed", "head", "q", "k", "v", "o", "gate", "up", "down", "norm", "bias"}
     tied = Decoder(replace(SPEC, tie_word_embeddings=True))

@@ -184,6 +184,21 @@ def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int) -> Non
     ]
 
 
+def test_a_block_is_bound_to_its_own_width_and_priced_by_it() -> None:
+    """One trace serves both. Each of the three matrices of an MLP has d * f weights of four bytes, and twice as many
+    operations a token forward, four times as many backward."""
+    wide, narrow, plan = 320, 192, Plan(batch=Batch(1, 1, 64))
+    spec = replace(SPEC, intermediate_sizes=(wide, narrow, narrow))
+    assert variants(spec) == variants(SPEC)
+    made, plain = (sheet_of(one, plan, units=traced_here) for one in (spec, replace(SPEC, intermediate_size=narrow)))
+    shapes = [{weight.name: weight.shape for weight in made.blocks[kind].weights} for kind in made.order]
+    assert [shape["mlp.up.weight"][0] for shape in shapes] == [wide, narrow, narrow]
+    more, less = (folded(techniques.cost(sheet, plan), plan) for sheet in (made, plain))
+    wider = 3 * spec.hidden_size * (wide - narrow)
+    assert more.top["weights"] - less.top["weights"] == 4 * wider
+    assert more.flops - less.flops == 64 * 6 * wider
+
+
 def variants(spec: ModelSpec) -> set[Variant]:
     return {chosen(spec, Plan(), Place(), unit).variant for unit in ("stem", *range(spec.num_hidden_layers), "tail")}
 

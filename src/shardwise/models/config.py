@@ -34,8 +34,8 @@ class ModelSpec:
     over each head or over the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim).
     sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
     ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
-    nope_layers: those without rotation. logits_scaling: what logits are divided by. hf_model: what the blocks
-    are, where not those of the decoder.
+    nope_layers: those without rotation. logits_scaling: what logits are divided by. intermediate_sizes: of each layer,
+    where they differ; no family's config has them. hf_model: what the blocks are, where not those of the decoder.
     """
 
     name: str
@@ -74,7 +74,17 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    intermediate_sizes: tuple[int, ...] = ()
     hf_model: HFModel | None = None
+
+    def mlp_size(self, layer: int) -> int:
+        """How wide the MLP of this layer is."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    @property
+    def mlp_sizes(self) -> set[int]:
+        """How wide the MLPs are."""
+        return {*self.intermediate_sizes} or {self.intermediate_size}
 
     @property
     def rotary_dim(self) -> int:
@@ -115,11 +125,11 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.hf_model is not None:
         return spec.hf_model.shapes(spec.num_hidden_layers)
     d = spec.hidden_size
-    linears, norms = _linears(spec), _norms(spec)
+    linears, norms = {size: _linears(spec, size) for size in spec.mlp_sizes}, _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
     for layer in range(spec.num_hidden_layers):
         shapes |= {f"layers.{layer}.{norm}.weight": (size,) for norm, size in norms.items()}
-        for name, (shape, bias) in linears.items():
+        for name, (shape, bias) in linears[spec.mlp_size(layer)].items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
             if bias:
                 shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
@@ -127,9 +137,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
 
 
-def _linears(spec: ModelSpec) -> dict[str, tuple[tuple[int, int], bool]]:
-    """Shape of each linear layer of a block, and whether it has a bias."""
-    d, f = spec.hidden_size, spec.intermediate_size
+def _linears(spec: ModelSpec, f: int) -> dict[str, tuple[tuple[int, int], bool]]:
+    """Shape of each linear layer of a block with an MLP of this width, and whether it has a bias."""
+    d = spec.hidden_size
     q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     return {
         **{f"attention.{name}": ((size, d), spec.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))},
@@ -309,6 +319,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     eos = list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id
     if spec.hf_model is not None:
         return json.loads(spec.hf_model.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
+    if spec.intermediate_sizes:
+        raise ValueError(f"no config says that the MLPs of {spec.name} differ in width")
     family, fields = FAMILIES[spec.family], asdict(spec)
     act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     stretch = rope.write(spec.rope_scaling)

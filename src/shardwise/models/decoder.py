@@ -16,9 +16,10 @@ from shardwise.models.rotary import rotary_tables
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm (or before one, or between two) and added to the residual stream."""
+    """Attention and MLP, each behind a norm (or before one, or between two) and added to the residual stream.
+    ``number``: which of the model's it is."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, number: int = 0) -> None:
         super().__init__()
 
         def norm(placement: str) -> nn.Module:
@@ -30,7 +31,7 @@ class Block(nn.Module):
         self.attention = Attention(spec)
         self.attention_after_norm = norm("after")
         self.mlp_norm = norm("before")
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec, spec.mlp_size(number))
         self.mlp_after_norm = norm("after")
         self.share = spec.residual_multiplier
 
@@ -59,7 +60,7 @@ class Decoder(Part):
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
         for number in self.numbers:
-            self.layers.add_module(str(number), Block(spec))
+            self.layers.add_module(str(number), Block(spec, number))
         if head:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
             self.head = Head(spec.hidden_size, spec.vocab_size)

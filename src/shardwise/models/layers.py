@@ -191,13 +191,13 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), or another activation."""
+    """down(silu(gate(x)) * up(x)), or another activation; ``size`` wide in between."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gate = nn.Linear(spec.hidden_size, size, bias=spec.mlp_bias)
+        self.up = nn.Linear(spec.hidden_size, size, bias=spec.mlp_bias)
+        self.down = nn.Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.gated = GATES[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:

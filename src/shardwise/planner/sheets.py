@@ -26,7 +26,7 @@ from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.planner.apart import traced_apart
 from shardwise.planner.shipped import SHIPPED, Shipped
-from shardwise.planner.variants import chosen, sizes
+from shardwise.planner.variants import chosen
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
@@ -74,11 +74,12 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
 def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     kinds, order = layer_kinds(spec)
     ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]
-    told: dict[tuple[int, bool], Traced] = {}
+    told: dict[tuple[int, ...], Traced] = {}
     each = []
     for number in place.blocks:
         # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
-        key = (number, True) if plan.frozen or plan.precision.modules else (order[number], number == 0)
+        alike = (order[number], number == 0, spec.mlp_size(number))
+        key = (number,) if plan.frozen or plan.precision.modules else alike
         if key not in told:
             told[key] = chosen(spec, plan, place, number)
         each.append(told[key])
@@ -100,7 +101,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         key_heads=spec.num_key_value_heads,
         heads_apart=spec.qk_norm != "projection",
         inside=plan,
-        sizes=sizes(spec),
+        vocabulary=spec.vocab_size,
     )
 
 

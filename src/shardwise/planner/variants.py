@@ -32,12 +32,12 @@ def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
     return ModelSpec("template", *sizes, **features)
 
 
-def sizes(spec: ModelSpec) -> Sizes:
-    """What a model binds to the symbols."""
+def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
+    """What a unit of a model (``stem``, ``tail`` or a block's number) binds to the symbols."""
     return {
         "V": spec.vocab_size,
         "d": spec.hidden_size,
-        "f": spec.intermediate_size,
+        "f": spec.mlp_size(unit) if isinstance(unit, int) else spec.intermediate_size,
         "K": spec.num_key_value_heads,
         "G": spec.num_attention_heads // spec.num_key_value_heads,
         "e": spec.head_dim,
@@ -130,4 +130,4 @@ def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
     atoms = sorted(
         ((symbol, prime) for symbol, prime in numbers.items() if prime > 2), key=lambda atom: "-" not in atom[0]
     )
-    return Traced(Variant(what, model, grown, (*atoms, *GROWING.items())), unit, sizes(spec))
+    return Traced(Variant(what, model, grown, (*atoms, *GROWING.items())), unit, sizes(spec, unit))

@@ -11,7 +11,7 @@ their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.spec.place import Place
@@ -197,8 +197,8 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
-    the loss caps its logits. ``sizes`` are those of the whole model, and so are ``key_heads``; ``heads_apart``: norms
-    of queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
+    the loss caps its logits. ``vocabulary`` and ``key_heads`` are those of the whole model; ``heads_apart``: norms of
+    queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
     ``plan``: that by which it has been rewritten."""
 
     model: str
@@ -209,12 +209,12 @@ class Sheet:
     tied: bool
     step: tuple[Collective, ...] = ()
     capped: bool = False
+    vocabulary: int = 0
     key_heads: int = 0
     heads_apart: bool = True
     place: Place = Place()
     inside: Plan | None = None
     plan: Plan | None = None
-    sizes: Sizes = field(default_factory=dict)
 
     def at(self, place: Place, plan: Plan | None = None) -> Sheet:
         """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""

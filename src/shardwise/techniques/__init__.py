@@ -157,7 +157,7 @@ def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:
     for unit in sheet.units:
         for group, size in _cuts(unit):
             found.setdefault(group, set()).add(size)
-    ids, ranks = sheet.sizes.get("V", 0), plan.layout.tp
+    ids, ranks = sheet.vocabulary, plan.layout.tp
     if ids % ranks:
         pieces = {stop - start for start, stop in (cut((0, ids), ranks, index) for index in (0, ranks // 2, ranks - 1))}
         found["tp"], found["fsdp"] = {ids}, found.get("fsdp", set()) | (pieces if plan.sharded else set())

@@ -151,5 +151,5 @@ def whole_shape(weight: Tensor, sheet: Sheet, ranks: int) -> tuple[int, ...]:
     cut = state(weight.name, how).dim if ranks > 1 else None
     if cut is not None:
         ids = weight.name.rpartition(".")[0] in VOCABULARY
-        shape[cut] = sheet.sizes["V"] if ids else shape[cut] * ranks
+        shape[cut] = sheet.vocabulary if ids else shape[cut] * ranks
     return tuple(shape)

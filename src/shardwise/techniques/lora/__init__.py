@@ -117,7 +117,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         if 0 < len(left) < len(stack):
             what = f"{spec.family} stacks {', '.join(stack)} in one layer: target all of them or none"
             problems.append(Problem("PLAN018", what, "lora.targets", f"add {', '.join(left)}"))
-    least = min(spec.hidden_size, spec.intermediate_size, spec.num_key_value_heads * spec.head_dim)
+    least = min(spec.hidden_size, *spec.mlp_sizes, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:
         what = f"rank {plan.lora.rank} exceeds the narrowest layer's {least}: an adapter would be larger than the layer"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))

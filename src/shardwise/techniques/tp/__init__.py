@@ -127,13 +127,12 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {heads} query heads")
     if key_heads % ranks and ranks % key_heads:
         found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
-    if spec.intermediate_size % ranks:
-        found.append(f"{ranks} does not divide `intermediate_size` {spec.intermediate_size}")
+    found += [f"{ranks} does not divide `intermediate_size` {size}" for size in spec.mlp_sizes if size % ranks]
     if spec.qk_norm == "projection" and key_heads % ranks:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"the last rank would have none of {ids} ids")
-    for layer, columns in {"o": heads * spec.head_dim, "down": spec.intermediate_size}.items():
+    for layer, columns in [("o", heads * spec.head_dim), *(("down", size) for size in spec.mlp_sizes)]:
         for what, block in _blocks(spec, plan, layer, columns).items():
             if ranks > 1 and columns % (ranks * block):
                 what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
@@ -193,7 +192,7 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
     )
     atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
     made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
-    return made.bound(V=stop - start, f=spec.intermediate_size // ranks, K=held, G=group)
+    return made.bound(V=stop - start, f=made.numbers["f"] // ranks, K=held, G=group)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
