@@ -29,6 +29,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Checkpoint, Method, Recipe
+from shardwise.techniques import shard
 from tests.covering import pairwise
 from tests.models import hf_models
 from tests.runtime.part_ranks import (
@@ -163,6 +164,20 @@ def test_parts_are_the_whole_model_on_two_ranks(ranks: RankPool, tied: bool) -> 
     plans = ACROSS if tied else ACROSS | SLICED
     for found in ranks.run(compare, list(plans.values()), THREE, tied, world=2):
         assert dict(zip(plans, found, strict=True)) == {name: [] for name in plans}
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_backward_ends_in_the_part_where_nothing_trained_lies_before(trained: int) -> None:
+    """By the plan's names, for what is trained may be in a part on another rank."""
+    plan = Plan(frozen=("embed.*", *(f"layers.{number}.*" for number in range(trained))))
+    for stages in (TWO, THREE):
+        found = [
+            number
+            for part in state_of(spec_for(tied=False), stages, plan, Meshes()).parts
+            for number, block in numbered(part)
+            if block in shard._without_backward(part)
+        ]
+        assert found == list(range(trained))
 
 
 def test_fully_sharded_parts_cannot_share_a_weight(ranks: RankPool) -> None:

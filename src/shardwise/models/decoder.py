@@ -53,7 +53,7 @@ class Decoder(Part):
     def __init__(
         self, spec: ModelSpec, numbers: Iterable[int] | None = None, *, stem: bool = True, head: bool = True
     ) -> None:
-        super().__init__(spec)
+        super().__init__(spec, input_trained=not stem)
         self.has_head = head
         self.numbers = tuple(range(spec.num_hidden_layers) if numbers is None else numbers)
         if stem:

@@ -206,11 +206,12 @@ class MLP(nn.Module):
 
 class Part(nn.Module):
     """A decoder, or a part of one: some of its blocks (``layers``), and before and after them what it has of its ends.
-    ``spec`` is of the whole model; ``kernel`` that of attention, as in MaskSpec."""
+    ``spec`` is of the whole model; ``kernel`` that of attention, as in MaskSpec; ``input_trained``: whether anything is
+    trained in the parts before this one, which is what gives its input a gradient."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, input_trained: bool = False) -> None:
         super().__init__()
-        self.spec, self.kernel = spec, "auto"
+        self.spec, self.kernel, self.input_trained = spec, "auto", input_trained
 
 
 class Head(nn.Linear):

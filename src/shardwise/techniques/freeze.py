@@ -135,8 +135,13 @@ def _rotates_back(block: Unit) -> bool:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    from shardwise.models.decoder import Decoder
+
     for part in parts:
         for name, parameter in part.named_parameters():
             if frozen(name, plan):
                 parameter.requires_grad_(False)
+        if isinstance(part, Decoder) and part.input_trained:
+            first = _first_trained(part.spec, plan.frozen, adapted=plan.lora is not None)
+            part.input_trained = first < min(part.numbers, default=part.spec.num_hidden_layers)
     return parts

@@ -266,8 +266,11 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The leading blocks of which every weight, and every weight before them, is frozen."""
+    from shardwise.models.layers import Part
+
     stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
-    if not stem or any(parameter.requires_grad for _, parameter in stem):
+    reached = part.input_trained if isinstance(part, Part) else not stem
+    if reached or any(parameter.requires_grad for _, parameter in stem):
         return []
     return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 

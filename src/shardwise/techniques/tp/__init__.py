@@ -221,9 +221,8 @@ def _summed(name: str, how: Division) -> bool:
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Cuts the weights, and makes every layer compute with this rank's part."""
     if plan.layout.tp > 1:
-        made: dict[int, nn.Parameter] = {}
         for part in parts:
-            _cut(part, plan, meshes, made)
+            _cut(part, plan, meshes)
             _connect(part, plan, meshes)
     return parts
 
@@ -249,15 +248,14 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
             shard.copy_(total.view_as(shard))
 
 
-def _cut(part: nn.Module, plan: Plan, meshes: Meshes, made: dict[int, nn.Parameter]) -> None:
-    """Replace every parameter by a DTensor, of which this rank holds its part. ``made``: those that were made, by what
-    they stand for: a tied weight is one parameter."""
+def _cut(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
+    """Replace every parameter by a DTensor, of which this rank holds its part."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, ranks, how = meshes.mesh("tp"), meshes.size("tp"), division(spec_of([part]), plan)
+    mesh, ranks, made, how = meshes.mesh("tp"), meshes.size("tp"), {}, division(spec_of([part]), plan)
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:
+        if id(parameter) not in made:  # a tied weight is one parameter
             dim, piece = state(name, how).dim, parameter.detach()
             if dim is not None:
                 start, stop = cut((0, parameter.shape[dim]), ranks, meshes.index("tp"))
