@@ -150,18 +150,21 @@ def test_every_second_block_of_the_model_recomputes_in_program_and_on_paper(stag
 
 SHARDED = Plan(Layout(dp_shard=2), BATCH, shard=Shard("zero3"), precision=Precision("fp64", "fp64", "fp64"))
 CUT = replace(SHARDED, layout=Layout(tp=2), shard=Shard("ddp"), sequence_parallel=True)
-ACROSS = {
+UNTIED = {
+    "zero3": SHARDED,
+    "zero1": replace(SHARDED, shard=Shard("zero1")),
+    "tp, recomputed": replace(CUT, remat=Remat("selective", every=2), lora=Lora(2, 4.0, frozen="fp64")),
+}
+TIED = {
+    "ddp": replace(SHARDED, layout=Layout(dp_replicate=2), shard=Shard("ddp")),
     "tp with sequence parallelism": CUT,
     "tp without": replace(CUT, sequence_parallel=False),
-    "tp, recomputed": replace(CUT, remat=Remat("selective", every=2), lora=Lora(2, 4.0, frozen="fp64")),
-    "ddp": replace(SHARDED, layout=Layout(dp_replicate=2), shard=Shard("ddp")),
 }
-SLICED = {"zero3": SHARDED, "zero1": replace(SHARDED, shard=Shard("zero1"))}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parts_are_the_whole_model_on_two_ranks(ranks: RankPool, tied: bool) -> None:
-    plans = ACROSS if tied else ACROSS | SLICED
+    plans = TIED if tied else UNTIED
     for found in ranks.run(compare, list(plans.values()), THREE, tied, world=2):
         assert dict(zip(plans, found, strict=True)) == {name: [] for name in plans}
 
