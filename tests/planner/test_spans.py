@@ -117,13 +117,13 @@ def test_a_deep_model_is_told_by_a_few_of_its_blocks(dial: str, monkeypatch: pyt
     layout, shard = DIALS[dial]
     plan = Plan(layout, Batch(1, 2, 512), shard, Precision("bf16"))
     depths: list[int] = []
-    real = told._Step
+    real = told.Step
 
-    def noted(tape: told.Tape, sheet: told.Sheet, plan: Plan, kind: told.Kind) -> told._Step:
+    def noted(tape: told.Tape, sheet: told.Sheet, plan: Plan, kind: told.Kind) -> told.Step:
         depths.append(len(sheet.order))
         return real(tape, sheet, plan, kind)
 
-    monkeypatch.setattr(told, "_Step", noted)
+    monkeypatch.setattr(told, "Step", noted)
     for depth in (80, 800):
         folded(costed(replace(SEVENTY_B, num_hidden_layers=depth), plan), plan)
     assert depths == [4, 4] or (dial == "ddp, large buckets" and depths == [8, 8]), depths

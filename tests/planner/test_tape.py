@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.schedule import schedule
+from shardwise.planner.events import Begin, Event, Free, Make, TensorKey
+from shardwise.planner.passes import GRADIENT, OUTPUT
+from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
+from shardwise.planner.spans import fold
 from shardwise.planner.tape import Tape
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.sheet import Sheet
 
 
 def test_freeing_what_is_not_alive_is_an_error() -> None:
@@ -35,7 +40,7 @@ def test_a_unit_whose_operation_frees_a_tensor_twice_has_no_schedule() -> None:
 
 
 def test_a_unit_that_does_not_free_what_its_backward_made_has_no_schedule() -> None:
-    """Nothing is swept away when a unit ends: the next micro-batch finds it still there."""
+    """Nothing is swept away when a unit or a micro-batch ends."""
     plan = Plan(Layout(1, 8), Batch(1, 2, 256), Shard("zero3"))
     sheet = techniques.cost(sheet_of(load_spec("SmolLM2-135M"), plan), plan)
     block = sheet.blocks[0]
@@ -44,5 +49,83 @@ def test_a_unit_that_does_not_free_what_its_backward_made_has_no_schedule() -> N
     held = replace(op, frees=tuple(tensor for tensor in op.frees if tensor not in made))
     wrong = replace(block, backward=(*block.backward[:index], held, *block.backward[index + 1 :]))
     assert schedule(sheet, plan)
-    with pytest.raises(KeyError, match="alive already"):
+    with pytest.raises(KeyError, match="still alive"):
         schedule(replace(sheet, blocks=(wrong, *sheet.blocks[1:])), plan)
+
+
+PIPELINE = Plan(Layout(), Batch(1, 1, 256), Shard("ddp"))
+Order = list[tuple[str, int]]
+"""Of one stage: ``F`` or ``B``, and of which micro-batch."""
+
+
+def gpipe(micro_batches: int) -> Order:
+    return [(which, i) for which in "FB" for i in range(micro_batches)]
+
+
+def one_forward_one_backward(stage: int, micro_batches: int) -> Order:
+    """Of two stages: the first runs a forward ahead."""
+    ahead = 1 - stage
+    order: Order = [("F", i) for i in range(ahead)]
+    for i in range(micro_batches):
+        order += [("F", i + ahead)] * (i + ahead < micro_batches) + [("B", i)]
+    return order
+
+
+def on_paper() -> Sheet:
+    return techniques.cost(sheet_of(load_spec("Llama-3.1-8B"), PIPELINE), PIPELINE)
+
+
+def played(stage: int, order: Order) -> Tape:
+    """A stage of two in this order; what it takes from the other is made, and what it leaves for it freed, at once."""
+    sheet = on_paper()
+    cut, end = len(sheet.order) // 2 + 1, len(sheet.order) + 2
+    tape = Tape()
+    step = Step(tape, sheet, PIPELINE, "cpu", [range(cut), range(cut, end)])
+    size = sheet.blocks[0].tensors[sheet.blocks[0].output].bytes(1, 256)
+    for which, micro in order:
+        output, gradient = (TensorKey(stage, micro, cut - 1, tensor) for tensor in (OUTPUT, GRADIENT))
+        if which == "F":
+            if stage == 1:
+                tape.make(output, "activations", size)
+            step.forward(micro, stage)
+            if stage == 0:
+                tape.free(output)
+        else:
+            if stage == 0:
+                tape.make(gradient, "activations", size)
+            step.backward(micro, stage, last=(which, micro) == order[-1])
+            if stage == 1:
+                tape.free(gradient)
+    tape.ended()
+    return tape
+
+
+def peak_bytes(events: Iterable[Event]) -> int:
+    """Of activations and of what the loss makes."""
+    return fold(e for e in events if isinstance(e, Make | Free) and e.category in ("activations", "logits")).top_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_forward_passes_of_several_micro_batches_are_alive_at_once(stage: int) -> None:
+    """Under GPipe those of all, under 1F1B those of as many as there are stages left: one computes, and of each other
+    there is what its units save, and of the last stage both gradients that the loss has made, and its value."""
+    sheet = on_paper()
+    units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
+    own = (units[:17], units[17:])[stage]  # the stem's input is token ids, which are there from the beginning
+    kept = sum(unit.tensors[t].bytes(1, 256) for unit in own for t in unit.saved if (unit, t) != (sheet.stem, 0))
+    kept += stage * 4 * (256 * 4096 + 128_256 * 4096 + 1)
+    alone = peak_bytes(played(stage, gpipe(1)).events)
+    for m in (2, 5):
+        for order, held in ((gpipe(m), m), (one_forward_one_backward(stage, m), 2 - stage)):
+            events = played(stage, order).events
+            assert {event.micro_batch for event in events if isinstance(event, Begin)} == set(range(m))
+            assert peak_bytes(events) == alone + (held - 1) * kept
+
+
+def test_a_micro_batch_frees_only_what_is_its_own() -> None:
+    """Of a stage: a backward before its forward, or a second one, finds nothing to free."""
+    for order in ([("B", 0)], [("F", 0), ("B", 1)], [("F", 0), ("B", 0), ("B", 0)]):
+        with pytest.raises(KeyError, match="not alive"):
+            played(1, order)
+    with pytest.raises(KeyError, match="alive already"):
+        played(1, [("F", 0), ("F", 0)])

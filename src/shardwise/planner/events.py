@@ -1,14 +1,26 @@
-"""What a step does, as events in their order: tensors are made and freed, operations run, messages are sent. Bytes,
-traffic and operations are sums over one and the same list (planner/spans.py)."""
+"""What a step does, as events in their order: tensors are made, moved and freed, operations run, messages are sent.
+Bytes, traffic and operations are sums over one and the same list (planner/spans.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwise.spec.sheet import Tensor
 
 Key = Hashable
+Direction = Literal["forward", "backward"]
+UnitName = int | Literal["stem", "tail"]
+"""A block's number, or an end of the model."""
+
+
+class TensorKey(NamedTuple):
+    """A tensor of the pass of a unit, whose number in its stage is counted from the model's stem, 0."""
+
+    stage: int
+    micro_batch: int
+    unit: int
+    tensor: int | str
 
 
 class Make(NamedTuple):
@@ -45,17 +57,37 @@ class Send(NamedTuple):
     stream: str = "compute"
 
 
+class Begin(NamedTuple):
+    """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage."""
+
+    direction: Direction
+    unit: UnitName
+    micro_batch: int = 0
+    stage: int = 0
+
+
 class Mark(NamedTuple):
     """A moment that has a name."""
 
-    name: Hashable
+    name: str
 
 
-class WeightsCall(NamedTuple):
-    """Within the pass of a unit: the weights are told of something, and may add events of their own."""
-
-    method: str
-    weight: Tensor | None = None
+Event = Make | Free | Compute | Send | Begin | Mark
 
 
-Event = Make | Free | Compute | Send | Mark
+class GradientReady(NamedTuple):
+    """Autograd has the gradient of a weight, for this micro-batch."""
+
+    weight: Tensor
+
+
+class HeadGradientReady(NamedTuple):
+    """The loss has made the gradient of the output layer's weight."""
+
+
+class AddTiedGradients(NamedTuple):
+    """Autograd adds the two gradients of a tied weight."""
+
+
+WeightsCall = GradientReady | HeadGradientReady | AddTiedGradients
+"""A point in the pass of a unit at which planner/weights.py adds events of its own."""

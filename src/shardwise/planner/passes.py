@@ -1,7 +1,8 @@
 """What a unit of the model makes, frees, computes and sends in each of its passes, as events.
 
-The same for every block of a kind, for every micro-batch and for every way to shard: keys are relative to the unit
-(planner/events.py, ``Tape.play``), and where the weights have a say there stands a ``WeightsCall``.
+They are the same for every block of a kind, for every micro-batch and for every way to shard. The key (0, tensor) is a
+tensor of the unit itself and (-1, tensor) one of the unit before it; where weights add events of their own there stands
+a ``WeightsCall``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ from dataclasses import dataclass, field
 
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
-from shardwise.planner.events import Compute, Event, Free, Key, Make, Send, WeightsCall
+from shardwise.planner.events import (
+    AddTiedGradients,
+    Compute,
+    Event,
+    Free,
+    GradientReady,
+    HeadGradientReady,
+    Key,
+    Make,
+    Send,
+    WeightsCall,
+)
 from shardwise.planner.overhead import attention_bytes
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import SEND, Op, Sheet, Unit
 
 OUTPUT, GRADIENT = "output", "gradient of output"
-Told = Event | WeightsCall
-"""What a pass is told in."""
+Piece = Event | WeightsCall
+"""Of a pass: an event, or a point at which the weights add theirs."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Passes:
     kind: Kind
     compute: Dtype
     deterministic: bool
-    loss: tuple[tuple[Told, ...], tuple[Told, ...]] = field(hash=False)  # many, of a long sequence
+    loss: tuple[tuple[Piece, ...], tuple[Piece, ...]] = field(hash=False)  # many, of a long sequence
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind) -> Passes:
@@ -55,7 +67,7 @@ class Passes:
             loss=_loss(sheet, plan, kind),
         )
 
-    def forward(self, unit: Unit) -> Iterator[Told]:
+    def forward(self, unit: Unit) -> Iterator[Piece]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
@@ -69,12 +81,12 @@ class Passes:
         if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
             yield local.free(unit.input)
 
-    def tables(self, stem: Unit) -> Iterator[Told]:
+    def tables(self, stem: Unit) -> Iterator[Piece]:
         """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
         local = _Local(self, stem)
         yield from (local.free(tensor) for tensor in unfreed(stem) - stem.saved if not self.recomputes)
 
-    def recompute(self, unit: Unit) -> Iterator[Told]:
+    def recompute(self, unit: Unit) -> Iterator[Piece]:
         """Forward again, until all that backward reads is there."""
         local = _Local(self, unit)
         made: set[int] = set()
@@ -88,12 +100,13 @@ class Passes:
                     made.discard(tensor)
         yield from (local.free(tensor) for tensor in made - unit.saved)
 
-    def loss_backward(self, tail: Unit) -> Iterator[Told]:
-        """What the loss has made in its forward pass becomes the gradients of the output layer and of what it reads."""
-        yield from self.loss[1]
-
-    def backward(self, unit: Unit) -> Iterator[Told]:
-        """Recomputation first, where there is any."""
+    def backward(self, unit: Unit) -> Iterator[Piece]:
+        """Recomputation first, where there is any; of the tail, what the loss has made in its forward pass becomes the
+        gradients of the output layer and of what that reads."""
+        if unit is self.tail:
+            yield from self.loss[1]
+            if not unit.backward:
+                return
         local, first = _Local(self, unit), unit is self.stem
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
@@ -104,9 +117,9 @@ class Passes:
             for tensor in op.allocates:
                 if tensor in gradients:
                     if first and self.tied and gradients[tensor] is unit.weights[0]:
-                        yield WeightsCall("add_tied", gradients[tensor])
+                        yield AddTiedGradients()
                     yield local.free(tensor)
-                    yield WeightsCall("gradient", gradients[tensor])
+                    yield GradientReady(gradients[tensor])
             if op.kind == "attention" and self.kind == "cuda":
                 size = attention_bytes(unit, op, (self.b, self.s), self.compute, deterministic=self.deterministic)
                 workspace = "attention workspace", size
@@ -114,7 +127,7 @@ class Passes:
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients)
         yield from self._end_of_graph(local)
 
-    def _end_of_graph(self, local: _Local) -> Iterator[Told]:
+    def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
         """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
         run, and the tables, which the blocks have used for the last time."""
         unit, first = local.unit, local.unit is self.stem
@@ -125,19 +138,19 @@ class Passes:
             yield local.free(unit.input)
 
 
-def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Told, ...], tuple[Told, ...]]:
+def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
 
-    def make(name: str, size: int) -> Iterator[Told]:
+    def make(name: str, size: int) -> Iterator[Piece]:
         if size:
             left[name] = size
             yield Make((0, name), "logits", size)
 
-    def free(names: tuple[str, ...]) -> Iterator[Told]:
+    def free(names: tuple[str, ...]) -> Iterator[Piece]:
         yield from (Free((0, name), "logits", left.pop(name)) for name in names)
 
-    def forward() -> Iterator[Told]:
+    def forward() -> Iterator[Piece]:
         for name, size, frees in forward_tensors(sheet, plan, kind):
             yield from (*free(frees), *make(name, size))
         vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
@@ -145,11 +158,11 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Told, ...], tuple
         yield Compute(2 * products(sheet, plan) * vocabulary * hidden * tokens)
         yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
 
-    def backward() -> Iterator[Told]:
+    def backward() -> Iterator[Piece]:
         for name, size, frees in backward_tensors(sheet, plan):
             yield from (*make(name, size), *free(frees))
         for name in left.keys() & {"typed", "grad_weight"}:
-            yield from (Free((0, name), "logits", left[name]), WeightsCall("head_gradient"))
+            yield from (Free((0, name), "logits", left[name]), HeadGradientReady())
         if "grad_hidden" in left:  # from here on it is the tail's to free
             yield Free((0, "grad_hidden"), "logits", left["grad_hidden"])
             output = sheet.tail.tensors[sheet.tail.output]
@@ -158,7 +171,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Told, ...], tuple
     return tuple(forward()), tuple(backward())
 
 
-Pass = Callable[[Passes, Unit], Iterator[Told]]
+Pass = Callable[[Passes, Unit], Iterator[Piece]]
 """One of the methods of ``Passes``."""
 
 
@@ -179,7 +192,7 @@ class _Local:
     def free(self, tensor: int) -> Free:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
-    def runs(self, op: Op) -> Iterator[Told]:
+    def runs(self, op: Op) -> Iterator[Piece]:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])

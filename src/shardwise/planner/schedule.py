@@ -1,31 +1,41 @@
-"""One optimizer step of a sheet, told in the order in which the runtime does things.
+"""One optimizer step of a sheet, as events in the order in which the runtime does things.
 
 Nothing here is a formula for a peak or for traffic: units run forward, then backward, gather and reduce when FSDP2
-does. :func:`schedule` gives every event of every micro-batch. :func:`folded` is the span of the same events: it tells
-a few blocks and micro-batches, and of a run that goes on as it has gone on it repeats the span.
+does. :func:`schedule` gives every event of every micro-batch. :func:`folded` is the span of the same events: it
+simulates a few blocks and micro-batches, and repeats the span of those that are like the ones before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import lcm
 
-from shardwise.planner.events import Event, Mark, Send, WeightsCall
+from shardwise.planner.events import (
+    AddTiedGradients,
+    Begin,
+    Event,
+    GradientReady,
+    HeadGradientReady,
+    Mark,
+    Send,
+    TensorKey,
+    UnitName,
+)
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet, Unit
+from shardwise.spec.sheet import Sheet
 from shardwise.techniques import optim
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
 
 PERIODS = 4
-"""How many periods of blocks are told: the first and the last, which differ by what is before and after them, and two
-between, which must come to the same."""
+"""How many periods of blocks are simulated: the first and the last, which differ by what is before and after them, and
+two between, which must come to the same."""
 
 
 def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
@@ -34,9 +44,11 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
     sheet.check(plan)
     tape = Tape()
     _begin(tape, sheet, plan)
-    step = _Step(tape, sheet, plan, kind)
+    step = Step(tape, sheet, plan, kind)
     for index in range(plan.batch.accumulation):
-        step.micro_batch(last=index == plan.batch.accumulation - 1)
+        step.forward(index)
+        step.backward(index, last=index == plan.batch.accumulation - 1)
+    tape.ended()
     tape.add(Mark("end of backward"))
     _end(tape, sheet)
     return tape.events
@@ -57,65 +69,62 @@ def _end(tape: Tape, sheet: Sheet) -> None:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
 
 
-class _Step:
-    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, kind: Kind) -> None:
-        self.tape, self.sheet = tape, sheet
-        self.blocks = [sheet.blocks[kind] for kind in sheet.order]
-        self.idle = {i for i, block in enumerate(self.blocks) if not block.backward}
+class Step:
+    """Plays forward and backward passes on a tape, in whatever order they are asked for. ``stages``: the units of each
+    pipeline stage of this rank, by number: 0 is the stem, then come the blocks, then the tail. What a stage takes from
+    the one before it or after it, whoever asks for its passes makes first, and frees what it leaves for them."""
+
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, stages: Sequence[range] = ()) -> None:
+        self.tape = tape
+        self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
+        self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
+        self.stages = stages or (range(len(self.units)),)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(tape, sheet, plan)
         self.passes = Passes.of(sheet, plan, kind)
 
-    def micro_batch(self, *, last: bool) -> None:
-        weights, stem, tail = self.weights, self.sheet.stem, self.sheet.tail
-        weights.begin(last=last)
+    def forward(self, micro_batch: int, stage: int = 0) -> None:
         self.tape.add(Mark("start of forward"))
-        for name, unit in (("stem", stem), *enumerate(self.blocks), ("tail", tail)):
-            self.tape.add(Mark(("forward", name)))
-            weights.before_forward(name)
-            self.play(Passes.forward, unit, name)
-            weights.after_forward(name)
-        self.play(Passes.tables, stem, "stem")
+        for number in self.stages[stage]:
+            name = self.names[number]
+            self.tape.add(Begin("forward", name, micro_batch, stage))
+            self.weights.before_forward(name)
+            self.play(Passes.forward, TensorKey(stage, micro_batch, number, ""))
+            self.weights.after_forward(name)
+        if 0 in self.stages[stage]:
+            self.play(Passes.tables, TensorKey(stage, micro_batch, 0, ""))
         self.tape.add(Mark("end of forward"))
-        weights.before_backward("tail")
-        self.play(Passes.loss_backward, tail, "tail")
-        if tail.backward:
-            self.play(Passes.backward, tail, "tail")
-        running = [i for i in range(len(self.blocks) - 1, -1, -1) if i not in self.idle]
-        # FSDP2 hears of the end of a backward from the gradient of the input; where there is none, when all is over.
-        late: list[Hashable] = [i for i in running if self.blocks[i].gradient_out < 0]
-        if tail.gradient_out < 0:
-            late.append("tail")
-        else:
-            weights.after_backward("tail")
-        for i in running:
-            self.tape.add(Mark(("backward", i)))
-            weights.before_backward(i)
-            self.play(Passes.backward, self.blocks[i], i)
-            if i not in late:
-                weights.after_backward(i)
-        self.tape.add(Mark(("backward", "stem")))
-        self.play(Passes.backward, stem, "stem")
-        for name in ("stem", *sorted(self.idle), *late):
+
+    def backward(self, micro_batch: int, stage: int = 0, *, last: bool) -> None:
+        """``last``: it is the last backward of this step."""
+        weights, late = self.weights, list[UnitName]()
+        weights.begin(last=last)
+        for number in reversed(self.stages[stage]):
+            name, unit = self.names[number], self.units[number]
+            if unit.backward or not isinstance(name, int):
+                self.tape.add(Begin("backward", name, micro_batch, stage))
+                if name != "stem":
+                    weights.before_backward(name)
+                self.play(Passes.backward, TensorKey(stage, micro_batch, number, ""))
+            if unit.gradient_out >= 0 and name != "stem":
+                weights.after_backward(name)
+            else:
+                late.append(name)
+        # FSDP2 learns of the end of a backward from the gradient of the input; where there is none, when all is over.
+        for name in reversed(late):
             weights.after_backward(name)
         weights.end()
 
-    def play(self, which: Pass, unit: Unit, name: Hashable) -> None:
+    def play(self, which: Pass, at: TensorKey) -> None:
         """A pass of a unit, with what its weights add."""
-        place = name + 1 if isinstance(name, int) else 0 if name == "stem" else len(self.blocks) + 1
-        for piece in self.tape.pieces(which, self.passes, unit):
-            if isinstance(piece, WeightsCall):
-                self.call(piece, name)
+        for piece in self.tape.pieces(which, self.passes, self.units[at.unit]):
+            if isinstance(piece, GradientReady):
+                self.weights.gradient(piece.weight, self.names[at.unit])
+            elif isinstance(piece, HeadGradientReady):
+                self.weights.head_gradient()
+            elif isinstance(piece, AddTiedGradients):
+                self.weights.add_tied()
             else:
-                self.tape.play(piece, place)
-
-    def call(self, call: WeightsCall, name: Hashable) -> None:
-        weights = self.weights
-        if call.weight is None:
-            weights.head_gradient()
-        elif call.method == "add_tied":
-            weights.add_tied()
-        else:
-            weights.gradient(call.weight, name)
+                self.tape.play(piece, at)
 
 
 def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
@@ -139,26 +148,28 @@ def micro_batches(sheet: Sheet, plan: Plan, kind: Kind) -> Span:
     count = (len(sheet.order) - start) // period
     keep = PERIODS
     while keep < count:
-        if span := _told(sheet, plan, kind, (start, period, keep)):
+        if span := _simulated(sheet, plan, kind, (start, period, keep)):
             return span
         keep *= 2
-    span = _told(sheet, plan, kind, (start, period, count))
+    span = _simulated(sheet, plan, kind, (start, period, count))
     assert span
     return span
 
 
-def _told(sheet: Sheet, plan: Plan, kind: Kind, told: tuple[int, int, int]) -> Span | None:
-    """The span of micro-batches of which so many periods of so many blocks are told, from the block ``start`` on, the
-    second standing for those left out too. None where the second and the third are not alike."""
-    start, period, keep = told
+def _simulated(sheet: Sheet, plan: Plan, kind: Kind, blocks: tuple[int, int, int]) -> Span | None:
+    """The span of all micro-batches, of which three are simulated at most. ``blocks``: from which block on they repeat,
+    after how many (a period), and how many periods are simulated; the second stands for those left out. None where the
+    second and the third do not come to the same."""
+    start, period, keep = blocks
     count = (len(sheet.order) - start) // period
     order = sheet.order[: start + keep * period] + sheet.order[start + count * period :]
     tape, m = Folding(), plan.batch.accumulation
     spans: list[Span] = []
-    step = _Step(tape, replace(sheet, order=order), plan, kind)
+    step = Step(tape, replace(sheet, order=order), plan, kind)
     second = range(start + period, start + 2 * period)
     for index in range(min(m, 3)):
-        step.micro_batch(last=index == min(m, 3) - 1)
+        step.forward(index)
+        step.backward(index, last=index == min(m, 3) - 1)
         found = tape.taken()
         if keep < count and any(
             found.get((way, i)) != found.get((way, i + period)) for way in ("forward", "backward") for i in second

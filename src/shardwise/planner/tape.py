@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.events import Event, Free, Key, Make, Mark, WeightsCall
+from shardwise.planner.events import Begin, Event, Free, Key, Make, TensorKey, WeightsCall
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import KEPT_UNITS, Unit
@@ -50,6 +50,11 @@ class Tape:
         if key in self.alive:
             self.free(key)
 
+    def ended(self) -> None:
+        """All passes have been played. Raises KeyError where a tensor of one is still alive."""
+        if left := [key for key in self.alive if isinstance(key, TensorKey)]:
+            raise KeyError(f"{left[0]} is still alive after the last pass")
+
     def change(self, key: Key, category: str, size: int) -> None:
         """So many bytes are made; freed, where it is negative."""
         self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
@@ -58,15 +63,16 @@ class Tape:
         """What is played of this pass of a unit."""
         return which(passes, unit)
 
-    def play(self, piece: Event | Span, place: int) -> None:
-        """Add an event of the pass of a unit, whose keys are (0, what) of the unit itself and (-1, what) of the unit
-        before it; ``place`` is the unit's number. Raises ValueError where something is freed as what it is not."""
+    def play(self, piece: Event | Span, at: TensorKey) -> None:
+        """Add one event of the pass of a unit, whose tensors get keys like ``at``. Raises ValueError where something is
+        freed as what it is not."""
         assert not isinstance(piece, Span)
         if not isinstance(piece, Make | Free):
             self.add(piece)
             return
         assert isinstance(piece.key, tuple)
-        key, category, size = (place + piece.key[0], piece.key[1]), piece.category, piece.bytes
+        offset, tensor = piece.key
+        key, category, size = at._replace(unit=at.unit + offset, tensor=tensor), piece.category, piece.bytes
         if isinstance(piece, Make):
             self.make(key, category, size)
         elif self.alive.get(key, (category, size)) != (category, size):
@@ -76,13 +82,14 @@ class Tape:
 
 
 class Folding(Tape):
-    """Spans by where they begin: where a unit does, or at the name "". What a pass of a unit comes to is folded once
-    for all plans that share it; whether what it frees is alive, only a :class:`Tape` can tell."""
+    """One span for the pass of each unit, by direction and unit, and one under "" for what is before the first. What
+    a pass comes to is folded once for all plans that share it; whether what it frees is alive, only a :class:`Tape`
+    checks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spans: dict[Hashable, Span] = {}
-        self.known: dict[tuple[Pass, Unit], Iterable[Piece]] = {}  # of this step, whose passes are all one's
+        self.known: dict[tuple[Pass, Unit], Iterable[Piece]] = {}  # of one step's passes
         self.taken()
 
     def taken(self) -> dict[Hashable, Span]:
@@ -92,10 +99,10 @@ class Folding(Tape):
         return taken
 
     def add(self, event: Event) -> None:
-        if not isinstance(event, Mark):
+        if isinstance(event, Begin):
+            self.span = self.spans[event.direction, event.unit] = Span()
+        else:
             self.span.adds(event)
-        elif isinstance(event.name, tuple):
-            self.span = self.spans[event.name] = Span()
 
     def change(self, key: Key, category: str, size: int) -> None:
         self.span.moves(category, size)
@@ -106,7 +113,7 @@ class Folding(Tape):
             self.known[key] = _folded(which, passes, unit)
         return self.known[key]
 
-    def play(self, piece: Event | Span, place: int) -> None:
+    def play(self, piece: Event | Span, at: TensorKey) -> None:
         assert isinstance(piece, Span)
         self.span.goes_on(piece)
 

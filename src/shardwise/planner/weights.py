@@ -21,9 +21,8 @@ HEAD = "gradient of the tied output layer"
 
 
 class Weights:
-    """What planner/schedule.py tells the weights, and when: the forward and backward of a unit (a block's number,
-    ``stem``, ``tail``) begin and end, a gradient has come, a micro-batch ends. What a strategy does not override does
-    nothing."""
+    """What planner/schedule.py calls, and when: a backward of a micro-batch begins and ends, the forward and backward
+    of each of its units do, a gradient is ready. What a strategy does not override does nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
