@@ -3,11 +3,14 @@ the reference. (The drift tests compare both for every plan of theirs too.)"""
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import builds, integers, just, lists, one_of, sampled_from
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -15,11 +18,11 @@ from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
 from shardwise.planner import sheets
-from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
+from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Send
 from shardwise.planner.price import price
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of
-from shardwise.planner.spans import Span, fold, joined, moments, same
+from shardwise.planner.spans import fold, joined, memory_at_marks, same
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
@@ -144,25 +147,47 @@ def test_where_two_periods_differ_more_blocks_are_told(monkeypatch: pytest.Monke
     assert same(folded(sheet, plan), fold(schedule(sheet, plan)))
 
 
-def test_a_span_repeated_is_its_events_repeated() -> None:
-    """Of 300 lists of random events, cut anywhere."""
-    drawn = random.Random(7)
-    for _ in range(300):
-        events: list[Event] = []
-        for key in range(drawn.randrange(1, 12)):
-            made = Make(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
-            gone = Free(key, drawn.choice(("a", "b")), drawn.randrange(1, 9))
-            events += drawn.choice(([made], [gone], [made, gone], [Compute(3), Send("all_gather", "tp", "x", key)]))
-        cut = drawn.randrange(len(events) + 1)
-        assert same(joined([fold(events[:cut]), fold(events[cut:])]), fold(events))
-        for n in range(4):
-            assert same(fold(events).times(n), fold(events * n))
-    assert same(joined([]), Span())
+TIERS = sampled_from(("device", "host", "disk"))
+SIZES = integers(1, 9)
+EVENTS = lists(
+    one_of(
+        builds(Make, just(0), sampled_from("ab"), SIZES, TIERS),
+        builds(Free, just(0), sampled_from("ab"), SIZES, TIERS),
+        builds(Compute, SIZES),
+        builds(Send, just("all_gather"), just("tp"), just("weights"), SIZES, sampled_from(("compute", "gather"))),
+        builds(Copy, TIERS, TIERS, SIZES, just("out")),
+    )
+)
 
 
-def test_moments_are_what_is_alive() -> None:
+@given(EVENTS, integers(0), integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_a_span_is_its_events_replayed(events: list[Event], cut: int, n: int) -> None:
+    """Of random events on three tiers, cut anywhere, and repeated: peaks by tier and category, and every sum."""
+    cut %= len(events) + 1
+    span = fold(events)
+    assert same(joined([fold(events[:cut]), fold(events[cut:])]), span)
+    assert same(span.times(n), fold(events * n))
+    for tier in ("device", "host", "disk"):
+        changes = [
+            (e.category, e.bytes if isinstance(e, Make) else -e.bytes)
+            for e in events
+            if isinstance(e, Make | Free) and e.tier == tier
+        ]
+        heights = list(accumulate((size for _, size in changes), initial=0))
+        at = heights.index(max(heights))
+        assert (span.on(tier).net_bytes, span.on(tier).top_bytes) == (heights[-1], heights[at])
+        top: Counter[str] = Counter()
+        for category, size in changes[:at]:
+            top[category] += size
+        assert top == Counter(span.on(tier).top)
+    assert span.copied == Counter(e for e in events if isinstance(e, Copy))
+    assert span.sent == Counter(e for e in events if isinstance(e, Send))
+
+
+def test_memory_at_a_mark_is_what_is_alive() -> None:
     events = [Make(1, "a", 5), Mark("first"), Make(2, "b", 3), Free(1, "a", 5), Mark("second"), Mark("first")]
-    assert moments(events) == {"first": {"a": 5}, "second": {"a": 0, "b": 3}}
+    assert memory_at_marks(events) == {"first": {"a": 5}, "second": {"a": 0, "b": 3}}
 
 
 def test_blocks_fill_buckets_alike() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.events import Begin, Event, Free, Make, TensorKey
+from shardwise.planner.events import Begin, Copy, Event, Free, Make, TensorKey
 from shardwise.planner.passes import GRADIENT, OUTPUT
 from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
@@ -26,6 +26,24 @@ def test_freeing_what_is_not_alive_is_an_error() -> None:
     tape.free("weights")
     with pytest.raises(KeyError, match="weights is freed"):
         tape.free("weights")
+
+
+def test_what_lies_on_a_tier_is_freed_there() -> None:
+    """A gradient leaves for the host, and goes on to the disk: of each tier the peak is what lay there at once."""
+    tape = Tape()
+    tape.make("gradient", "gradients", 8)
+    tape.make("its copy", "gradients", 8, "host")
+    tape.add(Copy("device", "host", 8, "out"))
+    tape.free("gradient")
+    tape.make("on disk", "moments", 24, "disk")
+    tape.free("its copy")
+    tape.make("another", "gradients", 4)
+    span = fold(tape.events)
+    assert [span.on(tier).top_bytes for tier in ("device", "host", "disk")] == [8, 8, 24]
+    assert [span.on(tier).net_bytes for tier in ("device", "host", "disk")] == [4, 0, 24]
+    with pytest.raises(ValueError, match="is freed as"):
+        tape.make(TensorKey(0, 0, 1, 5), "activations", 8, "host")
+        tape.play(Free((0, 5), "activations", 8), TensorKey(0, 0, 1, ""))
 
 
 def test_a_unit_whose_operation_frees_a_tensor_twice_has_no_schedule() -> None:
@@ -102,7 +120,9 @@ def played(stage: int, order: Order) -> Tape:
 
 def peak_bytes(events: Iterable[Event]) -> int:
     """Of activations and of what the loss makes."""
-    return fold(e for e in events if isinstance(e, Make | Free) and e.category in ("activations", "logits")).top_bytes
+    return fold(
+        e for e in events if isinstance(e, Make | Free) and e.category in ("activations", "logits")
+    ).device.top_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1])

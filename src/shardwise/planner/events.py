@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from shardwise.spec.sheet import Tensor
 
 Key = Hashable
+Tier = Literal["device", "host", "disk"]
 Direction = Literal["forward", "backward"]
 UnitName = int | Literal["stem", "tail"]
 """A block's number, or an end of the model."""
@@ -24,19 +25,21 @@ class TensorKey(NamedTuple):
 
 
 class Make(NamedTuple):
-    """``bytes`` of a category of memory come into being under ``key``."""
+    """``bytes`` of a category of memory come into being under ``key``, on a tier."""
 
     key: Key
     category: str
     bytes: int
+    tier: Tier = "device"
 
 
 class Free(NamedTuple):
-    """What stands under ``key`` is freed; ``category`` and ``bytes`` are those it was made with."""
+    """What stands under ``key`` is freed; ``category``, ``bytes`` and ``tier`` are those it was made with."""
 
     key: Key
     category: str
     bytes: int
+    tier: Tier = "device"
 
 
 class Compute(NamedTuple):
@@ -57,6 +60,15 @@ class Send(NamedTuple):
     stream: str = "compute"
 
 
+class Copy(NamedTuple):
+    """``bytes`` are copied from one tier to another, where there is room for them already."""
+
+    source: Tier
+    target: Tier
+    bytes: int
+    stream: str = "compute"
+
+
 class Begin(NamedTuple):
     """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage."""
 
@@ -72,7 +84,7 @@ class Mark(NamedTuple):
     name: str
 
 
-Event = Make | Free | Compute | Send | Begin | Mark
+Event = Make | Free | Compute | Send | Copy | Begin | Mark
 
 
 class GradientReady(NamedTuple):

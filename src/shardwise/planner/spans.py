@@ -1,8 +1,8 @@
-"""What a stretch of events comes to, as a number of each kind: a span.
+"""What a stretch of events comes to, as a few numbers: a span.
 
-Of bytes alive, which rise and fall, it keeps what is left of them at its end and how high they stood above its
-beginning; of operations and messages, their sums. Two spans one after the other make a span, and so does one that is
-repeated, with no look at the events in it: a run of blocks that are alike costs as much as one of them.
+Of bytes alive on a tier, which rise and fall, it keeps what is left of them at its end and how high they stood above
+its beginning; of operations, messages and copies, their sums. Two spans one after the other make a span, and so does
+one that is repeated, with no look at the events in it: a run of blocks that are alike costs as much as one of them.
 """
 
 from __future__ import annotations
@@ -10,33 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from shardwise.planner.events import Compute, Event, Free, Make, Mark, Send
+from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Send, Tier
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Span:
-    """``change`` is in bytes by category from beginning to end, and ``net_bytes`` their sum; ``top_bytes`` is the
-    highest that all of them stood above the beginning, and ``top`` the same by category at the first such moment.
-    ``sent`` counts the calls of each collective."""
+class Level:
+    """Bytes alive on one tier. ``change`` is by category from beginning to end, and ``net_bytes`` their sum;
+    ``top_bytes`` is the highest that all of them stood above the beginning, and ``top`` the same by category at the
+    first such moment."""
 
     net_bytes: int = 0
     top_bytes: int = 0
     change: dict[str, int] = field(default_factory=dict)
     top: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
-    sent: dict[Send, int] = field(default_factory=dict)
-
-    def adds(self, event: Event) -> None:
-        """One event more."""
-        if isinstance(event, Make):
-            self.moves(event.category, event.bytes)
-        elif isinstance(event, Free):
-            self.moves(event.category, -event.bytes)
-        elif isinstance(event, Compute):
-            self.flops += event.flops
-        elif isinstance(event, Send):
-            self.sent[event] = self.sent.get(event, 0) + 1
 
     def moves(self, category: str, size: int) -> None:
         """So many bytes more of a category; fewer, where it is negative."""
@@ -45,38 +35,82 @@ class Span:
         if self.net_bytes > self.top_bytes:
             self.top_bytes, self.top = self.net_bytes, self.change.copy()
 
-    def goes_on(self, other: Span) -> None:
-        """All of another span more."""
+    def goes_on(self, other: Level) -> None:
+        """All of another level more."""
         if self.net_bytes + other.top_bytes > self.top_bytes:
             self.top_bytes = self.net_bytes + other.top_bytes
             self.top = _sum(self.change, other.top)
         self.net_bytes += other.net_bytes
-        change, sent = self.change, self.sent
-        for category, size in other.change.items():
-            change[category] = change.get(category, 0) + size
+        _add(self.change, other.change)
+
+    def times(self, n: int) -> Level:
+        """This level ``n`` times in a row, once or more."""
+        before = n - 1 if self.net_bytes > 0 else 0  # repetitions before the one that stands highest
+        return Level(
+            net_bytes=n * self.net_bytes,
+            top_bytes=before * self.net_bytes + self.top_bytes,
+            change={category: n * size for category, size in self.change.items()},
+            top=_sum({category: before * size for category, size in self.change.items()}, self.top),
+        )
+
+
+@dataclass(slots=True)
+class Span:
+    """Bytes alive by tier, those of the ``device`` first; how often each collective was called, and each copy made."""
+
+    device: Level = field(default_factory=Level)
+    others: dict[Tier, Level] = field(default_factory=dict)
+    flops: int = 0
+    sent: dict[Send, int] = field(default_factory=dict)
+    copied: dict[Copy, int] = field(default_factory=dict)
+
+    def adds(self, event: Event) -> None:
+        """One event more."""
+        if isinstance(event, Make):
+            self.on(event.tier).moves(event.category, event.bytes)
+        elif isinstance(event, Free):
+            self.on(event.tier).moves(event.category, -event.bytes)
+        elif isinstance(event, Compute):
+            self.flops += event.flops
+        elif isinstance(event, Send):
+            self.sent[event] = self.sent.get(event, 0) + 1
+        elif isinstance(event, Copy):
+            self.copied[event] = self.copied.get(event, 0) + 1
+
+    def on(self, tier: Tier) -> Level:
+        """Bytes alive on a tier."""
+        return self.device if tier == "device" else self.others.setdefault(tier, Level())
+
+    def goes_on(self, other: Span) -> None:
+        """All of another span more."""
+        self.device.goes_on(other.device)
+        for tier, level in other.others.items():
+            self.on(tier).goes_on(level)
         self.flops += other.flops
-        for send, count in other.sent.items():
-            sent[send] = sent.get(send, 0) + count
+        _add(self.sent, other.sent)
+        _add(self.copied, other.copied)
 
     def times(self, n: int) -> Span:
         """This span ``n`` times in a row."""
         if n == 0:
             return Span()
-        before = n - 1 if self.net_bytes > 0 else 0  # repetitions before the one that stands highest
         return Span(
-            net_bytes=n * self.net_bytes,
-            top_bytes=before * self.net_bytes + self.top_bytes,
-            change={category: n * size for category, size in self.change.items()},
-            top=_sum({category: before * size for category, size in self.change.items()}, self.top),
-            flops=n * self.flops,
-            sent={send: n * count for send, count in self.sent.items()},
+            self.device.times(n),
+            {tier: level.times(n) for tier, level in self.others.items()},
+            n * self.flops,
+            {send: n * count for send, count in self.sent.items()},
+            {copy: n * count for copy, count in self.copied.items()},
         )
 
 
+def _add(total: dict[T, int], more: dict[T, int]) -> None:
+    for what, count in more.items():
+        total[what] = total.get(what, 0) + count
+
+
 def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    total = dict(one)
-    for category, size in other.items():
-        total[category] = total.get(category, 0) + size
+    total = one.copy()
+    _add(total, other)
     return total
 
 
@@ -94,7 +128,9 @@ def same(one: Span, other: Span) -> bool:
 
 
 def _figures(span: Span) -> tuple[object, ...]:
-    return span.net_bytes, span.top_bytes, Counter(span.change), Counter(span.top), span.flops, span.sent
+    tiers = {"device": span.device, **span.others}
+    memory = {tier: (at.net_bytes, at.top_bytes, Counter(at.change), Counter(at.top)) for tier, at in tiers.items()}
+    return {tier: figures for tier, figures in memory.items() if any(figures)}, span.flops, span.sent, span.copied
 
 
 def fold(events: Iterable[Event]) -> Span:
@@ -105,15 +141,12 @@ def fold(events: Iterable[Event]) -> Span:
     return span
 
 
-def moments(events: Iterable[Event]) -> dict[object, dict[str, int]]:
-    """Bytes alive by category at each mark, the first time."""
-    found: dict[object, dict[str, int]] = {}
-    alive: Counter[str] = Counter()
+def memory_at_marks(events: Iterable[Event]) -> dict[str, dict[str, int]]:
+    """Bytes alive on the device by category at each mark, the first time."""
+    found: dict[str, dict[str, int]] = {}
+    span = Span()
     for event in events:
         if isinstance(event, Mark):
-            found.setdefault(event.name, dict(alive))
-        elif isinstance(event, Make):
-            alive[event.category] += event.bytes
-        elif isinstance(event, Free):
-            alive[event.category] -= event.bytes
+            found.setdefault(event.name, span.device.change.copy())
+        span.adds(event)
     return found

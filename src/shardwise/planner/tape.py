@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.events import Begin, Event, Free, Key, Make, TensorKey, WeightsCall
+from shardwise.planner.events import Begin, Event, Free, Key, Make, TensorKey, Tier, WeightsCall
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import KEPT_UNITS, Unit
@@ -15,22 +15,22 @@ Piece = Event | Span | WeightsCall
 
 
 class Tape:
-    """The events so far, and category and bytes of what is alive; what has no bytes makes no event."""
+    """The events so far, and category, bytes and tier of what is alive; what has no bytes makes no event."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.alive: dict[Key, tuple[str, int]] = {}
+        self.alive: dict[Key, tuple[str, int, Tier]] = {}
 
     def add(self, event: Event) -> None:
         self.events.append(event)
 
-    def make(self, key: Key, category: str, size: int) -> None:
+    def make(self, key: Key, category: str, size: int, tier: Tier = "device") -> None:
         """Raises KeyError where ``key`` is alive already."""
         if key in self.alive:
             raise KeyError(f"{key} is made, but it is alive already")
-        self.alive[key] = (category, size)
+        self.alive[key] = (category, size, tier)
         if size:
-            self.change(key, category, size)
+            self.change(key, category, size, tier)
 
     def hold(self, key: Key, category: str, size: int) -> None:
         """Make ``key``, unless it is there already: what is added to."""
@@ -41,9 +41,9 @@ class Tape:
         """Raises KeyError where ``key`` is not alive: whoever frees it has counted wrong."""
         if key not in self.alive:
             raise KeyError(f"{key} is freed, but it is not alive")
-        category, size = self.alive.pop(key)
+        category, size, tier = self.alive.pop(key)
         if size:
-            self.change(key, category, -size)
+            self.change(key, category, -size, tier)
 
     def drop(self, key: Key) -> None:
         """Free ``key``, if it is there."""
@@ -55,9 +55,9 @@ class Tape:
         if left := [key for key in self.alive if isinstance(key, TensorKey)]:
             raise KeyError(f"{left[0]} is still alive after the last pass")
 
-    def change(self, key: Key, category: str, size: int) -> None:
+    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
         """So many bytes are made; freed, where it is negative."""
-        self.add(Make(key, category, size) if size > 0 else Free(key, category, -size))
+        self.add(Make(key, category, size, tier) if size > 0 else Free(key, category, -size, tier))
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         """What is played of this pass of a unit."""
@@ -72,11 +72,11 @@ class Tape:
             return
         assert isinstance(piece.key, tuple)
         offset, tensor = piece.key
-        key, category, size = at._replace(unit=at.unit + offset, tensor=tensor), piece.category, piece.bytes
+        key, made = at._replace(unit=at.unit + offset, tensor=tensor), piece[1:]
         if isinstance(piece, Make):
-            self.make(key, category, size)
-        elif self.alive.get(key, (category, size)) != (category, size):
-            raise ValueError(f"{key} is freed as {size:,} bytes of {category}, but it is {self.alive[key]}")
+            self.make(key, *made)
+        elif self.alive.get(key, made) != made:
+            raise ValueError(f"{key} is freed as {made}, but it is {self.alive[key]}")
         else:
             self.free(key)
 
@@ -104,8 +104,8 @@ class Folding(Tape):
         else:
             self.span.adds(event)
 
-    def change(self, key: Key, category: str, size: int) -> None:
-        self.span.moves(category, size)
+    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
+        self.span.on(tier).moves(category, size)
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         key = which, unit

@@ -42,7 +42,7 @@ class Weights:
 
     def add_tied(self) -> None:
         """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
-        _, size = self.tape.alive[HEAD]
+        _, size, _ = self.tape.alive[HEAD]
         if self.plan.layout.tp > 1:
             self.tape.make("sum of tied gradients", "gradients", size)
             self.tape.free("sum of tied gradients")

@@ -9,7 +9,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import Units, sheet_of
-from shardwise.planner.spans import fold, moments, same
+from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
 from shardwise.prove.world import Measured, measure
 from shardwise.spec.cluster import Kind
@@ -60,7 +60,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     place = place_of(rank, plan.layout, [range(spec.num_hidden_layers)])
     costed = techniques.cost(sheet_of(spec, plan, place, units), plan)
     events = schedule(costed, plan, device)
-    span, at = fold(events), moments(events)
+    span, at = fold(events), memory_at_marks(events)
     assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
     sent: Counter[tuple[str, str, int]] = Counter()
     for send, calls in span.sent.items():
@@ -68,7 +68,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
     state = optim.state_bytes(costed, plan)
     state["gradients"] = at["end of backward"]["gradients"]
-    return Measured(sent, state, end - start, span.top_bytes)
+    return Measured(sent, state, end - start, span.device.top_bytes)
 
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0) -> Drift:
