@@ -50,8 +50,8 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """One collective over the ranks of a group, ``axis``; ``bytes`` is what is gathered, scattered or reduced. In the
-    stream ``compute`` the operations after it wait for it; in another it runs beside them."""
+    """One collective over the ranks of a group, ``axis``; ``bytes`` is what is gathered, scattered or reduced. What
+    is in one stream runs in order; what is in another runs beside it, but for what a ``Wait`` says."""
 
     kind: str
     axis: str
@@ -69,6 +69,21 @@ class Copy(NamedTuple):
     stream: str = "compute"
 
 
+class Record(NamedTuple):
+    """``mark`` stands in a stream behind all that it has been given so far, as a CUDA event does; recorded again, it
+    stands for the later moment."""
+
+    stream: str
+    mark: Hashable
+
+
+class Wait(NamedTuple):
+    """What a stream is given from here on begins only after ``mark``, as it was recorded last."""
+
+    stream: str
+    mark: Hashable
+
+
 class Begin(NamedTuple):
     """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage."""
 
@@ -84,7 +99,7 @@ class Mark(NamedTuple):
     name: str
 
 
-Event = Make | Free | Compute | Send | Copy | Begin | Mark
+Event = Make | Free | Compute | Send | Copy | Record | Wait | Begin | Mark
 
 
 class GradientReady(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.events import Begin, Event, Free, Key, Make, TensorKey, Tier, WeightsCall
+from shardwise.planner.events import Begin, Event, Free, Key, Make, Record, TensorKey, Tier, Wait, WeightsCall
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import KEPT_UNITS, Unit
@@ -20,9 +20,20 @@ class Tape:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.alive: dict[Key, tuple[str, int, Tier]] = {}
+        self.marks: set[Hashable] = set()
 
     def add(self, event: Event) -> None:
         self.events.append(event)
+
+    def record(self, stream: str, mark: Hashable) -> None:
+        self.marks.add(mark)
+        self.add(Record(stream, mark))
+
+    def wait(self, stream: str, mark: Hashable) -> None:
+        """Raises KeyError where ``mark`` has not been recorded: it would be waited for in vain."""
+        if mark not in self.marks:
+            raise KeyError(f"{stream} waits for {mark}, which has not been recorded")
+        self.add(Wait(stream, mark))
 
     def make(self, key: Key, category: str, size: int, tier: Tier = "device") -> None:
         """Raises KeyError where ``key`` is alive already."""
@@ -106,6 +117,12 @@ class Folding(Tape):
 
     def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
         self.span.on(tier).moves(category, size)
+
+    def record(self, stream: str, mark: Hashable) -> None:
+        """Nothing: a span does not say what waits for what."""
+
+    def wait(self, stream: str, mark: Hashable) -> None:
+        """Nothing, likewise."""
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         key = which, unit

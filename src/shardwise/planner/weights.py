@@ -2,7 +2,9 @@
 
 :class:`Sharded` follows FSDP2: a group is gathered into one buffer and copied out of it; in forward the buffer lives
 until the next group's copy-out, in backward the next group is gathered while one computes; after a group's backward
-its gradients are copied into one buffer, scattered, and the buffer lives until the next group's.
+its gradients are copied into one buffer, scattered, and the buffer lives until the next group's. Its streams are
+``gather``, ``reduce`` and, of a hybrid plan, ``all_reduce``; what waits for what is as in
+torch/distributed/fsdp/_fully_shard.
 """
 
 from __future__ import annotations
@@ -92,7 +94,14 @@ class Replicated(Weights):
         wire = BYTES[self.plan.precision.reduce]
         if self.plan.precision.reduce != self.plan.precision.weights:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
+        self.tape.record("compute", ("bucket", index))
+        self.tape.wait("reduce", ("bucket", index))
         self.tape.add(Send("all_reduce", "loss", "gradients", total // self.bytes * wire, "reduce"))
+        self.tape.record("reduce", ("summed", index))
+
+    def end(self) -> None:
+        if self.sent:  # the last, behind all others in their stream
+            self.tape.wait("compute", ("summed", self.sent - 1))
 
 
 class Sharded(Weights):
@@ -108,6 +117,7 @@ class Sharded(Weights):
         self.before = dict(zip(order[1:], order, strict=False))
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
         self.unsharded: dict[Hashable, list[Hashable]] = {}  # gradients by group
+        self.reduced = ""  # the mark behind what was reduced last
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
@@ -119,23 +129,32 @@ class Sharded(Weights):
         size, again = self.groups[group], ("post forward", group) in self.tape.alive
         self.tape.make(("slice", group), "buffers", 0 if again else size.cast_bytes)
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
+        if again:
+            self.tape.wait("gather", ("kept", group))
         over, calls = (f"fsdp/{self.reshard}", size.regathers) if again else ("fsdp", size.gathers)
         for call in calls:
             self.tape.add(Send("all_gather", over, "weights", call, "gather"))
+        self.tape.record("gather", ("gathered", group))
         self.tape.free(("slice", group))
         self.buffers.append(group)
 
     def _copy_out(self, group: Hashable) -> None:
+        self.tape.wait("compute", ("gathered", group))
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
+        self.tape.record("compute", ("copied out", group))
         self.tape.drop(("post forward", group))
 
     def _let_go(self, buffers: list[Hashable]) -> None:
         for group in buffers:
+            self.tape.wait("gather", ("copied out", group))
             self.tape.free(("gather", group))
             self.buffers.remove(group)
 
     def before_forward(self, name: Hashable) -> None:
         group = self._group(name)
+        if name == "stem":  # the optimizer has written the slices that are gathered
+            self.tape.record("compute", "start of forward")
+            self.tape.wait("gather", "start of forward")
         if ("weights", group) in self.tape.alive:
             return
         self._gather(group)
@@ -150,6 +169,7 @@ class Sharded(Weights):
             if self.reshard is not True and group not in self.once:
                 share = self.groups[group].wire_bytes // self.reshard
                 self.tape.make(("post forward", group), "gathered", share)
+                self.tape.record("compute", ("kept", group))
             self.tape.drop(("weights", group))
 
     def _needed(self, group: Hashable) -> bool:
@@ -199,15 +219,23 @@ class Sharded(Weights):
                 self.tape.free(key)
 
     def end(self) -> None:
+        if self.last or self.strategy != "zero1":
+            self.tape.wait("compute", self.reduced)
         if self.last:
             self.tape.drop("scatter")
 
     def _reduce(self, group: Hashable) -> None:
         size, replicas = self.groups[group], self.plan.layout.dp_replicate
-        self.tape.drop("scatter")  # of the group before
+        if "scatter" in self.tape.alive:  # of the group before
+            self.tape.wait("compute", "scattered")
+            self.tape.free("scatter")
         self.tape.make("scatter", "buffers", size.reduce_bytes)
+        self.tape.record("compute", "to scatter")
+        self.tape.wait("reduce", "to scatter")
         for call in size.reduces:
             self.tape.add(Send("reduce_scatter", "fsdp", "gradients", call, "reduce"))
+        self.tape.record("reduce", "scattered")
+        self.reduced = "scattered"
         for key in self.unsharded.pop(group, []):
             self.tape.free(key)
         self.tape.drop(("accumulated", group))
@@ -216,9 +244,13 @@ class Sharded(Weights):
         if replicas > 1 and not self.last:
             self.tape.hold(("partial", group), "gradients", share)
         else:
-            for call in size.reduces if replicas > 1 else ():
-                each = call // self.plan.layout.fsdp
-                self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "reduce"))
+            if replicas > 1:
+                self.tape.wait("all_reduce", "scattered")
+                for call in size.reduces:
+                    each = call // self.plan.layout.fsdp
+                    self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "all_reduce"))
+                self.tape.record("all_reduce", "summed")
+                self.reduced = "summed"
             self.tape.drop(("partial", group))
             self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
         self.tape.free(("scattered", group))

@@ -1,0 +1,120 @@
+"""What runs beside the computation is waited for: a list scheduler runs each stream in order, as far as its waits let
+it, and says which events are known to be over when another begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from shardwise import techniques
+from shardwise.models.load import load_spec
+from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Record, Send, Wait
+from shardwise.planner.schedule import schedule
+from shardwise.planner.sheets import sheet_of
+from shardwise.planner.tape import Tape
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Shard
+from tests.planner.test_spans import DIALS
+
+SPEC = replace(load_spec("Llama-3.1-8B"), num_hidden_layers=5)
+MIB = 2**20
+
+
+def replayed(events: Sequence[Event]) -> Callable[[int, int], bool]:
+    """Whether the first of two events is certainly over when the second begins: it is earlier in the same stream, or
+    that has waited for it. Memory changes where the computation stands. Raises AssertionError where streams wait for
+    one another in a circle."""
+    streams: dict[str, list[int]] = {}
+    where: list[tuple[str, int]] = []
+    recorded: dict[Hashable, int] = {}
+    awaited: dict[int, int] = {}
+    for i, event in enumerate(events):
+        stream = event.stream if isinstance(event, Compute | Send | Copy | Record | Wait) else "compute"
+        queue = streams.setdefault(stream, [])
+        where.append((stream, len(queue)))
+        queue.append(i)
+        if isinstance(event, Record):
+            recorded[event.mark] = i
+        elif isinstance(event, Wait):
+            awaited[i] = recorded[event.mark]
+    clock = {stream: dict.fromkeys(streams, 0) for stream in streams}  # how many of each stream it knows to be over
+    begun: dict[int, dict[str, int]] = {}
+    while len(begun) < len(events):
+        before = len(begun)
+        for stream, queue in streams.items():
+            while queue and awaited.get(queue[0], -1) in {-1} | begun.keys():
+                i, known = queue.pop(0), clock[stream]
+                if i in awaited:
+                    known.update({other: max(known[other], count) for other, count in begun[awaited[i]].items()})
+                begun[i] = known.copy()
+                known[stream] += 1
+        assert len(begun) > before, "streams wait for one another"
+    return lambda first, second: where[first][1] < begun[second][where[first][0]]
+
+
+@pytest.mark.parametrize("dial", DIALS)
+def test_what_is_sent_in_another_stream_is_waited_for_before_it_is_used(dial: str) -> None:
+    """A gather before its weights are copied out, and that before another fills its buffer; a reduction of gradients
+    that are there, before its buffer is freed; and all of it before the step ends."""
+    layout, shard = DIALS[dial]
+    plan = Plan(layout, Batch(1, 2, 256), shard)
+    events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
+    is_over = replayed(events)
+    beside = [i for i, event in enumerate(events) if isinstance(event, Send) and event.stream != "compute"]
+    assert bool(beside) == (layout.dp > 1)
+
+    def after(i: int, kind: type[Make | Free], key: Hashable) -> int:
+        found = (k for k, event in enumerate(events[i:], i) if isinstance(event, kind) and event.key == key)
+        return next(found, len(events) - 1)
+
+    for i in beside:
+        sent = events[i]
+        assert isinstance(sent, Send) and is_over(i, events.index(Mark("end of backward")))
+        if sent.kind == "all_gather":
+            made = (event.key for event in reversed(events[:i]) if isinstance(event, Make))
+            _, group = next(key for key in made if isinstance(key, tuple) and key[0] == "gather")
+            out, freed = after(i, Make, ("weights", group)), after(i, Free, ("gather", group))
+            assert is_over(i, out)
+            assert all(is_over(out, k) for k in beside if k > freed and events[k].stream == "gather")  # type: ignore[union-attr]
+        else:
+            last = max(k for k in range(i) if isinstance(events[k], Compute))
+            assert is_over(last, i)
+        if sent.kind == "reduce_scatter":
+            assert is_over(i, after(i, Free, "scatter"))
+
+
+def test_gathers_run_ahead_of_the_computation() -> None:
+    """While a block computes, the next is gathered: neither waits for the other, in forward and in backward."""
+    plan = Plan(Layout(1, 8), Batch(1, 1, 256), Shard("zero3"))
+    events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
+    is_over = replayed(events)
+    gathers = [i for i, event in enumerate(events) if isinstance(event, Send) and event.kind == "all_gather"]
+    computed = [i for i, event in enumerate(events) if isinstance(event, Compute)]
+    for i in gathers[2:]:
+        last, following = max(k for k in computed if k < i), min(k for k in computed if k > i)
+        assert not is_over(last, i) or not is_over(i, following)
+
+
+def test_a_host_gives_back_what_it_has_been_sent() -> None:
+    """Two buckets leave in one stream and come home in another: each is waited for on its own, not all at once."""
+    tape = Tape()
+    for bucket in range(2):
+        tape.record("compute", ("made", bucket))
+        tape.wait("out", ("made", bucket))
+        tape.add(Copy("device", "host", 4 * MIB, "out"))
+        tape.record("out", ("left", bucket))
+        tape.wait("home", ("left", bucket))
+        tape.add(Copy("host", "device", 2 * MIB, "home"))
+        tape.record("home", ("back", bucket))
+    tape.wait("compute", ("back", 0))
+    tape.add(Compute(1))
+    is_over = replayed(tape.events)
+    first, second = [i for i, event in enumerate(tape.events) if isinstance(event, Copy) and event.stream == "home"]
+    assert is_over(first, len(tape.events) - 1) and not is_over(second, len(tape.events) - 1)
+
+
+def test_a_wait_for_what_was_never_recorded_is_an_error() -> None:
+    with pytest.raises(KeyError, match="has not been recorded"):
+        Tape().wait("compute", ("gathered", 3))
