@@ -21,7 +21,7 @@ from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from shardwise.spec.plan import Batch, Plan, Precision, Shard, Strategy
 from shardwise.spec.sheet import Sheet, Unit
 
 MIB = 2**20
@@ -117,6 +117,24 @@ def test_a_communicator_for_each_group_of_ranks(layout: Layout) -> None:
     with fake_world(layout) as made:
         groups = {group.group_name for group in made.groups.values()}
     assert len(overhead.communicators(plan)) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "connections"),
+    [
+        (Layout(dp_shard=2, cp=2, tp=2, pp=2), "zero3", [1, 3, 3, 3, 3]),  # fsdp (both of dp_shard and cp), pp, cp, tp
+        (Layout(dp_replicate=2, cp=2, pp=2), "ddp", [3, 3, 3, 3]),  # loss (both of dp_replicate and cp), pp, cp
+        (Layout(cp=4), "zero3", [3]),
+        (Layout(cp=2, tp=2), "ddp", [3, 3, 3]),
+        (Layout(dp_shard=4, tp=2, ep=4), "zero3", [1, 1, 3, 3, 3]),  # fsdp, expert_fsdp, tp, ep
+        (Layout(dp_shard=4, ep=4), "zero3", [3]),
+        (Layout(dp_replicate=2, dp_shard=4, ep=2), "zero3", [1, 1, 3, 3, 3]),
+    ],
+)
+def test_communicators_of_every_axis(layout: Layout, strategy: Strategy, connections: list[int]) -> None:
+    """Rings of those who hold slices of a weight, trees too for all others, the world's last; groups of the same ranks
+    share one."""
+    assert overhead.communicators(Plan(layout, shard=Shard(strategy))) == connections
 
 
 def test_the_buffers_of_nccl() -> None:

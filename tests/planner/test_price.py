@@ -8,9 +8,10 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.price import at_places, price
+from shardwise.planner.price import at_places, flops, price
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of
+from shardwise.planner.spans import Span
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
@@ -74,3 +75,11 @@ def test_the_fullest_need_not_be_rank_0(monkeypatch: pytest.MonkeyPatch) -> None
     found = price(spec, PLAN, CLUSTER).estimate
     assert found.memory["weights"] > 4 * 2**28
     assert found.peak_bytes > usual.peak_bytes + 2**29
+
+
+def test_operations_of_all_axes_count() -> None:
+    """Each rank of a stage computes what its place says: on paper 2 x 2 x 3 of them in the first and in the second."""
+    layout = Layout(dp_shard=2, cp=2, tp=3, pp=2)
+    assert flops([Span(flops=10), Span(flops=7)], layout) == 12 * 10 + 12 * 7
+    assert flops([Span(flops=10)], Layout(dp_replicate=2, dp_shard=2, tp=3)) == 12 * 10
+    assert flops([Span(flops=10)], Layout()) == 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwise import techniques
@@ -31,7 +31,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         )
         sent = traffic(span, plan)
         size = sum(memory.values())
-        found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops(span, plan)))
+        found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
     return replace(plan, estimate=max(found, key=lambda estimate: estimate.peak_bytes))
 
 
@@ -59,6 +59,7 @@ def link(axis: str, layout: Layout) -> str:
     return "network" if layout.ranks_per_node % layout.reach(axis) else "node"
 
 
-def flops(span: Span, plan: Plan) -> int:
-    """Floating-point operations of a step over all ranks, recomputation included."""
-    return span.flops * plan.layout.dp * plan.layout.tp
+def flops(stages: Iterable[Span], layout: Layout) -> int:
+    """Floating-point operations of a step over all ranks, recomputation included: those of a rank of each pipeline
+    stage, on as many ranks as a stage has."""
+    return sum(span.flops for span in stages) * layout.size("stage")

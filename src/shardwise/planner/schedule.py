@@ -204,7 +204,7 @@ def _period(sheet: Sheet, plan: Plan) -> tuple[int, int]:
             break
     else:
         return 0, len(order)
-    if plan.sharded or plan.layout.dp == 1:
+    if plan.sharded or plan.layout.size("loss") == 1:
         return start, period
     sizes = gradient_bytes(replace(sheet, order=order[-period:]), plan)
     block = sum(size for name, size in sizes.items() if name.startswith("layers.")) // period

@@ -58,7 +58,7 @@ class Replicated(Weights):
         super().__init__(tape, sheet, plan)
         self.bytes = BYTES[plan.precision.weights]
         self.size = gradient_bytes(sheet, plan)
-        self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.dp > 1 else []
+        self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.size("loss") > 1 else []
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
         self.missing: list[int] = []
         self.sent = 0

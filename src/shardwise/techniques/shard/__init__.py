@@ -203,7 +203,7 @@ def apply(
 ) -> list[nn.Module]:
     """``whole``: the ids of blocks that are not sharded as units of their own but belong to the root; ``apart``:
     further modules that are units. A parameter without dims cannot be cut: it is replicated under every strategy."""
-    if plan.layout.dp == 1:
+    if plan.layout.size("loss") == 1:
         return parts
     wire = torch_dtype(plan.precision.reduce)
     known: set[nn.Parameter] = set()
