@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.methods.head import forward_tensors
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
+from shardwise.planner import search
 from shardwise.planner.price import price
 from shardwise.planner.search import MARGIN, choose, fits, settings
 from shardwise.planner.sheets import sheet_of
@@ -242,6 +243,13 @@ def test_accumulation_multiplies_what_zero3_gathers() -> None:
     assert sent["zero2"]["all_gather"].count == sent["zero1"]["all_gather"].count == blocks + 1
     assert sent["zero2"]["reduce_scatter"].count == 4 * (blocks + 1)
     assert sent["zero1"]["reduce_scatter"].count == blocks + 1
+
+
+def test_a_setting_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[Plan] = []
+    chosen = choose(recipe(), ONE_B, H100S)
+    monkeypatch.setattr(search, "price", lambda spec, plan, cluster: priced.append(plan) or price(spec, plan, cluster))
+    assert len(settings(recipe(), ONE_B, H100S, chosen)) == len(priced) >= 5
 
 
 def test_convergence_settings_are_left_alone() -> None:

@@ -115,7 +115,7 @@ def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | N
             continue
         asked = _with_batch(recipe, micro, share // micro)
         try:
-            plans, _ = _priced(asked, spec, cluster, degree, pinned=False)
+            plans, _ = _legal(asked, spec, cluster, degree, pinned=False)
         except ConfigError:  # degrees that are pinned leave no room for this one
             continue
         batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
@@ -189,10 +189,16 @@ def _with_batch(recipe: Recipe, micro: int, accumulation: int) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=sizes)})
 
 
-def _priced(
+def _priced(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> tuple[list[Plan], list[Problem]]:
+    """The plan with each legal setting of the dial, and what is wrong with the others."""
+    found, refused = _legal(recipe, spec, cluster, plan)
+    return [price(spec, each, cluster) for each in found], refused
+
+
+def _legal(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True
 ) -> tuple[list[Plan], list[Problem]]:
-    """The plan with each legal setting of the dial, and what is wrong with the others."""
+    """The same without a price."""
     found: list[Plan] = []
     refused: list[Problem] = []
     seq_len = recipe.train.seq_len
@@ -200,10 +206,9 @@ def _priced(
         micro, accumulation, _ = batch(recipe.train, split.layout.dp, split.layout.tp)
         chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * seq_len)
         whole = replace(split, batch=Batch(micro, accumulation, seq_len, chunk), why={**split.why, **reasons})
-        if problems := techniques.check(spec, whole, cluster):
-            refused += problems
-        else:
-            found.append(price(spec, whole, cluster))
+        problems = techniques.check(spec, whole, cluster)
+        refused += problems
+        found += [whole] * (not problems)
     return found, refused
 
 
