@@ -198,9 +198,10 @@ def test_what_a_slower_rank_still_reads_is_not_deleted(recipe: Recipe, tmp_path:
     """It may be a step behind the rank that deletes."""
     leader, slow = (Portions(recipe, recipe.data, tmp_path / "stream", leader=first) for first in (True, False))
     for cursor in range(0, 60 * BATCH, BATCH):
-        assert leader.turn(cursor, BATCH)
+        leader.advance(cursor, BATCH)
         before = max(cursor - BATCH, 0)
-        assert slow.turn(before, BATCH)
+        slow.advance(before, BATCH)
+        assert leader.ready(cursor, BATCH) and slow.ready(before, BATCH)
         for k in range(BATCH):
             assert (slow[before + k].ids == leader[before + k].ids).all()
     assert len(visits(tmp_path / "stream")) > 3
@@ -210,7 +211,8 @@ def test_a_process_of_its_own_prepares_ahead(recipe: Recipe, tmp_path: Path, mon
     monkeypatch.undo()
     source = Portions(recipe, recipe.data, tmp_path / "stream", leader=True)
     monkeypatch.chdir(set_traps(tmp_path / "traps"))
-    assert source.turn(0, BATCH) and source._ahead is not None
+    source.advance(0, BATCH)
+    assert source.ready(0, BATCH) and source._ahead is not None
     source._ahead.join(60)
     assert sprung(tmp_path / "traps") == [], "code of the working directory was run"
     assert source._ahead.exitcode == 0 and (tmp_path / "stream" / "portion-00001").is_dir()

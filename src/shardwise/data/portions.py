@@ -85,19 +85,23 @@ class Portions:
         at = permute(np.array([k - self._starts[visit]]), len(windows), self.recipe.run.seed, visit)
         return windows[int(at[0])]
 
-    def turn(self, cursor: int, size: int) -> bool:
-        """Whether the ``size`` samples of the step at ``cursor`` can be read without waiting. Every rank calls this
-        before it reads the step; then all are done with the step before the last, so what is used up is let go, and the
-        leader sees to the next portion."""
-        visit, end = self._find(max(cursor - size, 0)), cursor + size
+    def advance(self, cursor: int, size: int) -> None:
+        """Deletes what no rank reads any more, and has the next portion prepared. Every rank calls this before it reads
+        the ``size`` samples of the step at ``cursor``: then all are done with the step before the last."""
+        visit = self._find(max(cursor - size, 0))
         self._opened = {number: windows for number, windows in self._opened.items() if number >= visit}
         if self.leader:
-            self._look_ahead(visit, max(visit + 2, int(np.searchsorted(self._starts, end - 1, "right"))))
+            last = int(np.searchsorted(self._starts, cursor + size - 1, "right"))
+            self._look_ahead(visit, max(visit + 2, last))
+
+    def ready(self, cursor: int, size: int) -> bool:
+        """Whether the ``size`` samples of the step at ``cursor`` can be read without waiting."""
+        end = cursor + size
         while self._starts[-1] < end:
             if not self._path(len(self._visits)).is_dir():
                 return False
             self._open(len(self._visits))
-        return all(self._path(number).is_dir() for number in range(self._find(cursor), self._find(end - 1) + 1))
+        return all(self._path(visit).is_dir() for visit in range(self._find(cursor), self._find(end - 1) + 1))
 
     def _number(self, visit: int) -> int:
         return visit if visit < self.count else int(Order(self.count, self.recipe.run.seed).samples(visit, 1)[0])

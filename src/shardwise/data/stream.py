@@ -66,8 +66,11 @@ def stream(
     prepared yet is not read ahead; when the caller asks for it, ``waits`` are called first."""
 
     def submit(cursor: int) -> Future[StepBatch] | None:
-        ready = not isinstance(windows, Portions) or windows.turn(cursor, share.global_batch_size)
-        return reader.submit(read_step, windows, order, share, cursor) if ready else None
+        if isinstance(windows, Portions):
+            windows.advance(cursor, share.global_batch_size)
+            if not windows.ready(cursor, share.global_batch_size):
+                return None
+        return reader.submit(read_step, windows, order, share, cursor)
 
     with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
         ahead = submit(cursor)

@@ -173,7 +173,7 @@ def follow(directory: Path, token: str, patience_s: float, pace: Pace = PACE) ->
                 return Claim(directory, token, follows=True)
         pace.sleep(0.1)
     what = f"rank 0 has not claimed {directory} in {patience_s + pace.stale_s:.0f} s"
-    raise OutputError(Problem("OUT005", what, str(directory), "its output says why"))
+    raise OutputError(Problem("OUT005", what, str(directory), "read the log of rank 0"))
 
 
 def check_free(directory: Path) -> None:

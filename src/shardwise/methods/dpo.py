@@ -5,8 +5,8 @@ A pair's margin is m = (log p(chosen) - log p(rejected)) - the same of the refer
 With label smoothing e, the share of pairs that are the wrong way round, it is that times 1 - e, and -log sigmoid(-beta
 m) times e (cDPO, Mitchell 2023).
 
-The slope of a pair's loss is known once its margin is. So tokens are scored without gradients first, a chunk at a
-time; then each token's loss is weighed with its pair's slope, and the gradient of that sum is the loss's own. The
+The derivative of a pair's loss is known once its margin is. So tokens are scored without gradients first, a chunk at a
+time; then each token's loss is weighed with its pair's derivative, and the gradient of that sum is the loss's own. The
 logits of all tokens never exist; the output layer is multiplied once more.
 
 Where ranks have some tokens each of the same rows, log-probabilities are summed over them before the margin is taken,
@@ -33,8 +33,8 @@ def finish(
     assert batch.answers is not None and batch.references is not None
     scored = token_losses(hidden, head, batch.labels, chunk_tokens)
     margins = ratios(scored, batch, head.group) - batch.references
-    slopes = slope(margins, method)
-    factors = torch.stack([-slopes, slopes], 1).flatten()[batch.answers].to(scored.dtype)
+    grad_margins = margin_gradients(margins, method)
+    factors = torch.stack([-grad_margins, grad_margins], 1).flatten()[batch.answers].to(scored.dtype)
     ranks = 1 if head.group is None else dist.get_world_size(head.group)
     value = pair_losses(margins, method).sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
@@ -59,7 +59,7 @@ def pair_losses(margins: Tensor, method: Method) -> Tensor:
     return -(1 - wrong) * logsigmoid(scaled) - wrong * logsigmoid(-scaled)
 
 
-def slope(margins: Tensor, method: Method) -> Tensor:
+def margin_gradients(margins: Tensor, method: Method) -> Tensor:
     """The derivative of :func:`pair_losses` by the margin."""
     scaled, wrong = method.beta * margins, method.label_smoothing
     return method.beta * (wrong * torch.sigmoid(scaled) - (1 - wrong) * torch.sigmoid(-scaled))

@@ -18,7 +18,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
-    narrow = compute < wide
+    low_precision = compute < wide
     copied = not plan.sharded and plan.precision.compute != _output(sheet).dtype
     steps: list[Step] = []
     if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
@@ -31,26 +31,28 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         steps.append(("grad_weight", vocabulary * hidden * wide, ()))
     logits = ceil(tokens / chunks) * vocabulary
     in_place = plan.layout.tp > 1 and not sheet.capped  # of its own rows a rank makes no logarithms
-    probabilities = "log_probabilities" if not in_place else "widened" if narrow else "logits"
+    probabilities = "log_probabilities" if not in_place else "widened" if low_precision else "logits"
     for _ in range(min(chunks, 2)):
         steps.append(("logits", logits * compute, ()))
-        if narrow:
+        if low_precision:
             steps.append(("widened", logits * wide, ()))
-        # Capped in place in the wide type, which is needed until the slope is made.
-        early = ("logits",) if sheet.capped and narrow else ()
+        # Capped in place in the wide type, which is needed until their gradient is made.
+        early = ("logits",) if sheet.capped and low_precision else ()
         if in_place:
-            steps.append(("", 0, ("logits",) * narrow))
+            steps.append(("", 0, ("logits",) * low_precision))
         else:
             steps.append((probabilities, logits * wide, early))
-            steps.append(("", 0, tuple(name for name in ("widened", "logits")[not narrow :] if name not in early)))
-        if narrow:
-            steps.append(("slope", logits * compute, ()))
-        apart = want_weight and chunks > 1 and narrow and not joins_products(device)
+            steps.append(
+                ("", 0, tuple(name for name in ("widened", "logits")[not low_precision :] if name not in early))
+            )
+        if low_precision:
+            steps.append(("grad_logits", logits * compute, ()))
+        product_apart = want_weight and chunks > 1 and low_precision and not joins_products(device)
         if want_weight and chunks == 1:
             steps.append(("grad_weight", vocabulary * hidden * compute, ()))
-        elif apart:
+        elif product_apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
-        steps.append(("", 0, (*["product"] * apart, *["slope"] * narrow, probabilities)))
+        steps.append(("", 0, (*["product"] * product_apart, *["grad_logits"] * low_precision, probabilities)))
     steps.append(("loss", wide, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
     return steps
 
@@ -100,7 +102,7 @@ def _dims(sheet: Sheet) -> tuple[int, int]:
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int, int]:
-    """Bytes of a number in compute and in statistics, tokens of a micro-batch, chunks."""
+    """Bytes of an element in the compute dtype and in statistics, tokens of a micro-batch, chunks."""
     compute = BYTES[plan.precision.compute]
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
     return compute, max(compute, 4), tokens, ceil(tokens / plan.batch.loss_chunk_tokens)

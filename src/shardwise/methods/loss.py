@@ -86,7 +86,7 @@ def _capped(hidden: Tensor, weight: Tensor, soft_cap: float) -> Tensor:
     return (hidden @ weight.mT).to(accumulation_dtype(hidden.dtype)).div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def _capped_slope(capped: Tensor, soft_cap: float) -> Tensor:
+def _cap_derivative(capped: Tensor, soft_cap: float) -> Tensor:
     """The derivative of :func:`_capped` by the logits, 1 - tanh^2, in the place of its result."""
     return capped.div_(soft_cap).square_().neg_().add_(1.0)
 
@@ -100,8 +100,8 @@ def _pick(logs: Tensor, labels: Tensor) -> Tensor:
 def _logit_gradient(logs: Tensor, labels: Tensor) -> Tensor:
     """Probabilities less one at the label, zero rows where ignored; in place."""
     supervised = (labels != IGNORED).unsqueeze(-1).to(logs.dtype)
-    less = -torch.ones_like(supervised)
-    return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), less).mul_(supervised)
+    minus_one = -torch.ones_like(supervised)
+    return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), minus_one).mul_(supervised)
 
 
 def _losses(
@@ -112,8 +112,8 @@ def _losses(
         exponentials, own = _own_statistics(hidden, weight, labels, capped, rows)
         losses, share = _join(rows.stacked(own), labels, rows.rank)
         place, mine = rows.own(labels)
-        less = -mine.unsqueeze(-1).to(share.dtype)
-        return losses, exponentials.mul_(share.unsqueeze(-1)).scatter_add_(-1, place.unsqueeze(-1), less)
+        minus_one = -mine.unsqueeze(-1).to(share.dtype)
+        return losses, exponentials.mul_(share.unsqueeze(-1)).scatter_add_(-1, place.unsqueeze(-1), minus_one)
     logs = _log_probabilities(hidden, weight) if capped is None else torch.log_softmax(capped, -1)
     return _pick(logs, labels), _logit_gradient(logs, labels)
 
@@ -127,8 +127,8 @@ def _own_statistics(
     place, mine = rows.own(labels)
     picked = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
     greatest = logits.amax(-1)
-    less = logits - greatest.unsqueeze(-1) if logits is capped else logits.sub_(greatest.unsqueeze(-1))
-    exponentials = less.exp_()
+    shifted = logits - greatest.unsqueeze(-1) if logits is capped else logits.sub_(greatest.unsqueeze(-1))
+    exponentials = shifted.exp_()
     return exponentials, torch.stack([greatest, exponentials.sum(-1), picked])
 
 
@@ -171,25 +171,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             tokens = slice(start, start + chunk_tokens)
             capped = None if rule.soft_cap is None else _capped(hidden[tokens], cast, rule.soft_cap)
-            losses, wide_slope = _losses(hidden[tokens], cast, labels[tokens], capped, rows)
+            losses, wide_grad_logits = _losses(hidden[tokens], cast, labels[tokens], capped, rows)
             total += losses.sum() if factors is None else losses @ factors[tokens]
             if factors is not None:
-                wide_slope.mul_(factors[tokens].unsqueeze(-1))
+                wide_grad_logits.mul_(factors[tokens].unsqueeze(-1))
             if capped is not None and rule.soft_cap is not None:
-                wide_slope.mul_(_capped_slope(capped, rule.soft_cap))
+                wide_grad_logits.mul_(_cap_derivative(capped, rule.soft_cap))
             del capped
-            slope = wide_slope.to(hidden.dtype)
+            grad_logits = wide_grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, cast, out=grad_hidden[tokens])
-            if grad_weight is not None and slope.dtype == wide:
-                grad_weight[:held].addmm_(slope.mT, hidden[tokens])
+                torch.mm(grad_logits, cast, out=grad_hidden[tokens])
+            if grad_weight is not None and grad_logits.dtype == wide:
+                grad_weight[:held].addmm_(grad_logits.mT, hidden[tokens])
             elif grad_weight is not None:
-                _add_product(grad_weight[:held], slope.mT, hidden[tokens])
+                _add_product(grad_weight[:held], grad_logits.mT, hidden[tokens])
             elif want_weight:
                 grad_weight = torch.empty_like(weight, dtype=hidden.dtype)
-                torch.mm(slope.mT, hidden, out=grad_weight[:held])
+                torch.mm(grad_logits.mT, hidden, out=grad_weight[:held])
                 grad_weight[held:].zero_()
-            del wide_slope, slope  # or they would live on while the next chunk's are made
+            del wide_grad_logits, grad_logits  # or they would live on while the next chunk's are made
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total

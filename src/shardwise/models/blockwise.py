@@ -155,11 +155,11 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
             scores = _scores(query, key, seen, rule)
             share = (scores - norm).exp()
             grad_v[:, :, columns] += (share.mT @ outer).sum(2)
-            slope = share * (outer @ value.unsqueeze(2).mT - delta) * scale
+            grad_scores = share * (outer @ value.unsqueeze(2).mT - delta) * scale
             if rule.soft_cap is not None:
-                slope = slope * (1 - (scores.masked_fill(~seen, 0.0) / rule.soft_cap).square())
-            total += slope @ key.unsqueeze(2)
-            grad_k[:, :, columns] += (slope.mT @ query).sum(2)
+                grad_scores = grad_scores * (1 - (scores.masked_fill(~seen, 0.0) / rule.soft_cap).square())
+            total += grad_scores @ key.unsqueeze(2)
+            grad_k[:, :, columns] += (grad_scores.mT @ query).sum(2)
         grad_q[:, :, rows] = total.flatten(1, 2)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 

@@ -239,5 +239,5 @@ def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
         why["batch.micro_batch_size"] = "derived: larger ones do not fit"
         why["batch.accumulation"] = "derived: keeps the global batch"
     order = [field.name for field in fields(plan)]
-    told = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
-    return replace(plan, why={key: why[key] for key in told})
+    ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
+    return replace(plan, why={key: why[key] for key in ordered})

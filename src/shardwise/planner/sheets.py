@@ -74,16 +74,16 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
 def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     kinds, order = layer_kinds(spec)
     ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]
-    told: dict[tuple[int, ...], Traced] = {}
+    variants: dict[tuple[int, ...], Traced] = {}
     each = []
     for number in place.blocks:
         # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
         alike = (order[number], number == 0, spec.mlp_size(number))
         key = (number,) if plan.frozen or plan.precision.modules else alike
-        if key not in told:
-            told[key] = chosen(spec, plan, place, number)
-        each.append(told[key])
-    found = units([made.variant for made in (*ends, *told.values())])
+        if key not in variants:
+            variants[key] = chosen(spec, plan, place, number)
+        each.append(variants[key])
+    found = units([made.variant for made in (*ends, *variants.values())])
     stem, tail = (_bound(found[made.variant], *_numbers(made), None) for made in ends)
     blocks = [
         _bound(found[made.variant], *_numbers(made), kinds[order[number]].window)

@@ -213,8 +213,8 @@ def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
     for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
-        codes, sizes, groups = (weights[layer + kept] for kept in NF4_PARTS)
-        found[f"{layer}weight"] = dequantise(codes, sizes, groups, torch.float64)
+        codes, absmax, group_absmax = (weights[layer + kept] for kept in NF4_PARTS)
+        found[f"{layer}weight"] = dequantise(codes, absmax, group_absmax, torch.float64)
     return found
 
 

@@ -79,7 +79,7 @@ def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
         (LLAMA, 3, "3 does not divide its 32 query heads; 3 does not divide its 8 key heads, nor do they divide 3"),
         (replace(UNTIED, num_key_value_heads=4, num_attention_heads=12), 6, "6 does not divide its 4 key heads"),
         (UNTIED, 2, "2 does not divide `intermediate_size` 27"),
-        (replace(UNTIED, vocab_size=5, intermediate_size=28), 4, "the last rank would have none of 5 ids"),
+        (replace(UNTIED, vocab_size=5, intermediate_size=28), 4, "a vocabulary of 5 cannot be split over 4"),
         (replace(LLAMA, qk_norm="projection"), 16, "16 does not divide its 8 key heads, which are normalised together"),
         (hf_models.spec_of("gpt2"), 2, "runs in transformers' own modules"),
     ],

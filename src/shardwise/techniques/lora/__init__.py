@@ -53,8 +53,8 @@ def settings(asked: LoraSection, precision: Precision) -> Lora | None:
     """What the recipe asks for, in the plan's words; None without adapters."""
     if asked.rank is None:
         return None
-    narrow: Dtype = "bf16" if precision.compute == "bf16" else precision.weights
-    frozen: Dtype = asked.frozen if asked.frozen in ("fp32", "bf16") else narrow
+    default: Dtype = "bf16" if precision.compute == "bf16" else precision.weights
+    frozen: Dtype = asked.frozen if asked.frozen in ("fp32", "bf16") else default
     names = [asked.targets] if isinstance(asked.targets, str) else asked.targets
     chosen = () if names == ["all-linear"] else tuple(name.removesuffix("_proj") for name in names)
     alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha

@@ -150,8 +150,8 @@ def _replace(module: nn.Linear) -> None:
     del module.weight
 
     def used(share: LayerShare) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        codes, sizes, groups = (local(module.get_parameter(name)) for name in NF4_PARTS)
-        return share.used(codes), share.used(sizes), groups
+        codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
+        return share.used(codes), share.used(absmax), group_absmax
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         share: LayerShare = module.share  # type: ignore[assignment]

@@ -33,50 +33,50 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     / 64]; and the bytes [groups + 1, 4] of the groups' fp32 scales, followed by the mean. All are uint8."""
     rows, columns = weight.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
-    sizes = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
+    absmax = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
     values = constant(weight, "nf4", NF4)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         blocks = weight[part].float().view(-1, columns // NF4_BLOCK, NF4_BLOCK)
-        sizes[part] = blocks.abs().amax(-1)
-        nearest = _nearest(blocks, sizes[part], values).view(-1, columns // 2, 2)
+        absmax[part] = blocks.abs().amax(-1)
+        nearest = _nearest(blocks, absmax[part], values).view(-1, columns // 2, 2)
         codes[part] = nearest[..., 0] << 4 | nearest[..., 1]
-    mean = sizes.view(-1).mean()
-    rest = functional.pad((sizes - mean).view(-1), (0, -sizes.numel() % NF4_GROUP)).view(-1, NF4_GROUP)
-    groups = rest.abs().amax(-1)
-    kept = _nearest(rest, groups, constant(weight, "dynamic", DYNAMIC)).view(-1)[: sizes.numel()]
-    return codes, kept.view_as(sizes), torch.cat([groups, mean.view(1)]).view(-1, 1).view(torch.uint8)
+    mean = absmax.view(-1).mean()
+    rest = functional.pad((absmax - mean).view(-1), (0, -absmax.numel() % NF4_GROUP)).view(-1, NF4_GROUP)
+    group_absmax = rest.abs().amax(-1)
+    kept = _nearest(rest, group_absmax, constant(weight, "dynamic", DYNAMIC)).view(-1)[: absmax.numel()]
+    return codes, kept.view_as(absmax), torch.cat([group_absmax, mean.view(1)]).view(-1, 1).view(torch.uint8)
 
 
-def _nearest(blocks: Tensor, sizes: Tensor, values: Tensor) -> Tensor:
+def _nearest(blocks: Tensor, absmax: Tensor, values: Tensor) -> Tensor:
     """For each element of ``blocks`` [.., k], divided by its scale, the index of the nearest value [n]."""
-    unit = (blocks * (1.0 / sizes.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
+    unit = (blocks * (1.0 / absmax.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
     return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def dequantise(
-    codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: MatrixPiece | None = None
+    codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: MatrixPiece | None = None
 ) -> Tensor:
     """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
     of the matrix, with the groups of the whole one."""
     place = None if piece is None else (piece.row, piece.column // NF4_BLOCK, piece.columns // NF4_BLOCK)
-    made: Tensor = _dequantise(codes, sizes, groups, dtype, place)
+    made: Tensor = _dequantise(codes, absmax, group_absmax, dtype, place)
     return made
 
 
 @torch.library.custom_op(
     "shardwise::dequantise",
     mutates_args=(),
-    schema="(Tensor codes, Tensor sizes, Tensor groups, ScalarType dtype, int[]? piece) -> Tensor",
+    schema="(Tensor codes, Tensor absmax, Tensor group_absmax, ScalarType dtype, int[]? piece) -> Tensor",
 )
-def _dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
-    """One operation, since in how many rounds it runs depends on sizes; quantised.py says what it takes meanwhile."""
+def _dequantise(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+    """One operation, since its shape says in how many rounds it runs; quantised.py says what it takes meanwhile."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
-    of_group = groups.contiguous().view(torch.float32).view(-1)
-    wide = functional.embedding(sizes.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
+    of_group = group_absmax.contiguous().view(torch.float32).view(-1)
+    wide = functional.embedding(absmax.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
     wide.mul_(
-        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(sizes, of_group, *piece)
+        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(absmax, of_group, *piece)
     )
     wide = wide.add_(of_group[-1]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
@@ -90,14 +90,14 @@ def _dequantise(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype
 
 
 @_dequantise.register_fake
-def _(codes: Tensor, sizes: Tensor, groups: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+def _(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
     return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
 
 
-def _of(sizes: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int) -> Tensor:
+def _of(absmax: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int) -> Tensor:
     """For each block of a piece, the scale of its group. The piece begins at this row and block of a matrix that has
     so many blocks in a row."""
-    rows, blocks = (torch.arange(count, device=sizes.device) for count in sizes.shape)
+    rows, blocks = (torch.arange(count, device=absmax.device) for count in absmax.shape)
     place = (rows + row).unsqueeze(1) * row_blocks + (blocks + block)
     return of_group[(place // NF4_GROUP).view(-1)]
 
@@ -114,14 +114,14 @@ def linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
-        codes, sizes, groups, ctx.piece = kept
-        ctx.save_for_backward(codes, sizes, groups)
-        return functional.linear(x, dequantise(codes, sizes, groups, x.dtype, ctx.piece), bias)
+        codes, absmax, group_absmax, ctx.piece = kept
+        ctx.save_for_backward(codes, absmax, group_absmax)
+        return functional.linear(x, dequantise(codes, absmax, group_absmax, x.dtype, ctx.piece), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        codes, sizes, groups = ctx.saved_tensors
-        return grad @ dequantise(codes, sizes, groups, grad.dtype, ctx.piece), None, None, None, None, None
+        codes, absmax, group_absmax = ctx.saved_tensors
+        return grad @ dequantise(codes, absmax, group_absmax, grad.dtype, ctx.piece), None, None, None, None, None
 
 
 def _dynamic() -> tuple[float, ...]:

@@ -131,7 +131,7 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
     if spec.qk_norm == "projection" and key_heads % ranks:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
-        found.append(f"the last rank would have none of {ids} ids")
+        found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
     for layer, columns in [("o", heads * spec.head_dim), *(("down", size) for size in spec.mlp_sizes)]:
         for what, block in _blocks(spec, plan, layer, columns).items():
             if ranks > 1 and columns % (ranks * block):
