@@ -68,7 +68,7 @@ def tokens(batch: Batch) -> MicroBatch:
 def test_a_real_steps_peak_is_within_a_hundredth_of_the_plans(case: str, ranks: RankPool) -> None:
     plan = CASES[case]
     sheet = techniques.cost(sheet_of(SPEC, plan), plan)
-    planned = folded(sheet, plan).device.top_bytes
-    assert planned == fold(schedule(sheet, plan)).device.top_bytes
+    planned = folded(sheet, plan).top_bytes
+    assert planned == fold(schedule(sheet, plan)).top_bytes
     for measured in ranks.run(peak_of_a_step, plan, world=plan.layout.world, timeout_s=240):
         assert abs(measured / planned - 1) <= 0.01, (measured, planned)

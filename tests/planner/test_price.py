@@ -41,7 +41,7 @@ def test_a_sheet_of_another_plan_is_an_error() -> None:
 def test_a_step_is_told_of_a_sheet_that_its_plan_has_rewritten() -> None:
     sheet = sheet_of(SPEC, PLAN)
     costed = techniques.cost(sheet, PLAN)
-    assert schedule(costed, replace(PLAN)) and folded(costed, replace(PLAN)).device.top_bytes
+    assert schedule(costed, replace(PLAN)) and folded(costed, replace(PLAN)).top_bytes
     for tell in (schedule, folded):
         with pytest.raises(ValueError, match="rewritten by another plan"):
             tell(costed, replace(PLAN, shard=Shard("zero2")))

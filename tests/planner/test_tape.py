@@ -120,9 +120,7 @@ def played(stage: int, order: Order) -> Tape:
 
 def peak_bytes(events: Iterable[Event]) -> int:
     """Of activations and of what the loss makes."""
-    return fold(
-        e for e in events if isinstance(e, Make | Free) and e.category in ("activations", "logits")
-    ).device.top_bytes
+    return fold(e for e in events if isinstance(e, Make | Free) and e.category in ("activations", "logits")).top_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import groups_of
+from shardwise.spec.layout import Layout, groups_of
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
@@ -112,10 +112,15 @@ def communicators(plan: Plan) -> list[int]:
     """The connections of a channel of each communicator: that of all ranks, who sum what a step logs; of each axis that
     something is sent along; of those over which weights are cut; of those who sum gradients; and where weights are kept
     after forward by part of the ranks, theirs."""
-    layout = plan.layout
-    weights = ("fsdp", "expert_fsdp", "dp_replicate") if plan.sharded else ("loss", "expert_loss")
-    names = [name for name in (*weights, "pp", "cp", "tp", "ep", "world") if name in groups_of(layout)]
-    distinct = {"world" if layout.size(name) == layout.world else layout.called(name): name for name in names}
-    found = [RING if name in ("fsdp", "expert_fsdp") else RING_AND_TREE for name in distinct.values()]
+    found = _connections(plan.layout, plan.sharded)
     kept = plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool)
     return [*found, RING] if kept and found else found
+
+
+@lru_cache
+def _connections(layout: Layout, sharded: bool) -> list[int]:
+    weights = ("fsdp", "expert_fsdp", "dp_replicate") if sharded else ("loss", "expert_loss")
+    known = groups_of(layout)
+    names = [name for name in (*weights, "pp", "cp", "tp", "ep", "world") if name in known]
+    distinct = {"world" if layout.size(name) == layout.world else layout.called(name): name for name in names}
+    return [RING if name in ("fsdp", "expert_fsdp") else RING_AND_TREE for name in distinct.values()]

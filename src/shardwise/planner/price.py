@@ -26,9 +26,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         if costed.units not in passes:
             passes[costed.units] = micro_batches(costed, plan, cluster.kind)
         span = around(costed, plan, passes[costed.units])
-        memory = {name: span.device.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(
-            costed, plan, cluster
-        )
+        memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))

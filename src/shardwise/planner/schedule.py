@@ -117,7 +117,9 @@ class Step:
     def play(self, which: Pass, at: TensorKey) -> None:
         """A pass of a unit, with what its weights add."""
         for piece in self.tape.pieces(which, self.passes, self.units[at.unit]):
-            if isinstance(piece, GradientReady):
+            if isinstance(piece, Span):
+                self.tape.play(piece, at)
+            elif isinstance(piece, GradientReady):
                 self.weights.gradient(piece.weight, self.names[at.unit])
             elif isinstance(piece, HeadGradientReady):
                 self.weights.head_gradient()

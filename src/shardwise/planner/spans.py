@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Send, Tier
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -35,15 +32,17 @@ class Level:
         if self.net_bytes > self.top_bytes:
             self.top_bytes, self.top = self.net_bytes, self.change.copy()
 
-    def goes_on(self, other: Level) -> None:
+    def follows(self, other: Level) -> None:
         """All of another level more."""
         if self.net_bytes + other.top_bytes > self.top_bytes:
             self.top_bytes = self.net_bytes + other.top_bytes
             self.top = _sum(self.change, other.top)
         self.net_bytes += other.net_bytes
-        _add(self.change, other.change)
+        change = self.change
+        for category, size in other.change.items():
+            change[category] = change.get(category, 0) + size
 
-    def times(self, n: int) -> Level:
+    def repeated(self, n: int) -> Level:
         """This level ``n`` times in a row, once or more."""
         before = n - 1 if self.net_bytes > 0 else 0  # repetitions before the one that stands highest
         return Level(
@@ -55,14 +54,18 @@ class Level:
 
 
 @dataclass(slots=True)
-class Span:
-    """Bytes alive by tier, those of the ``device`` first; how often each collective was called, and each copy made."""
+class Span(Level):
+    """The bytes are the device's; ``others`` has those of other tiers. ``sent`` counts the calls of each collective,
+    and ``copied`` the copies."""
 
-    device: Level = field(default_factory=Level)
-    others: dict[Tier, Level] = field(default_factory=dict)
     flops: int = 0
     sent: dict[Send, int] = field(default_factory=dict)
+    others: dict[Tier, Level] = field(default_factory=dict)
     copied: dict[Copy, int] = field(default_factory=dict)
+
+    def on(self, tier: Tier) -> Level:
+        """Bytes alive on a tier."""
+        return self if tier == "device" else self.others.setdefault(tier, Level())
 
     def adds(self, event: Event) -> None:
         """One event more."""
@@ -77,40 +80,39 @@ class Span:
         elif isinstance(event, Copy):
             self.copied[event] = self.copied.get(event, 0) + 1
 
-    def on(self, tier: Tier) -> Level:
-        """Bytes alive on a tier."""
-        return self.device if tier == "device" else self.others.setdefault(tier, Level())
-
     def goes_on(self, other: Span) -> None:
         """All of another span more."""
-        self.device.goes_on(other.device)
-        for tier, level in other.others.items():
-            self.on(tier).goes_on(level)
+        self.follows(other)
         self.flops += other.flops
-        _add(self.sent, other.sent)
-        _add(self.copied, other.copied)
+        sent = self.sent
+        for send, count in other.sent.items():
+            sent[send] = sent.get(send, 0) + count
+        for tier, level in other.others.items():
+            self.on(tier).follows(level)
+        for copy, count in other.copied.items():
+            self.copied[copy] = self.copied.get(copy, 0) + count
 
     def times(self, n: int) -> Span:
         """This span ``n`` times in a row."""
         if n == 0:
             return Span()
+        device = self.repeated(n)
         return Span(
-            self.device.times(n),
-            {tier: level.times(n) for tier, level in self.others.items()},
+            device.net_bytes,
+            device.top_bytes,
+            device.change,
+            device.top,
             n * self.flops,
             {send: n * count for send, count in self.sent.items()},
+            {tier: level.repeated(n) for tier, level in self.others.items()},
             {copy: n * count for copy, count in self.copied.items()},
         )
 
 
-def _add(total: dict[T, int], more: dict[T, int]) -> None:
-    for what, count in more.items():
-        total[what] = total.get(what, 0) + count
-
-
 def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    total = one.copy()
-    _add(total, other)
+    total = dict(one)
+    for category, size in other.items():
+        total[category] = total.get(category, 0) + size
     return total
 
 
@@ -128,7 +130,7 @@ def same(one: Span, other: Span) -> bool:
 
 
 def _figures(span: Span) -> tuple[object, ...]:
-    tiers = {"device": span.device, **span.others}
+    tiers = {"device": span, **span.others}
     memory = {tier: (at.net_bytes, at.top_bytes, Counter(at.change), Counter(at.top)) for tier, at in tiers.items()}
     return {tier: figures for tier, figures in memory.items() if any(figures)}, span.flops, span.sent, span.copied
 
@@ -147,6 +149,6 @@ def memory_at_marks(events: Iterable[Event]) -> dict[str, dict[str, int]]:
     span = Span()
     for event in events:
         if isinstance(event, Mark):
-            found.setdefault(event.name, span.device.change.copy())
+            found.setdefault(event.name, span.change.copy())
         span.adds(event)
     return found

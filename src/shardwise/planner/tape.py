@@ -146,4 +146,4 @@ def _folded(which: Pass, passes: Passes, unit: Unit) -> tuple[WeightsCall | Span
             found += (piece, span)
         else:
             span.adds(piece)
-    return tuple(found)
+    return tuple(piece for piece in found if piece != Span())

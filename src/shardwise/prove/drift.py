@@ -68,7 +68,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
     state = optim.state_bytes(costed, plan)
     state["gradients"] = at["end of backward"]["gradients"]
-    return Measured(sent, state, end - start, span.device.top_bytes)
+    return Measured(sent, state, end - start, span.top_bytes)
 
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0) -> Drift:
