@@ -87,10 +87,11 @@ class Span(Level):
         sent = self.sent
         for send, count in other.sent.items():
             sent[send] = sent.get(send, 0) + count
-        for tier, level in other.others.items():
-            self.on(tier).follows(level)
-        for copy, count in other.copied.items():
-            self.copied[copy] = self.copied.get(copy, 0) + count
+        if other.others or other.copied:
+            for tier, level in other.others.items():
+                self.on(tier).follows(level)
+            for copy, count in other.copied.items():
+                self.copied[copy] = self.copied.get(copy, 0) + count
 
     def times(self, n: int) -> Span:
         """This span ``n`` times in a row."""
