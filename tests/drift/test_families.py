@@ -67,7 +67,7 @@ def test_types_by_module_are_right_or_refused(family: str) -> None:
 
 @pytest.mark.parametrize("number", [BF16, Precision()])
 def test_peak_with_capped_logits(number: Precision) -> None:
-    """More than a gigabyte, most of it logits: those of a chunk are kept until their slope is made."""
+    """More than a gigabyte, most of it logits: those of a chunk are kept until their gradient is made."""
     spec = ModelSpec(
         "capped",
         64_000,

@@ -281,7 +281,7 @@ def test_a_cpu_passes_fewer_logits_at_a_time_than_a_gpu() -> None:
 
 def test_chunks_of_the_loss_on_a_gpu_are_as_large_as_memory_allows() -> None:
     """Each chunk reads and writes the fp32 gradient of the output weight once more; its logits take 6 bytes each, and
-    beside them the slope's 2. What is chosen is priced, and never is a plan made not to fit by it."""
+    beside them their gradient's 2. What is chosen is priced, and never is a plan made not to fit by it."""
     plan = choose(recipe(), ONE_B, H100S)
     assert plan.batch.loss_chunk_tokens == 2048 and fits(plan)
     assert plan.why["batch.loss_chunk_tokens"] == "derived: 2,048 x 128,256 logits at a time, 1,002.0 MiB"
