@@ -74,12 +74,12 @@ class Passes:
         for op in unit.forward_plain if unit.recompute else unit.forward:
             yield from local.runs(op)
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
+        # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
+        if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
+            yield local.free(unit.input)
         if unit is self.tail:
             yield from self.loss[0]
             yield from (local.free(tensor) for tensor in {unit.output} | (unfreed(unit) - unit.saved))
-        # The loop over the blocks lets go of a block's input once it has run.
-        if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
-            yield local.free(unit.input)
 
     def tables(self, stem: Unit) -> Iterator[Piece]:
         """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
