@@ -30,13 +30,13 @@ from shardwise.techniques.shard.replicas import Replicas
 from tests.parity.cases import FP64, UNTIED, plan
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]
-finish, agree, loss = Replicas.finish, reduce.combine, pretrain.finish
+wait, agree, loss = Replicas.wait, reduce.combine, pretrain.finish
 forward = passes.forward
 squares, rate, synchronise = reduce.local_squares, optim.learning_rate, shard.before_micro_batch
 
 
 def mean_over_replicas(self: Replicas) -> None:
-    finish(self)
+    wait(self)
     for bucket in self.buckets if self.active else []:
         for parameter in bucket:
             assert parameter.grad is not None
@@ -80,7 +80,7 @@ def squares_with_padding(parameters: Any, ranks: int) -> Tensor:
 
 FAULTS: dict[str, tuple[Fault, Plan]] = {
     "mean instead of sum, replicas": (
-        lambda plan: patch.object(Replicas, "finish", mean_over_replicas),
+        lambda plan: patch.object(Replicas, "wait", mean_over_replicas),
         plan("ddp", 2, FP64),
     ),
     "mean instead of sum, shards": (
@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("zero3", 2, FP64),
     ),
     "no all-reduce between replicas": (
-        lambda plan: patch.multiple(Replicas, _arrived=lambda self, index: None, finish=lambda self: None),
+        lambda plan: patch.multiple(Replicas, _arrived=lambda self, index: None, wait=lambda self: None),
         plan("ddp", 2, FP64),
     ),
     "no all-reduce between replicas of a hybrid": (

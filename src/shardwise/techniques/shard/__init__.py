@@ -176,11 +176,11 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
-    return sheet.rewritten(_cut) if plan.sharded else sheet
+    return sheet.rewritten(_cut_over_fsdp) if plan.sharded else sheet
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def _cut(unit: Unit) -> Unit:
+def _cut_over_fsdp(unit: Unit) -> Unit:
     return dataclasses.replace(unit, weights=tuple(weight.cut(("fsdp", 0)) for weight in unit.weights))
 
 
@@ -295,7 +295,7 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
     """Waits for the sums of replicas. FSDP2 has waited for its own when backward returns."""
     for part in parts:
         if part in _REPLICAS:
-            _REPLICAS[part].finish()
+            _REPLICAS[part].wait()
 
 
 def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:

@@ -103,7 +103,7 @@ class Replicas:
         assert work is not None
         self._sent.append((wired, work))
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits for every bucket. One with missing gradients (of an unused layer) is sent first, with zeros in their
         place."""
         if not self.active:
