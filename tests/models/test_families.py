@@ -87,7 +87,7 @@ def test_all_features_are_at_work_somewhere() -> None:
     longest = {spec.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
     features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
-    assert features <= NEUTRAL.keys() | {"attention_output_bias", "hf_model"}
+    assert features <= NEUTRAL.keys() | {"attention_output_bias", "hf_model", "intermediate_sizes"}
 
 
 @pytest.mark.parametrize("seed", range(3))
