@@ -29,7 +29,7 @@ def main() -> None:
         [{"role": role, "content": text} for role, text in TURNS], [role != "user" for role, _ in TURNS]
     )
     with tempfile.TemporaryDirectory() as scratch:
-        tokens.train(["say it again " * 50], 300, Path(scratch))
+        tokens.train_tokenizer(["say it again " * 50], 300, Path(scratch))
         encoder = Encoder(Path(scratch))
     for name, text in template.SHIPPED.items():
         chat = Chat(template.Template(text, {"eos_token": tokens.EOT}), encoder, end_of_turn=True)

@@ -34,7 +34,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     def launch(*_: object) -> Ended:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(train.local, "launch", launch)
+    monkeypatch.setattr(train.local, "run_ranks", launch)
 
     def run(*words: str) -> tuple[int, str]:
         code = main(list(words))

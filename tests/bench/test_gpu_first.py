@@ -13,6 +13,7 @@ CHEAP, MORE = ["machine", "loss"], ["attention", "memory", "step"]
 DEAR = ["numbers", "kernels", "speed", "run"]
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "sections",

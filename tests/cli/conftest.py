@@ -25,4 +25,4 @@ def _start_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         return ranks.launch(*given, **named)  # type: ignore[arg-type]
 
     if request.node.get_closest_marker("launched") is None:
-        monkeypatch.setattr(local, "launch", launch)
+        monkeypatch.setattr(local, "run_ranks", launch)

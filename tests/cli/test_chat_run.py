@@ -35,7 +35,7 @@ def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     shapes = parameter_shapes(spec)
     wholes = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
     hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
-    tokens.train(lines, 400, Path("model"))
+    tokens.train_tokenizer(lines, 400, Path("model"))
     return lines
 
 

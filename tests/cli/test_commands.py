@@ -232,7 +232,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         assert isinstance(result, Ended)
         return result
 
-    monkeypatch.setattr(train.local, "launch", launch)
+    monkeypatch.setattr(train.local, "run_ranks", launch)
     return calls
 
 
@@ -415,7 +415,7 @@ def test_a_launcher_that_lost_its_directory_says_so(
         Path("runs/a/.owner-9").touch()
         return Ended(0)
 
-    monkeypatch.setattr(train.local, "launch", launch)
+    monkeypatch.setattr(train.local, "run_ranks", launch)
     code, _, err = shardwise("train", texts(), *SMALL, "--run", "a")
     assert code == 73 and err.startswith("error[OUT005]: runs/a is no longer")
 

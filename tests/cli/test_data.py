@@ -88,7 +88,7 @@ def test_a_dry_run_reads_some_records(
     answer = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"messages": answer}, {"messages": answer[:1]}, {"text": 5}]
     Path("talks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokens.train(["some words"], 300, Path("."))
+    tokens.train_tokenizer(["some words"], 300, Path("."))
     config = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     words = ["train", "--dry-run", "method=sft", "data.path=talks.jsonl", "data.chat_template=zephyr", "--nproc", "1"]

@@ -39,7 +39,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
     Path("pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     write_model(0)
-    tokens.train([json.dumps(record) for record in records], 320, Path("model"))
+    tokens.train_tokenizer([json.dumps(record) for record in records], 320, Path("model"))
     settings = "model.path=model method=dpo method.beta=0.5 data.path=pairs.jsonl data.cache=cache train.seq_len=96"
     more = "data.validation_share=0.2 train.global_batch_size=4 optim.learning_rate=2e-3 optim.schedule=constant"
     last = "evaluate.eval_steps=4 precision.compute=fp32 run.timeout_s=60 run.device=cpu train.max_steps=8"

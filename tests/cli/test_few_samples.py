@@ -22,12 +22,12 @@ Run = Callable[..., tuple[str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """``train`` on 105 short conversations, or with other words; no rank is started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train.local, "launch", lambda *_: Ended(0))
+    monkeypatch.setattr(train.local, "run_ranks", lambda *_: Ended(0))
     with Path("talks.jsonl").open("w") as file:
         for i in range(105):
             talk = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} " * 6}]
             file.write(json.dumps({"messages": talk}) + "\n")
-    tokens.train(["say it again " * 50], 300, Path("."))
+    tokens.train_tokenizer(["say it again " * 50], 300, Path("."))
     config = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     words = [f"model.config.{key}={value}" for key, value in config.items()]

@@ -29,7 +29,7 @@ WORDS = ["data", "prepare", "method=sft", "data.path=a.jsonl", "data.cache=cache
 
 def test_ctrl_c_while_the_tokenizer_works(tmp_path: Path) -> None:
     """One record that takes it 40 s of the processor's time, in one call."""
-    tokens.train(["some words"], 300, tmp_path)
+    tokens.train_tokenizer(["some words"], 300, tmp_path)
     record = {"prompt": "a", "completion": "some words " * 5_000_000}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     command = [sys.executable, "-c", PROGRAM, *WORDS, "data.num_proc=1", "data.validation_share=0"]

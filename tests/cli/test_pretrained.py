@@ -43,9 +43,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     shapes = parameter_shapes(spec)
     wholes = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
     hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
-    tokens.train(["the model was trained on quite another text " * 20], 300, Path("model"))
+    tokens.train_tokenizer(["the model was trained on quite another text " * 20], 300, Path("model"))
     launched: list[object] = []
-    monkeypatch.setattr(train.local, "launch", lambda *words: launched.append(words) or Ended(0))
+    monkeypatch.setattr(train.local, "run_ranks", lambda *words: launched.append(words) or Ended(0))
     return launched
 
 

@@ -20,7 +20,7 @@ def recipe(tmp_path: Path) -> Path:
     ]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (tmp_path / "tokenizer").mkdir()
-    tokens.train(["say yes no user assistant " * 50], 300, tmp_path / "tokenizer")
+    tokens.train_tokenizer(["say yes no user assistant " * 50], 300, tmp_path / "tokenizer")
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"method: sft\ntrain: {{seq_len: 64}}\ndata:\n  path: {tmp_path}/talks.jsonl\n  cache: {tmp_path}/cache\n"

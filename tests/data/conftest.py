@@ -45,7 +45,7 @@ def prose(words: int, seed: int) -> str:
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokens.Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokens.train([prose(2000, seed=0)], 300, directory)
+    tokens.train_tokenizer([prose(2000, seed=0)], 300, directory)
     return tokens.open_directory(directory)
 
 

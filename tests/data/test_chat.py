@@ -149,7 +149,7 @@ TABLE = [
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Directories of one small tokenizer with every family's special tokens, each with another template."""
     trained = tmp_path_factory.mktemp("chat")
-    tokens.train([prose(1000, seed=0), json.dumps(TOOLS)], 400, trained)
+    tokens.train_tokenizer([prose(1000, seed=0), json.dumps(TOOLS)], 400, trained)
     backend = Backend.from_file(str(trained / "tokenizer.json"))
     names = (*chat_templates.SPECIAL, "</s>", "<eos>")
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])

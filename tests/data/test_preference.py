@@ -93,7 +93,7 @@ def test_a_token_across_the_end_of_the_prompt(pairs: Pairs, tmp_path: Path) -> N
     """A prompt that ends in a line end, an answer that begins with two, and a tokenizer with a token for two: it holds
     something of both, in one of the answers. There it is learnt, so that what is not learnt is the same in both."""
     (tmp_path / "own").mkdir()
-    tokens.train(["alpha\n\n\nbeta gamma\n\n\n" * 50], 300, tmp_path / "own")
+    tokens.train_tokenizer(["alpha\n\n\nbeta gamma\n\n\n" * 50], 300, tmp_path / "own")
     record = {"prompt": [ASK], "chosen": [says("\n\nbeta")], "rejected": [says("gamma")]}
     prepared = pairs([record], tokenizer=TokenizerSection(path=str(tmp_path / "own")))
     head = USER.format("alpha") + "<|assistant|>"

@@ -201,7 +201,7 @@ def test_b52_a_bad_line_is_found_when_preparing(
 
 def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:
     (tmp_path / "other").mkdir()
-    tokens.train([prose(500, 7)], 310, tmp_path / "other")
+    tokens.train_tokenizer([prose(500, 7)], 310, tmp_path / "other")
     other = tokens.open_directory(tmp_path / "other")
     out = tmp_path / "out"
     prepare(settings(corpus), out)

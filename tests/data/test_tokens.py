@@ -21,7 +21,7 @@ from tests.data.conftest import prose
 def test_training_is_deterministic(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-        tokens.train((prose(300, seed) for seed in range(100)), 400, tmp_path / name)
+        tokens.train_tokenizer((prose(300, seed) for seed in range(100)), 400, tmp_path / name)
     for file in tokens.FILES:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -218,7 +218,7 @@ def test_a_hub_id_that_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_of_one_character_costs_no_more_than_other_text(tmp_path: Path, character: str) -> None:
     """It is one word to the tokenizer, and merging took the square of its length: 86 s for 200 kB."""
     begun_s = time.process_time()
-    tokens.train([character * 200_000], 300, tmp_path)
+    tokens.train_tokenizer([character * 200_000], 300, tmp_path)
     trained = tokens.open_directory(tmp_path)
     [ids] = trained.encode([character * 200_000])
     assert time.process_time() - begun_s < 5
@@ -230,7 +230,7 @@ def test_the_bound_on_words_changes_nothing_for_other_text(tmp_path: Path, monke
     made = []
     for bound in (tokens._WORD_CHARACTERS, 100_000):
         monkeypatch.setattr(tokens, "_WORD_CHARACTERS", bound)
-        tokens.train(texts, 400, tmp_path)
+        tokens.train_tokenizer(texts, 400, tmp_path)
         made.append((tmp_path / "tokenizer.json").read_bytes())
     assert made[0] == made[1]
 

@@ -16,7 +16,7 @@ SLACK_S = 90.0
 """What starting four ranks and seven steps may take on a busy machine; torch's own timeouts are 1,800 s."""
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("strategy", "world", "phase", "action"),
     [("zero3", 2, "data", "hang"), ("hsdp", 4, "forward", "SIGSTOP")],

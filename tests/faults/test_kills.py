@@ -22,6 +22,7 @@ def test_the_same_job_twice_is_the_same_bitwise(make: Make, whole: Job) -> None:
     job.same_as(whole)
 
 
+@pytest.mark.prove
 def test_another_seed_is_told_apart(make: Make, whole: Job) -> None:
     """The other control: what the comparison looks at does change when the run does."""
     job = make("seed")

@@ -39,7 +39,7 @@ def rank_of(rank: int, world: int, port: int, work: Path, jobs: list[Work]) -> N
     torch.cuda.set_device(rank)
     store = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=world)
-    traces = [parity.train(rank, spec, plan, steps, torch.device("cuda", rank)) for spec, plan, steps in jobs]
+    traces = [parity.take_steps(rank, spec, plan, steps, torch.device("cuda", rank)) for spec, plan, steps in jobs]
     torch.save(traces, work / f"traces-{rank}")
     dist.barrier()
     dist.destroy_process_group()

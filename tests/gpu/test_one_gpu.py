@@ -114,7 +114,7 @@ def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec,
     """1e-9 after five AdamW steps, as between layouts."""
     plan = tiny(FP64, remat)
     found = parity.compare(
-        parity.plain(parity.job_of(spec, plan, parity.STEPS)), [parity.train(0, spec, plan, 5, alone)]
+        parity.plain(parity.job_of(spec, plan, parity.STEPS)), [parity.take_steps(0, spec, plan, 5, alone)]
     )
     assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, found
 
@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_of_a_cpu(
 ) -> None:
     """fp32: 1e-5 and 1e-4, sums over hundreds of terms in another order; bf16: loss to 1e-2, gradients' direction."""
     plan = tiny(precision, remat, compile, 64)
-    found = parity.compare(parity.plain(parity.job_of(ONE, plan, 1)), [parity.train(0, ONE, plan, 1, alone)])
+    found = parity.compare(parity.plain(parity.job_of(ONE, plan, 1)), [parity.take_steps(0, ONE, plan, 1, alone)])
     if precision is FP32:
         assert found.loss.error < 1e-5 and found.gradient.error < 1e-4, found
     assert found.loss.error < 1e-2 and found.turn.error < 3e-3, found
@@ -169,9 +169,9 @@ def test_no_step_waits_for_the_device(alone: torch.device, precision: Precision,
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if before is not None:
-            assert not before.settle(state).skipped
+            assert not before.wait(state).skipped
         before = launched
-    assert before is not None and before.settle(state).step == 4
+    assert before is not None and before.wait(state).step == 4
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=str)

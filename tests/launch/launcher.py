@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardwise.launch.local import launch
+from shardwise.launch.local import run_ranks
 
 if __name__ == "__main__":
     module = "tests.launch.network_rank" if sys.argv[2] == "network" else "tests.launch.fake_rank"
-    ended = launch(sys.argv[1:], 2, Path(sys.argv[1]), module=module)
+    ended = run_ranks(sys.argv[1:], 2, Path(sys.argv[1]), module=module)
     print(ended.exit_code, ended.problem.code if ended.problem else "-", flush=True)
     sys.exit(ended.exit_code)

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.errors import Problem
 from shardwise.launch import local
-from shardwise.launch.local import launch
+from shardwise.launch.local import run_ranks
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.faults.outcome import read_exit
 from tests.traps import set_traps, sprung
@@ -52,7 +52,7 @@ def pids(directory: Path) -> list[int]:
 
 def test_ranks_get_their_environment_and_leave_ours_alone(tmp_path: Path) -> None:
     handlers, before = signal.getsignal(signal.SIGTERM), dict(os.environ)
-    ended = launch([str(tmp_path), "fine"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "fine"], 2, tmp_path, module=RANK)
     assert (ended.exit_code, ended.problem) == (0, None)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     for rank in range(2):
@@ -67,20 +67,20 @@ def test_ranks_run_no_code_of_the_directory_that_they_are_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(set_traps(tmp_path / "traps"))
-    assert launch([str(tmp_path), "fine"], 2, tmp_path, module=RANK).exit_code == 0
+    assert run_ranks([str(tmp_path), "fine"], 2, tmp_path, module=RANK).exit_code == 0
     assert sprung(tmp_path / "traps") == []
 
 
 def test_the_exit_code_and_the_cause_are_the_first_failing_ranks(tmp_path: Path) -> None:
     (tmp_path / "exit.json").write_text("{}")
-    ended = launch([str(tmp_path), "fail"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "fail"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 78
     assert ended.problem == Problem("CFG001", "unknown key `x`", "r.yaml:1 (rank 0, step 7)", "remove it")
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
 def test_the_cause_is_told_once_where_the_disk_is_full(tmp_path: Path) -> None:
-    ended = launch([str(tmp_path), "full"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "full"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 73 and ended.problem is not None
     assert ended.problem.code == "OUT002" and "x: no space left" in ended.problem.what
 
@@ -107,7 +107,7 @@ def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_sa
     counts = iter(kills)
     monkeypatch.setattr(local, "oom_kills", lambda: next(counts))
     monkeypatch.setattr(local, "total_memory_bytes", lambda: 3 * 2**30)
-    ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 1 and ended.problem is not None
     assert ended.problem.code == "RUN004"
     assert ended.problem.what == f"rank 0 (pid {pids(tmp_path)[0]}) was killed by SIGKILL{what}"
@@ -122,12 +122,12 @@ def test_a_disk_that_refuses_the_outcome_hides_no_signal(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(local, "write_exit", full)
-    ended = launch([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 1 and ended.problem is not None and "SIGKILL" in ended.problem.what
 
 
 def test_a_rank_that_leaves_no_cause(tmp_path: Path) -> None:
-    ended = launch([str(tmp_path), "vanish"], 2, tmp_path, module=RANK)
+    ended = run_ranks([str(tmp_path), "vanish"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 5 and ended.problem is not None
     assert ended.problem.what.startswith(f"rank 0 (pid {pids(tmp_path)[0]}) ended with exit code 5")
 

@@ -15,6 +15,7 @@ from tests.launch.sockets import listening, network_addresses, stays_here
 from tests.launch.test_local import ROOT, start, until
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(200)
 def test_a_running_run_listens_on_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever interface the user's environment names, as that of a cluster does."""

@@ -52,7 +52,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
     ]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (directory / "tokenizer").mkdir()
-    tokens.train(["say word 1234567890 ! " * 50], 300, directory / "tokenizer")
+    tokens.train_tokenizer(["say word 1234567890 ! " * 50], 300, directory / "tokenizer")
     data = Data(
         path=str(directory / "pairs.jsonl"),
         cache=str(directory / "cache"),

@@ -39,7 +39,7 @@ def windows(directory: Path, packing: bool) -> Windows | Packs:
     (directory / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     if not (directory / "tokenizer").is_dir():
         (directory / "tokenizer").mkdir()
-        tokens.train(["say word user assistant " * 50], 300, directory / "tokenizer")
+        tokens.train_tokenizer(["say word user assistant " * 50], 300, directory / "tokenizer")
     data = Data(
         path=str(directory / "talks.jsonl"),
         cache=str(directory / "cache"),

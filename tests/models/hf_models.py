@@ -83,4 +83,4 @@ def ours_of(kind: str, theirs: PreTrainedModel) -> HFDecoder:
 def save(kind: str, directory: Path) -> None:
     """transformers' model and a tokenizer in ``directory``, as from the Hub."""
     theirs_of(kind, vocab_size=320).save_pretrained(directory)
-    tokens.train(["line number of a text that says a little more " * 30], 320, directory)
+    tokens.train_tokenizer(["line number of a text that says a little more " * 30], 320, directory)

@@ -161,7 +161,7 @@ def train_with_faults(rank: int, world: int, spec: ModelSpec, names: list[str]) 
     for name in names:
         fault, of = FAULTS[name]
         with fault(of):
-            traces.append(parity.train(rank, spec, of, 3))
+            traces.append(parity.take_steps(rank, spec, of, 3))
     return traces
 
 

@@ -48,6 +48,7 @@ def test_beside_strategies(ranks: RankPool) -> None:
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
+@pytest.mark.prove
 def test_tokens_that_the_ranks_do_not_divide(ranks: RankPool) -> None:
     """The last ones' are filled up while they are sent."""
     plans = [

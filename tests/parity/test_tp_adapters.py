@@ -28,7 +28,7 @@ def test_norms_over_whole_projections(ranks: RankPool, sequence: bool) -> None:
     holds(drawn.prove(ranks, OLMO, plans), plans)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.prove
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
 def test_sizes_of_rows(ranks: RankPool, sequence: bool) -> None:
     """Of layers whose outputs are cut, and of those whose inputs are, whose norms are joined; with biases."""

@@ -25,7 +25,7 @@ def trained(rank: int, world: int, spec: ModelSpec, of: Plan) -> tuple[parity.Tr
     """With how many graphs were made, and how often one was broken."""
     counters.clear()
     with drawn.drawn():
-        trace = parity.train(rank, spec, of, 2)
+        trace = parity.take_steps(rank, spec, of, 2)
     return trace, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

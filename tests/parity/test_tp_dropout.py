@@ -45,7 +45,7 @@ def masks(rank: int, world: int, of: Plan, alike: bool = False) -> Masks:
         return x * out
 
     with patch.object(adapter, "dropped", record):
-        parity.train(rank, EVEN, of, 1)
+        parity.take_steps(rank, EVEN, of, 1)
     return drawn
 
 

@@ -93,7 +93,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Tr
     for name in names:
         fault, spec, of = FAULTS[name]
         with drawn.drawn(), fault():
-            traces.append(parity.train(rank, spec, of, 2))
+            traces.append(parity.take_steps(rank, spec, of, 2))
     return traces
 
 
@@ -108,7 +108,7 @@ def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
 
 def adapted_with_b_cut_on_the_wrong_side(rank: int, world: int) -> None:
     with patch.object(tp, "state", sides_swapped):
-        parity.train(rank, EVEN, replace(WHOLE, lora=Lora(4, 8.0, frozen="fp64")), 1)
+        parity.take_steps(rank, EVEN, replace(WHOLE, lora=Lora(4, 8.0, frozen="fp64")), 1)
 
 
 def test_an_adapters_b_that_is_cut_on_the_wrong_side_is_caught(ranks: RankPool) -> None:

@@ -78,6 +78,7 @@ def test_a_unit_survives_being_written_down() -> None:
         assert asdict(unpack_unit(json.loads(json.dumps(pack_unit(made))))) == asdict(made)
 
 
+@pytest.mark.prove
 def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ def unpicklable(rank: int, world: int) -> object:
 
 
 def train(rank: int, world: int, plan: Plan) -> None:
-    parity.train(rank, EVEN, plan, 1)
+    parity.take_steps(rank, EVEN, plan, 1)
 
 
 def threads(rank: int, world: int) -> int:

@@ -77,6 +77,7 @@ def found_of(root: Path, name: str) -> tuple[object, str]:
     return numbers(run), weights_hash(run)
 
 
+@pytest.mark.prove
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", RESUME)
 def test_kills_see(root: Path, name: str) -> None:

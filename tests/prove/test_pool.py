@@ -113,6 +113,7 @@ def test_a_world_larger_than_the_pool_is_refused(ranks: RankPool) -> None:
         ranks.run(rank_work.nothing, world=5)
 
 
+@pytest.mark.prove
 def test_ranks_end_when_their_parent_is_killed_and_run_no_code_of_its_directory(tmp_path: Path) -> None:
     """Even those inside a collective: rank 0 waits in a barrier and rank 1 sleeps when the parent goes."""
     program = (

@@ -58,7 +58,7 @@ REMATS = (Remat(), Remat("full", every=2), Remat("selective", every=2))
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokens.Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokens.train(["what a run exports " * 9], 300, directory)
+    tokens.train_tokenizer(["what a run exports " * 9], 300, directory)
     return tokens.load(str(directory), directory)
 
 

@@ -37,6 +37,7 @@ def settings() -> Iterator[None]:
     config.recompile_limit, config.dynamic_sources = before
 
 
+@pytest.mark.prove
 def test_every_kind_of_layer_meets_every_kind_of_batch() -> None:
     """Windows beside full attention, training and evaluation, one row and several, documents of any number and
     length: more graphs than torch makes by default, and no more once each has been met."""

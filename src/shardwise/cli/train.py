@@ -160,7 +160,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         if resumes is not None:
             note(resumes, as_json=options.json)
         with output_to_stderr() if options.json else nullcontext():
-            ended = local.launch(words, cluster.devices_per_node, directory)
+            ended = local.run_ranks(words, cluster.devices_per_node, directory)
         if not claim.held():  # what stands in exit.json now is the other one's
             ended = local.Ended(OutputError.exit_code, claim.lost())
     return _wait(ended, directory, options)

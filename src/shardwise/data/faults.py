@@ -126,9 +126,9 @@ class Faults:
         fix, where = fault.fix.replace(LINE, str(line)), str(source.original)
         self._found.append(BadRecord(fault.code, source.name, line, fault.what, fix, where, source.kind != "jsonl"))
         if len(self._found) == MOST:
-            self.settle()
+            self.raise_found()
 
-    def settle(self) -> None:
+    def raise_found(self) -> None:
         """Raises BadRecords if there are any."""
         if self._found:
             raise BadRecords(*self._found)

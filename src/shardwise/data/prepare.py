@@ -227,7 +227,7 @@ def _tokenizer(of: _Ingredients, cache: Path, said: Progress) -> tokens.Tokenize
     def train(directory: Path) -> None:
         skip = data.on_bad_sample == "skip"
         with _training_texts(of.settings.get("sample_tokens"), data.text_key, skip) as faults:
-            tokens.train(_texts(data, sources, said, faults), size, directory)
+            tokens.train_tokenizer(_texts(data, sources, said, faults), size, directory)
 
     facts = [tokens.TRAINED_VERSION, size, data.text_key, sources.share, of.identity(sources.train)]
     return tokens.open_directory(once(cache / "tokenizers" / source.digest(facts), train))
@@ -239,7 +239,7 @@ def _training_texts(sample_tokens: int | None, text_key: str, skip: bool) -> Ite
     faults = Faults(skip)
     try:
         yield faults
-        faults.settle()
+        faults.raise_found()
         if (bad := faults.counts["bad"]) and not faults.counts["read"]:
             what = f"none of {bad:,} records has a `{text_key}` to train a tokenizer on"
             fix = "data.tokenizer.path=TOKENIZER, or records with text"

@@ -82,7 +82,7 @@ def pieces(part: SourcePart, text_key: str, share: float, faults: Faults) -> Ite
     if part.source.kind == "jsonl":
         for offset, line, held_out in _documents(part, share, faults):
             with faults.watch(part.source, offset):
-                yield from _cut(_record(part, offset, line, text_key), last=True, held_out=held_out)
+                yield from _split(_record(part, offset, line, text_key), last=True, held_out=held_out)
     else:
         with faults.watch(part.source, part.start):
             yield from _text(part, faults)
@@ -123,15 +123,15 @@ def _text(part: SourcePart, faults: Faults) -> Iterator[Piece]:
         block.append(line)
         size += len(line)
         if size >= _PIECE_BYTES:
-            yield from _cut(_decode(part, block_start, b"".join(block)), last=False)
+            yield from _split(_decode(part, block_start, b"".join(block)), last=False)
             block, size = [], 0
     text = _decode(part, block_start, b"".join(block))
     last = part.stop == part.source.stop
     if text or last:
-        yield from _cut(text, last)
+        yield from _split(text, last)
 
 
-def _cut(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
+def _split(text: str, last: bool, held_out: bool = False) -> Iterator[Piece]:
     """Cut a text into pieces: after a line end, or else before a space, if there is one."""
     start = 0
     while len(text) - start > 2 * _PIECE_BYTES:

@@ -195,7 +195,7 @@ def _within(samples: list[Encoded], room: list[int], rules: SampleRules, counts:
     if rules.too_long == "error":
         what = f"is {length:,} tokens, train.seq_len {rules.seq_len:,}"
         raise Fault("DATA015", what, f"train.seq_len={length}, or data.too_long=truncate or drop")
-    cut = [_cut(sample, most) for sample, most in zip(samples, room, strict=True)]
+    cut = [_truncated(sample, most) for sample, most in zip(samples, room, strict=True)]
     if rules.too_long == "drop" or not all(sample.supervised.any() for sample in cut):
         counts["dropped"] += 1
         return []
@@ -203,7 +203,7 @@ def _within(samples: list[Encoded], room: list[int], rules: SampleRules, counts:
     return cut
 
 
-def _cut(sample: Encoded, most: int) -> Encoded:
+def _truncated(sample: Encoded, most: int) -> Encoded:
     return _learn(sample, sample.ids[:most], sample.supervised[:most])
 
 

@@ -88,7 +88,7 @@ def tokenise(unit: Sequence[SourcePart], job: TokenizeSettings) -> dict[str, Spl
             if piece.last:
                 target.close(tokenizer.eot_id if opened else None)
                 opened = False
-    faults.settle()
+    faults.raise_found()
     gathered[job.splits[0]].counts.update(faults.counts)
     return {name: g.run() for name, g in gathered.items()}
 

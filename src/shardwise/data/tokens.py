@@ -167,7 +167,7 @@ def _convert(directory: Path, path: str, cache: Path) -> Path:
     return target
 
 
-def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
     """Train a byte-level BPE of ``vocab_size`` entries, ``<|endoftext|>`` the last of them, and save it in Hugging
     Face form."""
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers

@@ -55,7 +55,7 @@ class Failure:
     time_s: float
 
 
-def launch(arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise") -> Ended:
+def run_ranks(arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise") -> Ended:
     """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them.
 
     Exit code and cause come from the ranks' ``exit.json``. A killed rank could not write one; for it the signal is

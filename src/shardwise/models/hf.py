@@ -122,14 +122,14 @@ def _checked(directory: Path, name: str) -> Path:
         real, root, there = path.resolve(), directory.resolve(), _exists(path)
     except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"no file can be opened as {_cut(name)!r}: {reason}"
+        what = f"no file can be opened as {_shortened(name)!r}: {reason}"
         raise DataError(
             Problem("CKPT009", what, str(directory), "fetch the model again from where it was made")
         ) from error
     blobs = root.parent.parent / "blobs"
     cached = root.parent.name == "snapshots" and real.is_relative_to(blobs)
     if Path(name).is_absolute() or ".." in Path(name).parts or not (real.is_relative_to(root) or cached):
-        what = f"file name {_cut(name)!r} leaves the model's directory"
+        what = f"file name {_shortened(name)!r} leaves the model's directory"
         raise PolicyError(Problem("SEC006", what, str(directory), "fetch the model again from where it was made"))
     if path.suffix in PICKLES:
         raise pickle_refused(path)
@@ -175,13 +175,13 @@ def _indexed(directory: Path) -> dict[str, Entry]:
     return found
 
 
-def _cut(name: str) -> str:
+def _shortened(name: str) -> str:
     """A name from a file, cut to a length that fits a message."""
     return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(map(_cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:

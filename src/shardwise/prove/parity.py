@@ -178,14 +178,14 @@ def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan],
     traces = []
     for plan in plans:
         try:
-            traces.append(train(rank, spec, plan, steps))
+            traces.append(take_steps(rank, spec, plan, steps))
         except Exception as error:
             error.add_note(f"while training under {plan}")
             raise
     return traces
 
 
-def train(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU) -> Trace:
+def take_steps(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU) -> Trace:
     """One training under ``plan`` in the default process group, on ``device``; the trace is on the CPU."""
     job = job_of(spec, plan, steps)
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))

@@ -95,7 +95,7 @@ def leave(job: Job, checkpoints: RunCheckpoints, log: Log, watch: Guard, stop: S
     raise PreemptedError(Problem("STOP001", what, str(job.directory), fix))
 
 
-def finish(
+def report_run(
     job: Job,
     state: TrainState,
     checkpoints: RunCheckpoints,

@@ -153,7 +153,7 @@ def device_kind(recipe: Recipe) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def settle(job: Job, meshes: Meshes) -> Job:
+def agree_on_identity(job: Job, meshes: Meshes) -> Job:
     """Agree on the run's identity: as an earlier start of the run left it in ``run.json``, else decided now by rank 0.
     Raises DataError DATA013 when the data are not those of the run. From here on torch computes as the plan says."""
     run = from_first(lambda: read_run(job.directory))

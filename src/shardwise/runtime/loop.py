@@ -11,12 +11,12 @@ from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
-from shardwise.runtime.end import close, evaluate_now, finish, leave, saving, write_model
+from shardwise.runtime.end import close, evaluate_now, leave, report_run, saving, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.faults import guard
 from shardwise.runtime.fit import explain_memory
 from shardwise.runtime.garbage import collecting
-from shardwise.runtime.job import Job, device_kind, identity, open_job, settle
+from shardwise.runtime.job import Job, agree_on_identity, device_kind, identity, open_job
 from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.metrics.measure import Meter
 from shardwise.runtime.metrics.pending import AfterStep, PendingSteps
@@ -43,7 +43,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         explain_memory(plan, job.device, watch.doing),
     ):
         agree(recipe, plan)
-        job = settle(job, meshes)
+        job = agree_on_identity(job, meshes)
         job, state, rules, checkpoints = begin(job, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
         log = open_log(job, state)
@@ -66,7 +66,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 watch.enter("logging")
                 pending.add(launched, batch.sample_ids, typical=not (profiled or meter.measured))
                 if stopping or evaluates(job, number) or saves(job, number):
-                    pending.settle()
+                    pending.log_all()
                 collect(number)
                 validation = None
                 if evaluates(job, number):
@@ -88,7 +88,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             validation = validation or evaluate_now(job, state, log, stop)
             if stop.everywhere:
                 leave(job, checkpoints, log, watch, stop)
-            return finish(job, state, checkpoints, log, meter, validation)
+            return report_run(job, state, checkpoints, log, meter, validation)
 
 
 def evaluates(job: Job, number: int) -> bool:

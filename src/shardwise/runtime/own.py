@@ -236,7 +236,7 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
     (loss / (plan.layout.dp * micro_batches)).backward()
     if last:
         techniques.after_backward([module], plan, usage.meshes)
-        usage.finish()
+        usage.end_step()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float | None) -> float:

@@ -48,7 +48,7 @@ class Launched:
     known: StepStats
     figures: Figures
 
-    def settle(self, state: TrainState) -> StepStats:
+    def wait(self, state: TrainState) -> StepStats:
         """Wait for the figures and count them in ``state``. Call it for steps in their order."""
         squares, loss, *rest = self.figures.read()
         told = dict(zip(self.known.figures, rest, strict=False))
@@ -63,7 +63,7 @@ class Launched:
 
 def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> StepStats:
     """:func:`launch` a step and wait for its figures."""
-    return launch(state, batches, supervised, rules).settle(state)
+    return launch(state, batches, supervised, rules).wait(state)
 
 
 def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Launched:

@@ -63,7 +63,7 @@ class Usage:
             self._open = True
             self._used = {name for name, p in self._parameters.items() if p.grad is not None}
 
-    def finish(self) -> None:
+    def end_step(self) -> None:
         """Call after the last backward of a step. Raises TrainingError (OWN001) on all ranks if they ran different
         units: then the step must not be used."""
         asked = bool(self.request)

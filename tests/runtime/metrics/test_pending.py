@@ -168,18 +168,18 @@ class Told(Exception):
 def order_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What will have happened: (launched or read, step)."""
     seen: list[tuple[str, int]] = []
-    launch, settle = loop.launch, Launched.settle
+    launch, wait = loop.launch, Launched.wait
 
     def launching(state: Any, *args: Any) -> Any:
         seen.append(("launched", state.step + 1))
         return launch(state, *args)
 
-    def settling(self: Launched, state: Any) -> Any:
+    def waiting(self: Launched, state: Any) -> Any:
         seen.append(("read", self.known.step))
-        return settle(self, state)
+        return wait(self, state)
 
     monkeypatch.setattr(loop, "launch", launching)
-    monkeypatch.setattr(Launched, "settle", settling)
+    monkeypatch.setattr(Launched, "wait", waiting)
     return seen
 
 

@@ -63,6 +63,7 @@ def subject(tmp_path: Path, first_step: int = 0) -> Subject:
     return Subject("a-1", "0123456789ab", tmp_path, first_step, {"optim.learning_rate": 1e-3, "data.path": ["x"]})
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore")  # theirs, about their own dependencies
 @pytest.mark.timeout(280)
 def test_the_real_packages_get_what_metrics_jsonl_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ print(sum(constant(torch.zeros(1), "dynamic", fourbit.DYNAMIC).tolist()))
 """
 
 
+@pytest.mark.prove
 def test_a_fake_world_leaves_no_mark() -> None:
     """In a process of its own: tables are not made of what fake tensors say, and kept. Sums are those of bitsandbytes'
     table."""

@@ -23,7 +23,7 @@ AfterStep = Callable[[TrainState, StepStats], None]
 
 @dataclass
 class PendingSteps:
-    """Puts the figures of each step into state and log, in order. Call :meth:`settle` before reading the state of the
+    """Puts the figures of each step into state and log, in order. Call :meth:`log_all` before reading the state of the
     last step. When the run fails, the figures that are there are logged before it ends."""
 
     job: Job
@@ -50,7 +50,7 @@ class PendingSteps:
         while len(self._open) > (0 if waited_for or self.state.skipped_in_row else 1):
             self._log()
 
-    def settle(self) -> None:
+    def log_all(self) -> None:
         """Log all that was launched."""
         while self._open:
             self._log()
@@ -66,6 +66,6 @@ class PendingSteps:
 
     def _write(self) -> tuple[StepStats, Sequence[int]]:
         launched, sample_ids, typical = self._open.popleft()
-        stats = launched.settle(self.state)
+        stats = launched.wait(self.state)
         self.log.step(self.state, stats, self.job.device, typical)
         return stats, sample_ids
