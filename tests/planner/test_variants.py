@@ -48,7 +48,8 @@ def with_own_numbers(made: Traced, spec: ModelSpec, plan: Plan) -> Unit:
     own = replace(variant.plan, layout=plan.layout, batch=plan.batch)
     if own.lora is not None and plan.lora is not None:
         own = replace(own, lora=replace(own.lora, rank=plan.lora.rank))
-    return trace(replace(variant, model=model, plan=own, atoms=(), sums=(), rules=()))
+    spread = plan.layout.tp if variant.spread > 1 else 1
+    return trace(replace(variant, model=model, plan=own, atoms=(), sums=(), rules=(), spread=spread))
 
 
 def told(unit: Unit, numbers: dict[str, int]) -> dict[str, Any]:
