@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 3
 PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT
 MAKEFLAGS += --no-print-directory
@@ -16,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
-	@echo "make test       the tests: every module, and a sample of every proof (9 minutes on two cores)"
+	@echo "make test       the tests: every module, and a sample of every proof (7 minutes on two cores)"
 	@echo "make prove      the rest of the proofs' matrices: drift, parity, kills, faults (at most 16 minutes)"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"
@@ -35,14 +34,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/shardwise train $(DEMO)
 
+# WORKERS: how many tests run at once; those of the proofs have ranks of their own
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+SHARED := --dist loadfile --no-loadscope-reorder --durations=10
 
 test: $(STAMP)
-	$(PYTEST) $(SHARED)
+	$(PYTEST) $(SHARED) -n $(or $(WORKERS),4)
 
 prove: $(STAMP)
-	$(PYTEST) $(SHARED) -m prove
+	$(PYTEST) $(SHARED) -n $(or $(WORKERS),3) -m prove
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
