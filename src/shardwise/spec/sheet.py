@@ -21,7 +21,7 @@ Dim = int | str
 """A whole number, or a product such as ``b*s``, ``2*K*e`` or ``b*s*d/64``. Bound, only ``b``, ``s`` and ``b*s`` are
 left. Symbols are: b rows of a micro-batch, s tokens of a row, d hidden_size, f intermediate_size, V vocab_size, K key
 heads, G query heads for each key head, e head_dim, p pairs of elements of a head that are rotated. Techniques have
-symbols of their own (``RANK`` in lora.py, ``RANKS`` in tp.py)."""
+symbols of their own (``RANK`` of lora, ``RANKS`` of tp)."""
 
 Sizes = Mapping[str, int]
 """The number that each symbol but ``b`` and ``s`` stands for."""

@@ -1,4 +1,4 @@
-"""Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names; under lora.py all but
+"""Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names; under LoRA all but
 the adapters).
 
 Shards and sends nothing: a frozen weight has no gradient, no moments and no part in any reduction; the product that

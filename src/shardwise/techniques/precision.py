@@ -4,8 +4,8 @@ Shards nothing and sends nothing: it sets the dtype of everything else. Weights 
 ``weights``, fp32 unless the recipe says otherwise (with adapters, the model's own frozen weights in ``lora.frozen``);
 forward and backward run in ``compute``; gradients are sent and summed in ``reduce``. bf16 halves activations and
 gathered weights, and pays on every device with bf16 matrix units; fp16 needs loss scaling (runtime/step.py). FSDP2
-casts sharded weights as it gathers them (shard.py passes it the dtypes); otherwise each layer casts its weight when it
-uses it, and the copy lives until the layer's backward has run.
+casts sharded weights as it gathers them (``shard.apply`` passes it the dtypes); otherwise each layer casts its weight
+when it uses it, and the copy lives until the layer's backward has run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an adapter computes: lora.py says of which layers."""
+"""What an adapter computes: ``targets`` beside it says of which layers."""
 
 from __future__ import annotations
 
