@@ -61,9 +61,11 @@ def test_a_method_reports_figures_beside_its_loss() -> None:
         return Loss(value, {"share": tokens, "odd": tokens * torch.nan})
 
     rules = StepRules(plan, Meshes(), OptimSection(), 3, finish)
+    before = [parameter.detach().clone() for parameter in state.trained()]
     found = step(state, part_ranks.rows(0), 48, rules)
     assert found.figures["share"] == 0.5 and math.isnan(found.figures["odd"])
     assert math.isfinite(found.loss) and not found.skipped
+    assert not any(torch.equal(old, new) for old, new in zip(before, state.trained(), strict=True))
 
 
 @pytest.mark.parametrize("plan", [plan_of(Layout(dp_replicate=2), "ddp"), plan_of(Layout(dp_shard=2), "zero3", 2)])
