@@ -23,6 +23,9 @@ from typing import ClassVar
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where no more can be written: the disk, a quota, or the size of a file (``ulimit -f``)."""
 
+UNWRITABLE = (*NO_ROOM, errno.EROFS)
+"""What a disk may begin to say while somebody writes on it."""
+
 NO_MEMORY = (
     *("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED", "Failed to CUDA "),
     *("annot allocate memory", "failed to map segment", "can't start new thread"),

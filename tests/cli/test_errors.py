@@ -250,8 +250,8 @@ def test_ctrl_c_ends_with_130(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -
     assert shardwise("schema") == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_is_full_is_told(
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_disk_that_is_full_or_read_only_is_told(
     shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     def full(*_: object) -> None:

@@ -160,10 +160,11 @@ def test_what_is_no_file_is_called_that(tmp_path: Path) -> None:
         find(str(tmp_path / "pipe"))
 
 
-def test_a_disk_that_cannot_be_read_is_missing_input_and_a_full_one_is_not() -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_read_is_missing_input_and_one_that_cannot_be_written_is_not(number: int) -> None:
     with pytest.raises(MissingInputError) as caught, reading(Path("a.jsonl")):
         raise OSError(errno.EIO, "Input/output error")
     [problem] = caught.value.problems
     assert problem.code == "DATA001" and "a.jsonl" in problem.what and "Input/output error" in problem.what
-    with pytest.raises(OSError, match="No space left"), reading(Path("a.jsonl")):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="of the disk"), reading(Path("a.jsonl")):
+        raise OSError(number, "of the disk")

@@ -20,7 +20,7 @@ from shardwise import __version__
 from shardwise.cli import interrupt
 from shardwise.cli.show import defect, out_of_memory, print_error
 from shardwise.errors import (
-    NO_ROOM,
+    UNWRITABLE,
     MissingInputError,
     OutputError,
     Problem,
@@ -136,12 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _full(error: Exception) -> ShardwiseError | None:
-    """The problem of a full disk, wherever it was raised: the output's disk, or a cache's."""
-    if not isinstance(error, OSError) or error.errno not in NO_ROOM:
+    """The problem of a disk that is full or was made read-only, wherever it was raised: the output's, or a cache's."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
     where = str(error.filename or "the output, a cache or a temporary file")
-    fix = "raise `ulimit -f`" if error.errno == errno.EFBIG else "make room there"
+    fixes = {errno.EFBIG: "raise `ulimit -f`", errno.EROFS: "a directory on a disk that can be written"}
+    fix = fixes.get(error.errno, "make room there")
     return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, fix))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
-from shardwise.errors import PreemptedError, ShardwiseError
+from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
 from shardwise.launch.worker import by_our_launcher, launcher_directory, rank, speak_in_turn, start_name, started
@@ -41,7 +41,7 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
                 traceback.print_exc()
             return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error", claim)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in rundir.FULL:
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 return _leave(directory, rundir.filled(directory, error), "error", claim)
             if lacking := out_of_memory(error):
                 return _leave(directory, lacking, "memory", claim)

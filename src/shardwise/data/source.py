@@ -9,7 +9,6 @@ directories are skipped.
 from __future__ import annotations
 
 import difflib
-import errno
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from shardwise.errors import NO_ROOM, DataError, MissingInputError, Problem, first_line
+from shardwise.errors import UNWRITABLE, DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import open_regular
 from shardwise.spec.shipped import recipes_directory
 from shardwise.spec.units import typed
@@ -37,7 +36,6 @@ _LARGEST_ID_BYTES = 8
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
-_WRITTEN = (*NO_ROOM, errno.EROFS)
 Kind = Literal["text", "jsonl", "other", "ids"]
 _KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
 """By suffix; any other file is text."""
@@ -77,12 +75,12 @@ class Sources:
 
 @contextmanager
 def reading(path: Path | str = "the data", fix: str = "restore it, or name other data") -> Iterator[None]:
-    """Turns an OSError into DATA001, but for those of a full disk. ``path``: what is read, for errors that
-    do not name it."""
+    """Turns an OSError into DATA001, but for what a disk says that cannot be written. ``path``: what is read, for
+    errors that do not name it."""
     try:
         yield
     except OSError as error:
-        if error.errno in _WRITTEN:
+        if error.errno in UNWRITABLE:
             raise
         path = error.filename or path
         what = f"{path} cannot be read: {error.strerror or first_line(error)}"

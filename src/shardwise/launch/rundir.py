@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.remote import all_shown
-from shardwise.errors import NO_ROOM, DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.launch import owner
 from shardwise.launch.owner import Claim
 from shardwise.runtime.checkpoint.locate import check_length
@@ -37,8 +37,6 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-FULL = (*NO_ROOM, errno.EROFS)
-"""Errors that a disk may begin to return while a run goes on."""
 _ORDER = ("train.seq_len", "run.seed")
 """Keys that decide what the samples are and in which order they come."""
 _ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
