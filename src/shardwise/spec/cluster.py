@@ -13,6 +13,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
 from shardwise.spec.host import available_memory_bytes, cores, gpus
+from shardwise.spec.measured import Measured
 from shardwise.spec.units import show_bytes
 
 Kind = Literal["cpu", "cuda"]
@@ -34,7 +35,9 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
-    peak that plain matrix products reach. ``verified`` (yes, partial, no) says how far the row can be trusted.
+    peak that plain matrix products reach. ``ring_bytes_per_s`` and ``allreduce_bytes_per_s`` are what a rank's gathers and
+    all-reduces are measured to move on a ring in a full node of ``per_node``; ``nic_bytes_per_s`` is a rank's share of
+    the network cards that such nodes are sold with. ``verified`` (yes, partial, no) says how far the row can be trusted.
     ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this machine, what torch.compile needs and does not
     find."""
 
@@ -45,6 +48,11 @@ class Device:
     peer_bytes_per_s: float = 0.0
     host_link_bytes_per_s: float = 0.0
     matmul_share: float | None = None
+    ring_bytes_per_s: float = 0.0
+    allreduce_bytes_per_s: float = 0.0
+    nic_bytes_per_s: float = 0.0
+    per_node: int = 8
+    multiprocessors: int = 0
     verified: str = "no"
     capability: tuple[int, int] | None = None
     no_compiler: str = ""
@@ -58,7 +66,8 @@ class Device:
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its
-    node, ``network_bytes_per_s`` what a whole node sends to another; both one way."""
+    node, ``network_bytes_per_s`` what a whole node sends to another; both one way. ``measured``: what ``shardwise
+    doctor`` found on one of the machines."""
 
     device: Device
     nodes: int = 1
@@ -68,6 +77,7 @@ class Cluster:
     host_memory_bytes: int = 0
     kind: Kind = "cuda"
     assumptions: tuple[str, ...] = ()
+    measured: Measured | None = None
 
     @property
     def world(self) -> int:
@@ -95,6 +105,11 @@ def devices() -> dict[str, Device]:
             peer_bytes_per_s=float(row["peer_gb_s"]) * 1e9,
             host_link_bytes_per_s=float(row["pcie_gb_s"]) * 1e9,
             matmul_share=float(row["matmul_share"]) if row["matmul_share"] else None,
+            ring_bytes_per_s=float(row["ring_gb_s"]) * 1e9,
+            allreduce_bytes_per_s=float(row["allreduce_gb_s"]) * 1e9,
+            nic_bytes_per_s=float(row["nic_gb_s"]) * 1e9,
+            per_node=int(row["per_node"]),
+            multiprocessors=int(row["multiprocessors"]),
             verified=row["verified"],
             capability=(int(row["capability"][:-2]), int(row["capability"][-1])) if row["capability"] else None,
         )

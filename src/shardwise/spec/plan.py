@@ -113,14 +113,38 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """How long a step takes on the slowest rank: ``step_s`` is the sum of the parts. ``compute_s``: the device computes
+    (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to launch
+    what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the host does
+    once a step. Four steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that rests
+    on."""
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    pointwise_s: float = 0.0
+    exposed_s: dict[str, float] = field(default_factory=dict, hash=False)
+    sent_s: dict[str, float] = field(default_factory=dict, hash=False)
+    optimizer_s: float = 0.0
+    host_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
+    basis: str = ""
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """What the planner predicts for the fullest rank. ``memory`` is bytes at the moment of the peak, by category."""
+    """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
+    ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
     capacity_bytes: int = 0
     traffic: tuple[Traffic, ...] = ()
     flops_per_step: int = 0
+    seconds: Seconds | None = None
 
     @property
     def allocated_bytes(self) -> int:

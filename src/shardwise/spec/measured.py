@@ -1,0 +1,66 @@
+"""What ``shardwise doctor`` measures on a machine, and the planner then uses in place of a table's figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of ``m`` x ``k`` by ``k`` x ``n`` in ``dtype``, the median of several."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention, forward and backward apart: ``tokens`` a sequence, and heads of ``head_dim``. ``flops`` of
+    each are those that the planner counts: 4 a pair, head and element of a head forward, 10 backward."""
+
+    dtype: str
+    tokens: int
+    heads: int
+    head_dim: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """An operation that reads and writes ``bytes`` in all: what memory gives, and for few bytes a cache."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective of ``bytes`` (gathered, scattered or reduced) over the ``ranks`` of a group; ``across`` the
+    network or within a node."""
+
+    kind: str
+    ranks: int
+    across: bool
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``launch_s``: what an operation of next to no work takes. ``ranks``: how many processes of the machine measured
+    at the same time, since they share memory and cores. ``disk_bytes_per_s`` is what a file is written at, to the
+    disk."""
+
+    ranks: int = 1
+    launch_s: float = 0.0
+    products: tuple[Product, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    pointwise: tuple[Pointwise, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    to_device_bytes_per_s: float = 0.0
+    from_device_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
