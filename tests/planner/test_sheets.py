@@ -18,8 +18,8 @@ from shardwise.models.config import ModelSpec, from_hf, parameter_count
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.planner import sheets, ship
 from shardwise.planner.apart import _ended, _process, traced_apart
-from shardwise.planner.passes import seen
 from shardwise.planner.schedule import folded
+from shardwise.planner.seconds.kernels import seen
 from shardwise.planner.sheets import key_of, name_of, pack_unit, sheet_of, unpack_unit, variant_of
 from shardwise.planner.shipped import SHIPPED, Shipped, written
 from shardwise.planner.trace import trace_once, traced_here

@@ -10,7 +10,7 @@ import pytest
 from shardwise import techniques
 from shardwise.models.load import load_spec
 from shardwise.planner.events import Begin, Copy, Event, Free, Make, TensorKey
-from shardwise.planner.passes import GRADIENT, OUTPUT
+from shardwise.planner.passes import GRADIENT, OUTPUT, Passes
 from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
@@ -98,7 +98,7 @@ def played(stage: int, order: Order) -> Tape:
     sheet = on_paper()
     cut, end = len(sheet.order) // 2 + 1, len(sheet.order) + 2
     tape = Tape()
-    step = Step(tape, sheet, PIPELINE, "cpu", [range(cut), range(cut, end)])
+    step = Step(tape, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), [range(cut), range(cut, end)])
     size = sheet.blocks[0].tensors[sheet.blocks[0].output].bytes(1, 256)
     for which, micro in order:
         output, gradient = (TensorKey(stage, micro, cut - 1, tensor) for tensor in (OUTPUT, GRADIENT))

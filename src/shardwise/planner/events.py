@@ -43,9 +43,13 @@ class Free(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Floating-point operations of one kernel."""
+    """Floating-point operations of one kernel, or none; how long the device computes it, of which kind it is
+    (products, attention, pointwise), and how long the host launches it."""
 
     flops: int
+    device_ns: int = 0
+    host_ns: int = 0
+    kind: str = "products"
     stream: str = "compute"
 
 
@@ -61,7 +65,7 @@ class Send(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``bytes`` are copied from one tier to another, where there is room for them already."""
+    """``bytes`` are copied from one tier to another, or within one, where there is room for them already."""
 
     source: Tier
     target: Tier

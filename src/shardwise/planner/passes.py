@@ -25,6 +25,8 @@ from shardwise.planner.events import (
     WeightsCall,
 )
 from shardwise.planner.overhead import attention_bytes
+from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen
+from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import SEND, Op, Sheet, Unit
@@ -38,8 +40,8 @@ Piece = Event | WeightsCall
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
     a pass of a unit comes to. ``b`` sequences of ``s`` tokens are computed in the dtype ``compute`` on devices of
-    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``loss``: what the loss does in its
-    forward and in its backward."""
+    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``rates``: how fast the device is,
+    where seconds are asked for. ``loss``: what the loss does in its forward and in its backward."""
 
     stem: Unit
     tail: Unit
@@ -50,10 +52,11 @@ class Passes:
     kind: Kind
     compute: Dtype
     deterministic: bool
+    rates: Rates | None
     loss: tuple[tuple[Piece, ...], tuple[Piece, ...]] = field(hash=False)  # many, of a long sequence
 
     @classmethod
-    def of(cls, sheet: Sheet, plan: Plan, kind: Kind) -> Passes:
+    def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
         return cls(
             stem=sheet.stem,
             tail=sheet.tail,
@@ -64,15 +67,16 @@ class Passes:
             kind=kind,
             compute=plan.precision.compute,
             deterministic=plan.deterministic,
-            loss=_loss(sheet, plan, kind),
+            rates=rates,
+            loss=_loss(sheet, plan, kind, rates),
         )
 
     def forward(self, unit: Unit) -> Iterator[Piece]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
-        for op in unit.forward_plain if unit.recompute else unit.forward:
-            yield from local.runs(op)
+        for i, op in enumerate(unit.forward_plain if unit.recompute else unit.forward):
+            yield from local.runs(op, local.forward[i])
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
         # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
         if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
@@ -92,7 +96,7 @@ class Passes:
         made: set[int] = set()
         for i, op in enumerate(recomputed(unit)):
             if i not in unit.saved_ops:
-                yield from local.runs(op)
+                yield from local.runs(op, local.forward[i])
             made.update(op.allocates)
             for tensor in op.frees:
                 if tensor != unit.input:
@@ -112,8 +116,8 @@ class Passes:
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         if unit.recompute:
             yield from self.recompute(unit)
-        for op in unit.backward:
-            yield from local.runs(op)
+        for i, op in enumerate(unit.backward):
+            yield from local.runs(op, local.backward[i])
             for tensor in op.allocates:
                 if tensor in gradients:
                     if first and self.tied and gradients[tensor] is unit.weights[0]:
@@ -138,7 +142,7 @@ class Passes:
             yield local.free(unit.input)
 
 
-def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
 
@@ -155,7 +159,11 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind) -> tuple[tuple[Piece, ...], tupl
             yield from (*free(frees), *make(name, size))
         vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
         tokens = plan.batch.micro_batch_size * plan.batch.seq_len
-        yield Compute(2 * products(sheet, plan) * vocabulary * hidden * tokens)
+        times = products(sheet, plan)
+        multiplied, rest = loss_durations(sheet, plan, rates, times) if rates else (NOTHING, NOTHING)
+        yield Compute(2 * times * vocabulary * hidden * tokens, multiplied.device_ns, multiplied.host_ns)
+        if rest.device_ns:
+            yield Compute(0, rest.device_ns, rest.host_ns, rest.kind)
         yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
 
     def backward() -> Iterator[Piece]:
@@ -186,13 +194,16 @@ class _Local:
         if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
         self.kinds = [tensor.category for tensor in unit.tensors]
+        rates = passes.rates
+        self.forward = durations(unit, "forward", rates, b, s) if rates else [NOTHING] * len(unit.forward)
+        self.backward = durations(unit, "backward", rates, b, s) if rates else [NOTHING] * len(unit.backward)
         if unit is passes.tail and unit.gradient_in >= 0:  # the loss makes it, as large as what it reads
             self.kinds[unit.gradient_in], self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
 
     def free(self, tensor: int) -> Free:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
-    def runs(self, op: Op) -> Iterator[Piece]:
+    def runs(self, op: Op, takes: Duration) -> Iterator[Piece]:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
@@ -202,13 +213,8 @@ class _Local:
         size = op.flops * self.times[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size)
-        elif size:
-            yield Compute(size)
-
-
-def seen(s: int, window: int | None) -> int:
-    """Twice the pairs of query and key in a causal sequence of ``s``, roughly: s * s, or less with a window."""
-    return s * s if window is None or window >= s else window * (2 * s - window)
+        elif size or takes.device_ns:
+            yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
 
 
 def recomputed(unit: Unit) -> tuple[Op, ...]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.overhead import standing_bytes
+from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
@@ -24,7 +25,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
     found, passes = [], {}
     for costed in at_places(spec, plan):
         if costed.units not in passes:
-            passes[costed.units] = micro_batches(costed, plan, cluster.kind)
+            passes[costed.units] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind))
         span = around(costed, plan, passes[costed.units])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         sent = traffic(span, plan)

@@ -23,6 +23,7 @@ from shardwise.planner.events import (
     UnitName,
 )
 from shardwise.planner.passes import Pass, Passes
+from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
@@ -38,13 +39,14 @@ PERIODS = 4
 two between, which must come to the same."""
 
 
-def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
+def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> list[Event]:
     """The events of one step at the sheet's place, the state of the model included, from before the first forward; with
-    the workspaces of kernels where ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
+    the workspaces of kernels where ``kind`` is cuda, and durations where there are ``rates``. Raises ValueError for the
+    sheet of another plan."""
     sheet.check(plan)
     tape = Tape()
     _begin(tape, sheet, plan)
-    step = Step(tape, sheet, plan, kind)
+    step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind, rates))
     for index in range(plan.batch.accumulation):
         step.forward(index)
         step.backward(index, last=index == plan.batch.accumulation - 1)
@@ -74,13 +76,13 @@ class Step:
     pipeline stage of this rank, by number: 0 is the stem, then come the blocks, then the tail. What a stage takes from
     the one before it or after it, whoever asks for its passes makes first, and frees what it leaves for them."""
 
-    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, stages: Sequence[range] = ()) -> None:
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, passes: Passes, stages: Sequence[range] = ()) -> None:
         self.tape = tape
         self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
         self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
         self.stages = stages or (range(len(self.units)),)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(tape, sheet, plan)
-        self.passes = Passes.of(sheet, plan, kind)
+        self.passes = passes
 
     def forward(self, micro_batch: int, stage: int = 0) -> None:
         self.tape.add(Mark("start of forward"))
@@ -129,9 +131,9 @@ class Step:
                 self.tape.play(piece, at)
 
 
-def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
+def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> Span:
     """The span of :func:`schedule`."""
-    return around(sheet, plan, micro_batches(sheet, plan, kind))
+    return around(sheet, plan, micro_batches(sheet, plan, Passes.of(sheet, plan, kind, rates)))
 
 
 def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
@@ -143,22 +145,22 @@ def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
     return joined([*begin.taken().values(), passes, *end.taken().values()])
 
 
-def micro_batches(sheet: Sheet, plan: Plan, kind: Kind) -> Span:
+def micro_batches(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     """The span of all micro-batches of a step. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
     start, period = _period(sheet, plan)
     count = (len(sheet.order) - start) // period
     keep = PERIODS
     while keep < count:
-        if span := _simulated(sheet, plan, kind, (start, period, keep)):
+        if span := _simulated(sheet, plan, passes, (start, period, keep)):
             return span
         keep *= 2
-    span = _simulated(sheet, plan, kind, (start, period, count))
+    span = _simulated(sheet, plan, passes, (start, period, count))
     assert span
     return span
 
 
-def _simulated(sheet: Sheet, plan: Plan, kind: Kind, blocks: tuple[int, int, int]) -> Span | None:
+def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int, int]) -> Span | None:
     """The span of all micro-batches, of which three are simulated at most. ``blocks``: from which block on they repeat,
     after how many (a period), and how many periods are simulated; the second stands for those left out. None where the
     second and the third do not come to the same."""
@@ -167,7 +169,7 @@ def _simulated(sheet: Sheet, plan: Plan, kind: Kind, blocks: tuple[int, int, int
     order = sheet.order[: start + keep * period] + sheet.order[start + count * period :]
     tape, m = Folding(), plan.batch.accumulation
     spans: list[Span] = []
-    step = Step(tape, replace(sheet, order=order), plan, kind)
+    step = Step(tape, replace(sheet, order=order), plan, passes)
     second = range(start + period, start + 2 * period)
     for index in range(min(m, 3)):
         step.forward(index)

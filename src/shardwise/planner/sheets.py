@@ -30,7 +30,7 @@ from shardwise.planner.variants import chosen
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Tensor, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Sizes, Tensor, Unit, grown
 from shardwise.techniques.variant import Traced, Variant
 
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
@@ -122,7 +122,9 @@ def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Uni
     bound = replace(unit, forward_plain=(), window=window).bound(dict(numbers))
     # The operations are those of forward: binding half as many is half the time.
     plain = (op.freeing(other.frees) for op, other in zip(bound.forward, unit.forward_plain, strict=True))
-    bound = replace(bound, forward_plain=tuple(plain))
+    sizes = dict(numbers)
+    forward, backward = (tuple(_shaped(op, sizes) for op in ops) for ops in (bound.forward, bound.backward))
+    bound = replace(bound, forward=forward, backward=backward, forward_plain=tuple(plain))
     if not real:
         return bound
     weights, tensors = (
@@ -130,6 +132,20 @@ def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Uni
         for each in (bound.weights, bound.tensors)
     )
     return replace(bound, weights=weights, tensors=tensors)
+
+
+def _shaped(op: Op, sizes: Sizes) -> Op:
+    """The operation with numbers for all of its dims and bytes but ``b`` and ``s``."""
+    if not (op.dims or op.read or op.written):
+        return op
+    dims, read, written = (tuple(_number(dim, sizes) for dim in each) for each in (op.dims, op.read, op.written))
+    kept = (op.weight, op.flops, op.per, op.symbols, op.writes, op.axis)
+    return Op(op.kind, op.name, op.allocates, op.frees, op.reads, *kept, dims, read, written)
+
+
+def _number(dim: Dim, sizes: Sizes) -> Dim:
+    size, per = grown(dim, sizes)
+    return f"{size}*{per}" if per else size
 
 
 def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict[Variant, Unit]:

@@ -56,12 +56,15 @@ class Level:
 @dataclass(slots=True)
 class Span(Level):
     """The bytes are the device's; ``others`` has those of other tiers. ``sent`` counts the calls of each collective,
-    and ``copied`` the copies."""
+    and ``copied`` the copies. ``busy_ns`` is for how long the device computes, by kind, and ``host_ns`` how long the
+    host launches that."""
 
     flops: int = 0
     sent: dict[Send, int] = field(default_factory=dict)
     others: dict[Tier, Level] = field(default_factory=dict)
     copied: dict[Copy, int] = field(default_factory=dict)
+    host_ns: int = 0
+    busy_ns: dict[str, int] = field(default_factory=dict)
 
     def on(self, tier: Tier) -> Level:
         """Bytes alive on a tier."""
@@ -75,6 +78,9 @@ class Span(Level):
             self.on(event.tier).moves(event.category, -event.bytes)
         elif isinstance(event, Compute):
             self.flops += event.flops
+            if event.device_ns:
+                self.host_ns += event.host_ns
+                self.busy_ns[event.kind] = self.busy_ns.get(event.kind, 0) + event.device_ns
         elif isinstance(event, Send):
             self.sent[event] = self.sent.get(event, 0) + 1
         elif isinstance(event, Copy):
@@ -84,6 +90,10 @@ class Span(Level):
         """All of another span more."""
         self.follows(other)
         self.flops += other.flops
+        if other.busy_ns:
+            self.host_ns += other.host_ns
+            for kind, size in other.busy_ns.items():
+                self.busy_ns[kind] = self.busy_ns.get(kind, 0) + size
         sent = self.sent
         for send, count in other.sent.items():
             sent[send] = sent.get(send, 0) + count
@@ -107,6 +117,8 @@ class Span(Level):
             {send: n * count for send, count in self.sent.items()},
             {tier: level.repeated(n) for tier, level in self.others.items()},
             {copy: n * count for copy, count in self.copied.items()},
+            n * self.host_ns,
+            {kind: n * size for kind, size in self.busy_ns.items()},
         )
 
 
@@ -133,7 +145,14 @@ def same(one: Span, other: Span) -> bool:
 def _figures(span: Span) -> tuple[object, ...]:
     tiers = {"device": span, **span.others}
     memory = {tier: (at.net_bytes, at.top_bytes, Counter(at.change), Counter(at.top)) for tier, at in tiers.items()}
-    return {tier: figures for tier, figures in memory.items() if any(figures)}, span.flops, span.sent, span.copied
+    seconds = span.host_ns, span.busy_ns
+    return (
+        {tier: figures for tier, figures in memory.items() if any(figures)},
+        span.flops,
+        span.sent,
+        span.copied,
+        seconds,
+    )
 
 
 def fold(events: Iterable[Event]) -> Span:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import prod
 
-from shardwise.planner.events import Send
+from shardwise.planner.events import Copy, Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
@@ -41,6 +41,10 @@ class Weights:
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
+
+    def copy(self, size: int, stream: str = "compute") -> None:
+        """``size`` bytes are copied into a flat buffer, or out of one."""
+        self.tape.add(Copy("device", "device", size, stream))
 
     def add_tied(self) -> None:
         """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
@@ -91,9 +95,11 @@ class Replicated(Weights):
             self.tape.make(("bucket", index), "gradients", total)
             for name in names:
                 self.tape.free(("grad", name))
+            self.copy(total)
         wire = BYTES[self.plan.precision.reduce]
         if self.plan.precision.reduce != self.plan.precision.weights:
             self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
+            self.copy(total)
         self.tape.record("compute", ("bucket", index))
         self.tape.wait("reduce", ("bucket", index))
         self.tape.add(Send("all_reduce", "loss", "gradients", total // self.bytes * wire, "reduce"))
@@ -131,6 +137,8 @@ class Sharded(Weights):
         self.tape.make(("gather", group), "buffers", size.wire_bytes)
         if again:
             self.tape.wait("gather", ("kept", group))
+        if not again:
+            self.copy(size.cast_bytes, "gather")
         over, calls = (f"fsdp/{self.reshard}", size.regathers) if again else ("fsdp", size.gathers)
         for call in calls:
             self.tape.add(Send("all_gather", over, "weights", call, "gather"))
@@ -141,6 +149,7 @@ class Sharded(Weights):
     def _copy_out(self, group: Hashable) -> None:
         self.tape.wait("compute", ("gathered", group))
         self.tape.make(("weights", group), "gathered", self.groups[group].wire_bytes)
+        self.copy(self.groups[group].wire_bytes)
         self.tape.record("compute", ("copied out", group))
         self.tape.drop(("post forward", group))
 
@@ -230,6 +239,7 @@ class Sharded(Weights):
             self.tape.wait("compute", "scattered")
             self.tape.free("scatter")
         self.tape.make("scatter", "buffers", size.reduce_bytes)
+        self.copy(size.reduce_bytes)
         self.tape.record("compute", "to scatter")
         self.tape.wait("reduce", "to scatter")
         for call in size.reduces:

@@ -35,11 +35,11 @@ _SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
-    peak that plain matrix products reach. ``ring_bytes_per_s`` and ``allreduce_bytes_per_s`` are what a rank's gathers and
-    all-reduces are measured to move on a ring in a full node of ``per_node``; ``nic_bytes_per_s`` is a rank's share of
-    the network cards that such nodes are sold with. ``verified`` (yes, partial, no) says how far the row can be trusted.
-    ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this machine, what torch.compile needs and does not
-    find."""
+    peak that plain matrix products reach. ``ring_bytes_per_s`` and ``allreduce_bytes_per_s`` are what a rank's gathers
+    and all-reduces are measured to move on a ring in a full node of ``per_node``; ``nic_bytes_per_s`` is a rank's share
+    of the network cards that such nodes are sold with. ``verified`` (yes, partial, no) says how far the row can be
+    trusted. ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this machine, what torch.compile needs and
+    does not find."""
 
     name: str
     memory_bytes: int

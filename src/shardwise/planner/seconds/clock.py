@@ -1,0 +1,119 @@
+"""When each thing of a step happens: a tape that keeps time instead of events.
+
+The host launches kernels in their order; the device computes one as soon as it is launched and the one before it is
+done. Collectives of a stream run one after another beside that, each when it is given and what it waits for is there.
+What the device waits for that is not its own work is exposed communication, and counted to the axis it was sent along.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from shardwise.planner.events import Begin, Copy, Event, Key, Send, Tier
+from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.rates import Rates
+from shardwise.planner.seconds.wires import Wires
+from shardwise.planner.spans import Span
+from shardwise.planner.tape import Folding
+
+Times = defaultdict[str, float]
+"""Seconds by name."""
+
+
+@dataclass
+class Elapsed:
+    """Seconds from the beginning: of the host's launches and of each stream, and what they come to: ``busy_s`` of the
+    device by kind of kernel, ``exposed_s`` and ``sent_s`` by axis."""
+
+    host_s: float = 0.0
+    at_s: Times = field(default_factory=lambda: defaultdict(float))
+    busy_s: Times = field(default_factory=lambda: defaultdict(float))
+    exposed_s: Times = field(default_factory=lambda: defaultdict(float))
+    sent_s: Times = field(default_factory=lambda: defaultdict(float))
+
+    def copy(self) -> Elapsed:
+        return Elapsed(self.host_s, *(times.copy() for times in self.counters()))
+
+    def goes_on(self, earlier: Elapsed, later: Elapsed, times: int) -> None:
+        """As often more as passed between two moments."""
+        self.host_s += times * (later.host_s - earlier.host_s)
+        for mine, early, late in zip(self.counters(), earlier.counters(), later.counters(), strict=True):
+            for key in [*late]:
+                mine[key] += times * (late[key] - early[key])
+
+    def counters(self) -> tuple[Times, ...]:
+        return self.at_s, self.busy_s, self.exposed_s, self.sent_s
+
+
+class Clock(Folding):
+    """``hidden``: the share of what is sent between kernels that others run beside."""
+
+    def __init__(self, rates: Rates, wires: Wires, hidden: float = 0.0) -> None:
+        super().__init__()
+        self.rates, self.wires, self.hidden = rates, wires, hidden
+        self.now = Elapsed()
+        self.at: dict[Hashable, tuple[float, str]] = {}  # when a mark is reached, and the axis last sent along
+        self.axis: dict[str, str] = {}
+        self.contention = shipped()["contention"] if rates.cuda else 0.0
+        self.beside_s = 0.0  # of communication that has begun and slows what is computed next
+
+    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
+        """Nothing: bytes take no time."""
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Send):
+            self._send(event, 1)
+        elif isinstance(event, Copy):
+            seconds = self.rates.copy_s(event.bytes)
+            if event.stream == "compute":
+                self._compute(seconds, self.rates.launch_s if self.rates.cuda else 0.0)
+                self.now.busy_s["copies"] += seconds
+            else:
+                self.now.at_s[event.stream] = max(self.now.at_s[event.stream], self.now.host_s) + seconds
+        elif isinstance(event, Begin):
+            self.taken()
+
+    def play(self, piece: Event | Span, at: object) -> None:
+        assert isinstance(piece, Span)
+        if piece.busy_ns:
+            self._compute(sum(piece.busy_ns.values()) / 1e9, piece.host_ns / 1e9)
+            for kind, ns in piece.busy_ns.items():
+                self.now.busy_s[kind] += ns / 1e9
+        for send, calls in piece.sent.items():
+            self._send(send, calls)
+
+    def _compute(self, device_s: float, host_s: float) -> None:
+        now = self.now
+        slowed_s = min(self.beside_s, self.contention * device_s)
+        self.beside_s -= slowed_s
+        first_s = now.host_s + min(host_s, self.rates.launch_s)
+        now.host_s += host_s
+        now.at_s["compute"] = max(max(now.at_s["compute"], first_s) + device_s + slowed_s, now.host_s)
+
+    def _send(self, send: Send, calls: int) -> None:
+        now, seconds = self.now, calls * self.wires.seconds(send.kind, send.axis, send.bytes)
+        axis = self.wires.layout.called(send.axis)
+        now.sent_s[axis] += seconds
+        if send.stream == "compute":
+            seconds *= 1 - self.hidden
+            now.at_s["compute"] = max(now.at_s["compute"], now.host_s) + seconds
+            now.exposed_s[axis] += seconds
+            return
+        now.at_s[send.stream] = max(now.at_s[send.stream], now.host_s) + seconds
+        self.axis[send.stream] = axis
+        self.beside_s += self.contention * seconds
+
+    def record(self, stream: str, mark: Hashable) -> None:
+        self.marks.add(mark)
+        reached_s = max(self.now.at_s[stream], self.now.host_s)
+        self.at[mark] = reached_s, self.axis.get(stream, "")
+
+    def wait(self, stream: str, mark: Hashable) -> None:
+        until_s, axis = self.at[mark]
+        late_s = until_s - self.now.at_s[stream]
+        if late_s > 0:
+            if stream == "compute":
+                self.now.exposed_s[axis] += until_s - max(self.now.at_s[stream], min(self.now.host_s, until_s))
+            self.now.at_s[stream] = until_s

@@ -1,0 +1,158 @@
+"""How long the operations of a unit take: the kernels that they become, one by one or fused.
+
+Between products, attention and collectives stand pointwise operations and sums. Unfused, each is a kernel that reads
+and writes all of its own; fused, a run of them reads what was there before it once, and writes what is read after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardwise.planner.seconds.rates import Rates
+from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.sheet import KEPT_UNITS, SEND, Dim, Op, Sheet, Unit
+
+SUM = "aten.sum"
+"""A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
+EMPTY = ("aten.empty", "aten.new_empty")
+ATTENTION_BACKWARD = "shardwise.attention_backward"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Nanoseconds of one operation: its kernels on the device, of which products and attention are kinds, and the host
+    that launches them."""
+
+    device_ns: int = 0
+    host_ns: int = 0
+    kind: str = "pointwise"
+
+
+NOTHING = Duration()
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple[Duration, ...]:
+    """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
+    run the first operation has the whole."""
+    ops = unit.forward if direction == "forward" else unit.backward
+    found = [_of(op, unit, rates, (b, s)) for op in ops]
+    if rates.blocks == "fused" or (rates.blocks == "compiled" and unit.name == "block"):
+        kept = _outlive(unit, direction)
+        for run in _runs(ops):
+            kernels = [*_fused(run, ops, unit, kept, (b, s))]
+            for i in run:
+                found[i] = NOTHING
+            found[run[0]] = _pointwise(kernels, rates)
+    return tuple(found)
+
+
+def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
+    if op.kind == SEND or op.name.startswith(EMPTY):
+        return NOTHING
+    if op.kind == "attention":
+        groups, queries, _, head_dim = (number(dim, sizes) for dim in op.dims)
+        window = unit.window
+        pairs = groups * queries**2 if window is None or window >= queries else groups * window * queries * 2
+        flops = op.flops * sizes[0] * seen(queries, window)
+        backward = op.name == ATTENTION_BACKWARD
+        seconds = rates.attention_s(flops, pairs, (queries, head_dim), backward=backward)
+        return _timed(seconds, rates, "attention", kernels=3 if backward else 1)
+    if op.kind == "matmul":
+        groups, m, n, k = (number(dim, sizes) for dim in op.dims)
+        return _timed(rates.product_s(groups, m, n, k), rates, "products")
+    moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
+    if op.kind == "elementwise" and op.name == "aten.embedding":
+        moved = 2 * sum(number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
+    extra = rates.product_s(*(number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
+    made = _pointwise([moved], rates)
+    return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
+
+
+def _timed(seconds: float, rates: Rates, kind: str, kernels: int = 1) -> Duration:
+    host_ns = round(1e9 * kernels * rates.launch_s)
+    if not rates.cuda:  # what launches computes
+        own = 0 if rates.measured else host_ns
+        return Duration(round(1e9 * seconds) + own, 0, kind)
+    return Duration(round(1e9 * (seconds + kernels * rates.gap_s)), host_ns, kind)
+
+
+def _pointwise(moved: list[int], rates: Rates) -> Duration:
+    """Kernels that move so many bytes each."""
+    return _timed(sum(rates.pointwise_s(each) for each in moved), rates, "pointwise", kernels=len(moved))
+
+
+def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
+    """The operations between two that are not fused."""
+    run: list[int] = []
+    for i, op in enumerate(ops):
+        if op.kind in ("matmul", "attention", SEND) or op.dims:
+            if run:
+                yield run
+            run = []
+        elif not op.name.startswith(EMPTY):
+            run.append(i)
+    if run:
+        yield run
+
+
+def _outlive(unit: Unit, direction: str) -> Set[int]:
+    """What is there when a pass of the unit is over."""
+    if direction == "forward":
+        return unit.saved | {unit.output}
+    return {tensor for _, tensor in unit.weight_gradients} | {unit.gradient_out}
+
+
+def _fused(run: list[int], ops: tuple[Op, ...], unit: Unit, kept: Set[int], sizes: tuple[int, int]) -> Iterator[int]:
+    """Bytes of each kernel that a run becomes: one, and one for each sum over tokens, which reads the run's inputs
+    again."""
+    inside = [ops[i] for i in run]
+    made = {tensor for op in inside for tensor in op.allocates}
+    touched = {tensor for op in inside for tensor in (*op.reads, *op.writes)}
+    later = {tensor for op in ops[run[-1] + 1 :] for tensor in (*op.reads, *op.writes)} | kept
+    read = sum(unit.tensors[tensor].bytes(*sizes) for tensor in touched - made)
+    sums = [op for op in inside if op.name.startswith(SUM) and op.allocates and _small(op, unit)]
+    summed = {tensor for op in sums for tensor in op.allocates}
+    wrote = {tensor for op in inside for tensor in (*op.allocates, *op.writes)} & later - summed
+    if len(sums) < len(inside):
+        yield read + sum(unit.tensors[tensor].bytes(*sizes) for tensor in wrote)
+    for _ in sums:
+        yield read
+
+
+def _small(op: Op, unit: Unit) -> bool:
+    """Whether what it makes grows with neither tokens nor rows."""
+    return all(isinstance(dim, int) for tensor in op.allocates for dim in unit.tensors[tensor].shape)
+
+
+def number(dim: Dim, sizes: tuple[int, int]) -> int:
+    """A bound dim for ``b`` sequences of ``s`` tokens."""
+    if isinstance(dim, int):
+        return dim
+    each = {"b": sizes[0], "s": sizes[1]}
+    return prod(each[factor] if factor in each else int(factor) for factor in dim.split("*"))
+
+
+def seen(s: int, window: int | None) -> int:
+    """Twice the pairs of query and key in a causal sequence of ``s``, roughly: s * s, or less with a window."""
+    return s * s if window is None or window >= s else window * (2 * s - window)
+
+
+def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tuple[Duration, Duration]:
+    """The loss of a micro-batch, which is in no unit: ``products`` by the output layer for all tokens, and the passes
+    over logits in between; of the gradients it adds, an fp32 one is read and written a chunk."""
+    vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
+    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    chunk = min(plan.batch.loss_chunk_tokens, tokens)
+    chunks = -(-tokens // chunk)
+    narrow, wide = BYTES[plan.precision.compute], max(4, BYTES[plan.precision.compute])
+    # Logits are made, widened, their maximum and sum are read, and their gradient is made and narrowed.
+    moved = [chunk * vocabulary * size for size in (narrow + wide, 2 * wide, 2 * wide, wide + narrow)]
+    if chunks > 1 and products > 2:
+        moved.append(2 * 4 * vocabulary * hidden)
+    each = rates.product_s(1, chunk, vocabulary, hidden)
+    multiplied = _timed(chunks * products * each, rates, "products", kernels=chunks * products)
+    return multiplied, _pointwise(moved * chunks, rates)

@@ -1,0 +1,223 @@
+"""How fast a device computes: from the table of hardware and the constants, or from what ``shardwise doctor`` measured.
+
+A product takes as long as its multiplications at the best rate of the device, less what its shape costs (a last wave
+of tiles that does not fill the device, a short k, sizes that 64 does not divide), or as long as its bytes, whichever is
+more. Attention has a rate of its own, by the pairs of query and key that are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, exp, log
+from typing import Literal
+
+from shardwise.planner.seconds.constants import shipped
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.measured import AttentionRate, Measured, Pointwise, Product
+from shardwise.spec.plan import BYTES, Plan
+
+Blocks = Literal["eager", "fused", "compiled"]
+"""Whether each operation of a block is a kernel of its own, or what stands between two products is one: as somebody
+wrote it, or as a compiler did."""
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.55))
+"""Rows and columns of the output that one multiprocessor computes at a time, and the share of the best rate that
+products of such tiles reach: what cuBLAS chooses from, roughly."""
+ALIGNED = 64
+CPU_FLOPS, CPU_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 8e-6
+"""Of a CPU process on which nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
+    ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
+    cards' rate that sharded weights reach."""
+
+    efficiency: float
+    step_s: float
+    blocks: Blocks | None = None
+    attention: str = "auto"
+    hidden: float = 0.0
+    network: float | None = None
+
+
+def own_traits() -> Traits:
+    """Those of this system."""
+    known = shipped()
+    return Traits(known["own era"], known["own step_s"])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one process. ``flops_per_s``: of the best products in the dtype that is computed in; ``attention_per_s``:
+    operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and head, forward and
+    backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``measured`` goes before
+    everything."""
+
+    cuda: bool
+    dtype: str
+    flops_per_s: float
+    attention_per_s: float
+    score_bytes: tuple[float, float]
+    memory_bytes_per_s: float
+    copy_bytes_per_s: float
+    launch_s: float
+    gap_s: float
+    fill_k: float
+    misaligned: float
+    blocks: Blocks
+    bytes_share: float
+    multiprocessors: int
+    measured: Measured | None = None
+
+    def product_s(self, groups: int, m: int, n: int, k: int) -> float:
+        """``groups`` products of m x k by k x n."""
+        flops, moved = 2.0 * groups * m * n * k, BYTES[self.dtype] * groups * (m * k + k * n + m * n)
+        if self.measured and (known := _of_dtype(self.measured, self.dtype)):
+            return _measured_product_s(known, groups, m, n, k)
+        rate = self.flops_per_s
+        if self.cuda:
+            rate *= _filled(groups, m, n, self.multiprocessors) * k / (k + self.fill_k)
+            rate *= self.misaligned if n % ALIGNED or k % ALIGNED else 1.0
+        return max(flops / rate, moved / self.memory_bytes_per_s)
+
+    def attention_s(self, flops: float, pairs: float, shape: tuple[int, int], *, backward: bool) -> float:
+        """``flops`` of attention over ``pairs`` of query and key of all heads; ``shape``: tokens of a sequence and size
+        of a head."""
+        known = self.measured.attention if self.measured else ()
+        if near := [one for one in known if one.dtype == self.dtype]:
+            return flops / _attention_rate(near, shape, backward=backward)
+        return flops / self.attention_per_s + pairs * self.score_bytes[backward] / self.memory_bytes_per_s
+
+    def pointwise_s(self, moved_bytes: float) -> float:
+        """A kernel that reads and writes so many bytes."""
+        if self.measured and self.measured.pointwise:
+            return _measured_bytes_s(self.measured.pointwise, moved_bytes)
+        return moved_bytes * self.bytes_share / self.memory_bytes_per_s
+
+    def copy_s(self, copied_bytes: float) -> float:
+        """So many bytes read, and as many written elsewhere: into, or out of, a buffer of many tensors."""
+        if self.measured and self.measured.pointwise:
+            return _measured_bytes_s(self.measured.pointwise, 2 * copied_bytes)
+        return 2 * copied_bytes / self.copy_bytes_per_s
+
+
+@lru_cache(maxsize=256)
+def _filled(groups: int, m: int, n: int, multiprocessors: int) -> float:
+    """The share of the best rate that is left by tiles that reach over the edge, and by the last wave of them."""
+    if not multiprocessors:
+        return 1.0
+    best = 0.0
+    for rows, columns, share in TILES:
+        tiles = groups * ceil(m / rows) * ceil(n / columns)
+        needed = groups * m * n / (rows * columns)
+        best = max(best, share * needed / (multiprocessors * ceil(tiles / multiprocessors)))
+    return best
+
+
+def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
+    """Those of one process of the cluster for what the plan computes. The caller says which ``traits``."""
+    known, device, dtype = shipped(), cluster.device, plan.precision.compute
+    blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
+    fixed = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
+    share = known[f"bytes {blocks}"]
+    if cluster.kind == "cpu":
+        return Rates(
+            cuda=False,
+            dtype=dtype,
+            flops_per_s=CPU_FLOPS * 4 / BYTES[dtype] if dtype in ("fp32", "fp64") else CPU_FLOPS,
+            attention_per_s=CPU_FLOPS / 4,
+            score_bytes=(0.0, 0.0),
+            memory_bytes_per_s=CPU_BYTES_PER_S,
+            copy_bytes_per_s=CPU_BYTES_PER_S,
+            launch_s=cluster.measured.launch_s if cluster.measured else CPU_LAUNCH_S,
+            gap_s=0.0,
+            bytes_share=share,
+            multiprocessors=0,
+            measured=cluster.measured,
+            **fixed,  # type: ignore[arg-type]
+        )
+    peak = device.bf16_flops or known["best product"] * 1e14
+    if dtype in ("fp32", "fp64"):
+        tensor_cores = plan.precision.matmul != "highest" and device.computes_bf16 and dtype == "fp32"
+        peak *= known["tf32 peak" if tensor_cores else "fp32 peak"]
+    best = known.get(f"best product:{device.name}", known["best product"])
+    kernel = attention_kernel(plan, cluster) if traits.attention == "auto" else traits.attention
+    rate = peak * traits.efficiency * best
+    memory = known["memory"] * (device.hbm_bytes_per_s or 1e12) * traits.efficiency
+    scores = (known["score bytes forward"], known["score bytes backward"]) if kernel == "eager" else (0.0, 0.0)
+    share_of = known["attention eager"] * best if kernel == "eager" else known[f"attention {kernel}"]
+    return Rates(
+        cuda=True,
+        dtype=dtype,
+        flops_per_s=rate,
+        attention_per_s=peak * traits.efficiency * share_of,
+        score_bytes=scores,
+        memory_bytes_per_s=memory,
+        copy_bytes_per_s=memory * known["flat copy"],
+        launch_s=cluster.measured.launch_s if cluster.measured else known["launch_s"],
+        gap_s=known["gap_s"],
+        bytes_share=share,
+        multiprocessors=device.multiprocessors,
+        measured=cluster.measured,
+        **fixed,  # type: ignore[arg-type]
+    )
+
+
+def attention_kernel(plan: Plan, cluster: Cluster) -> str:
+    """The row of the constants that stands for the kernel that the plan's attention takes on this device."""
+    major = (cluster.device.capability or (8, 0))[0]
+    if major < 8 or plan.precision.compute in ("fp32", "fp64"):
+        return "flash1 ampere"
+    age = "ampere" if major == 8 else "hopper" if major == 9 else "other"
+    family = "cudnn" if plan.attention in ("cudnn", "fa3") or age == "other" else "flash2"
+    return f"{family} {age}"
+
+
+def _of_dtype(measured: Measured, dtype: str) -> tuple[Product, ...]:
+    return tuple(product for product in measured.products if product.dtype == dtype)
+
+
+@lru_cache(maxsize=4096)
+def _measured_product_s(known: tuple[Product, ...], groups: int, m: int, n: int, k: int) -> float:
+    """At a rate between those of the measured shapes, the nearer the more."""
+    rates: dict[tuple[float, ...], float] = {
+        (log(one.m), log(one.n), log(one.k)): log(2.0 * one.m * one.n * one.k / one.seconds) for one in known
+    }
+    return 2.0 * groups * m * n * k / exp(_between(rates, (log(m), log(n), log(k))))
+
+
+def _attention_rate(known: list[AttentionRate], shape: tuple[int, int], *, backward: bool) -> float:
+    rates: dict[tuple[float, ...], float] = {}
+    for one in known:
+        flops = (10 if backward else 4) * one.heads * one.head_dim * one.tokens**2 / 2
+        seconds = one.backward_s if backward else one.forward_s
+        rates[log(one.tokens), log(one.head_dim)] = log(flops / seconds)
+    return exp(_between(rates, (log(shape[0]), log(shape[1]))))
+
+
+def _between(values: Mapping[tuple[float, ...], float], at: tuple[float, ...]) -> float:
+    """The mean of values at points, weighted by the inverse square of their distance."""
+    total = weights = 0.0
+    for point, value in values.items():
+        square = sum((one - other) ** 2 for one, other in zip(point, at, strict=True))
+        weight = 1 / (square + 0.01) ** 2
+        total, weights = total + weight * value, weights + weight
+    return total / weights
+
+
+def _measured_bytes_s(known: tuple[Pointwise, ...], moved_bytes: float) -> float:
+    """On straight lines between the measured sizes; below the smallest as long as that, above the largest at its
+    rate."""
+    before: Pointwise | None = None
+    for one in known:
+        if moved_bytes <= one.bytes:
+            if before is None:
+                return one.seconds
+            part = (moved_bytes - before.bytes) / (one.bytes - before.bytes)
+            return before.seconds + part * (one.seconds - before.seconds)
+        before = one
+    assert before is not None
+    return before.seconds * moved_bytes / before.bytes

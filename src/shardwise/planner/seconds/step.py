@@ -1,0 +1,120 @@
+"""The seconds of a step of a plan: its events on a clock, then the optimizer and what the host does once a step.
+
+Four micro-batches are played at most; the third stands for those left out, since from the second on all are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import exp, hypot, log, log2
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.passes import Passes
+from shardwise.planner.price import at_places
+from shardwise.planner.schedule import Step
+from shardwise.planner.seconds.clock import Clock, Elapsed
+from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
+from shardwise.planner.seconds.wires import wires_of
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
+from shardwise.spec.plan import BYTES, Plan, Seconds
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+
+PLAYED = 4
+"""Micro-batches that are played: the first, two that are like all others, the last."""
+
+
+def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None = None) -> Plan:
+    """A priced plan with its seconds: those of the slowest of its places."""
+    traits = traits or own_traits()
+    found: dict[tuple[Unit, ...], Seconds] = {}
+    for costed in at_places(spec, plan):
+        if costed.units not in found:
+            found[costed.units] = seconds_of(costed, plan, cluster, traits)
+    slowest = max(found.values(), key=lambda seconds: seconds.step_s)
+    return replace(plan, estimate=replace(plan.estimate, seconds=slowest))
+
+
+def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
+    """The seconds of a step at the place of a sheet, which the plan has rewritten."""
+    rates = rates_of(plan, cluster, traits)
+    now = _played(costed, plan, cluster, rates, traits)
+    slower = 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
+    optimizer_s = slower * optimizer(costed, plan, rates)
+    exposed = {axis: slower * seconds for axis, seconds in now.exposed_s.items() if seconds > 1e-12}
+    passes_s = slower * max(now.at_s["compute"], now.host_s)
+    host_s = traits.step_s if cluster.kind == "cuda" else 0.0
+    step_s = passes_s + optimizer_s + host_s
+    low_s, high_s, basis = band(plan, cluster, step_s, sum(exposed.values()))
+    return Seconds(
+        step_s=step_s,
+        compute_s=passes_s - sum(exposed.values()),
+        products_s=slower * now.busy_s["products"],
+        attention_s=slower * now.busy_s["attention"],
+        pointwise_s=slower * (now.busy_s["pointwise"] + now.busy_s["copies"]),
+        exposed_s=exposed,
+        sent_s={axis: slower * seconds for axis, seconds in now.sent_s.items()},
+        optimizer_s=optimizer_s,
+        host_s=host_s,
+        low_s=low_s,
+        high_s=high_s,
+        basis=basis,
+    )
+
+
+def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:
+    """What the forward and backward passes of all micro-batches come to, and what is sent after them."""
+    share = traits.network if plan.sharded else None
+    clock = Clock(rates, wires_of(plan.layout, cluster, share), traits.hidden)
+    step = Step(clock, costed, plan, Passes.of(costed, plan, cluster.kind, rates))
+    count = plan.batch.accumulation
+    played = min(count, PLAYED)
+    after: list[Elapsed] = []
+    for index in range(played):
+        step.forward(index)
+        step.backward(index, last=index == played - 1)
+        after.append(clock.now.copy())
+    if count > played:
+        clock.now.goes_on(after[1], after[2], count - played)
+    for sent in costed.step:
+        seconds = clock.wires.seconds(sent.kind, sent.axis, sent.bytes)
+        clock.now.at_s["compute"] += seconds
+        clock.now.exposed_s["control"] += seconds
+    return clock.now
+
+
+def optimizer(costed: Sheet, plan: Plan, rates: Rates) -> float:
+    """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments."""
+    numbers = sum(times * _trained(unit, costed.place) for unit, times in costed.repeated())
+    tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
+    weight = BYTES[plan.precision.weights]
+    moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
+    moved = numbers * (weight + 2 * weight + 4 * moment + weight)  # the norm reads gradients a first time
+    kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
+    if not rates.cuda:
+        return kernels * rates.pointwise_s(moved / kernels) if kernels else 0.0
+    return moved / rates.memory_bytes_per_s + kernels * (rates.launch_s + rates.gap_s)
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _trained(unit: Unit, place: Place) -> int:
+    return sum(weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained)
+
+
+def band(plan: Plan, cluster: Cluster, step_s: float, exposed_s: float) -> tuple[float, float, str]:
+    """Between which seconds four steps in five lie, and what that rests on: how far published steps were from what this
+    model says of them, on machines and software that it was not fitted to."""
+    known, fine = shipped(), " fine-tune" if plan.lora is not None else ""
+    between, within = known[f"band source{fine}"], known[f"band row{fine}"]
+    basis = "published steps on this device"
+    if cluster.measured is not None:
+        between, basis = between / 2, "what doctor measured"
+    elif cluster.kind == "cpu":
+        between, basis = 8 * between, "rough figures of a CPU: `shardwise doctor -o cluster.yaml` measures this one"
+    elif f"best product:{cluster.device.name}" not in known:
+        between, basis = 2 * between, "published steps on other devices"
+    guessed = log(1 + exposed_s / step_s) if cluster.nodes > 1 and cluster.measured is None else 0.0
+    width = hypot(between, within, guessed)
+    return step_s * exp(-width), step_s * exp(known["band slow"] * width), basis

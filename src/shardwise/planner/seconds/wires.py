@@ -1,0 +1,111 @@
+"""How long a collective takes: by what it sends, the links that its group crosses, and how far apart its ranks are.
+
+Inside a node a ring moves (n - 1) / n of what is gathered past every rank, and twice that of what is all-reduced. A
+group that reaches over several nodes passes all of that through each node's network cards, which it shares with the
+other groups that have ranks there. Every call waits for its slowest hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil, log2
+
+from shardwise.planner.seconds.constants import shipped
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.measured import Sent
+
+ROUNDS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
+"""How many times each kind sends what it is given around a ring."""
+GLOO_ROUNDS = {**ROUNDS, "reduce_scatter": 2}
+"""gloo sums everything on every rank and keeps a slice: counted on the loopback device, its reduce-scatter sends as
+much as its all-reduce."""
+CPU_LATENCY_S = 2e-4
+UNKNOWN_LINK_BYTES_PER_S = 31e9
+"""For devices that are not in the table: PCIe 4 with 16 lanes."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links of a cluster as the groups of a layout use them. ``network_share``: of the cards' rate, which sharded
+    weights of 2021 did not reach."""
+
+    layout: Layout
+    cluster: Cluster
+    network_share: float
+    known: dict[tuple[str, str, int], float] = field(default_factory=dict, compare=False)
+
+    def seconds(self, kind: str, group: str, size: int) -> float:
+        """One collective of ``size`` bytes (gathered, scattered or reduced) over a group."""
+        key = kind, group, size
+        if key not in self.known:
+            self.known[key] = self._seconds(kind, group, size)
+        return self.known[key]
+
+    def _seconds(self, kind: str, group: str, size: int) -> float:
+        ranks = self.layout.size(group)
+        if ranks == 1:
+            return 0.0
+        nodes = self.nodes(group)
+        if self.cluster.measured:
+            alike = [sent for sent in self.cluster.measured.sent if sent.kind == kind and sent.across == (nodes > 1)]
+            if alike:
+                return _measured_s(alike, size, ranks)
+        if self.cluster.kind == "cpu":
+            passed = GLOO_ROUNDS.get(kind, 1) * size * (ranks - 1) / ranks
+            return CPU_LATENCY_S + passed / self.rate(kind, nodes, group)
+        passed = ROUNDS.get(kind, 1) * size * (ranks - 1) / ranks
+        inside = passed / self.node_rate(kind) if ranks > nodes else 0.0
+        known = shipped()
+        if nodes == 1:
+            return known["latency node_s"] + inside
+        hops = min(nodes - 1, 2 * ceil(log2(nodes)) if kind == "all_reduce" else nodes - 1)
+        latency = known["latency node_s"] + hops * known["latency network_s"]
+        return latency + max(inside, passed / self.network_rate(group))
+
+    def nodes(self, group: str) -> int:
+        """On how many nodes a group has ranks."""
+        per_node, reach = self.layout.ranks_per_node, self.layout.reach(group)
+        if per_node % reach == 0:
+            return 1
+        return min(self.layout.size(group), ceil(reach / per_node))
+
+    def rate(self, kind: str, nodes: int, group: str) -> float:
+        """Bytes a second that pass a rank."""
+        return self.node_rate(kind) if nodes == 1 else min(self.node_rate(kind), self.network_rate(group))
+
+    def node_rate(self, kind: str) -> float:
+        """The same inside a node."""
+        cluster, device, known = self.cluster, self.cluster.device, shipped()
+        if cluster.kind == "cpu":
+            return cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
+        bus = device.allreduce_bytes_per_s if kind == "all_reduce" else device.ring_bytes_per_s
+        bus = bus or cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
+        if device.peer_bytes_per_s:
+            return bus * known["NVLink"]
+        return min(bus, cluster.link_bytes_per_s or bus) * known["PCIe"]
+
+    def network_rate(self, group: str) -> float:
+        """The same between nodes: a group's part of the cards of a node."""
+        sharing = self.layout.groups_per_node(group)
+        return self.cluster.network_bytes_per_s * self.network_share / sharing
+
+
+def wires_of(layout: Layout, cluster: Cluster, share: float | None = None) -> Wires:
+    """``share``: of the network cards' rate, where a program reaches another than ours."""
+    return Wires(layout, cluster, shipped()["network"] if share is None else share)
+
+
+def _measured_s(known: list[Sent], size: int, ranks: int) -> float:
+    """On straight lines between the measured sizes, for a ring of another number of ranks."""
+    before = known[0]
+    scale: Callable[[Sent], float] = lambda one: ((ranks - 1) / ranks) / ((one.ranks - 1) / one.ranks)  # noqa: E731
+    if size <= before.bytes:
+        return before.seconds
+    for one in known[1:]:
+        if size <= one.bytes:
+            part = (size - before.bytes) / (one.bytes - before.bytes)
+            return scale(one) * (before.seconds + part * (one.seconds - before.seconds))
+        before = one
+    return scale(before) * before.seconds * size / before.bytes
