@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 
 from shardwise.cli.show import coloured
@@ -85,26 +85,48 @@ def verdict(estimate: Estimate) -> str:
     return coloured(f"{word}: {peak} of {capacity} ({share:.0%})", COLOURS[word])
 
 
+def sentence(plan: Plan) -> str:
+    """The verdict: whether it fits, as what, and how long a step takes."""
+    estimate = plan.estimate
+    word, share = _fit(estimate)
+    found = {"fits": "It fits", "tight": "It is tight", "does not fit": "It does not fit"}[word]
+    size = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} a rank ({share:.0%})"
+    step = f", {show_seconds(estimate.seconds.step_s)} a step" if estimate.seconds else ""
+    if word == "does not fit":
+        return coloured(f"{found}: the smallest plan, {label(plan)}, needs {size}{step}.", COLOURS[word])
+    return coloured(f"{found}: {label(plan)}, {size}{step}.", COLOURS[word])
+
+
 def _fit(estimate: Estimate) -> tuple[str, float]:
     """Whether it fits, and the share of the memory (0 where that is unknown)."""
     share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
     return "fits" if share <= MARGIN else "tight" if share <= 1 else "does not fit", share
 
 
-def setting_lines(plans: list[Plan], chosen: Plan, busy_s: list[float]) -> list[str]:
-    """A line for each strategy, the chosen one marked; ``busy_s`` are their seconds on the wire, if known."""
+def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
+    """A line for the best plan of each kind, in the order of their seconds, the chosen one marked; of one that does not
+    fit, how much memory it would take."""
     links = [link for link in SENT if any(link in sent_by_link(plan) for plan in plans)]
     named = [SENT[link] for link in links] if len(links) > 1 else ["sent per step"] * len(links)
-    head = ("", "setting", "per rank", "of", "exact bytes", *named, *(["on the wire"] if busy_s else []), "")
+    head = ("", "plan", "recompute", "batch", "a step", "per rank", "of", *named, "")
     rows: list[tuple[str, ...]] = [head]
-    for index, plan in enumerate(plans):
+    for plan in plans:
         word, share = _fit(plan.estimate)
-        peak, by_link = plan.estimate.peak_bytes, sent_by_link(plan)
-        sent = [show_payload(by_link.get(link, 0)) for link in links] + [show_seconds(s) for s in busy_s[index:][:1]]
-        mark = ">" if (plan.shard, plan.layout) == (chosen.shard, chosen.layout) else ""
-        rows.append((mark, label(plan), show_bytes(peak), f"{share:.0%}", f"{peak:,}", *sent, word))
-    lines = columns(rows, "<<" + ">" * (len(head) - 3) + "<")
+        by_link, batch = sent_by_link(plan), plan.batch
+        step = show_seconds(plan.estimate.seconds.step_s) if plan.estimate.seconds else ""
+        figures = (step, show_bytes(plan.estimate.peak_bytes), f"{share:.0%}")
+        sent = [show_payload(by_link.get(link, 0)) for link in links]
+        mark = ">" if same_split(plan, chosen) else ""
+        shape = f"{batch.micro_batch_size} x {batch.accumulation}"
+        rows.append((mark, label(plan), plan.remat.mode, shape, *figures, *sent, word))
+    lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
     return lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+
+
+def same_split(one: Plan, other: Plan) -> bool:
+    """Whether two plans are the same but for estimates and reasons."""
+    bare = Estimate()
+    return replace(one, estimate=bare, why={}) == replace(other, estimate=bare, why={})
 
 
 def sent_by_link(plan: Plan) -> Counter[str]:
@@ -119,9 +141,18 @@ def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
     """What would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
     closest."""
     enough = all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
-    rows = [
+    rows = change_rows(found)
+    made = "makes it fit" if _fit(estimate)[1] > 1 else "leaves more room"
+    head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
+    return [head, *("  " + line for line in columns(rows, "<><<<<"))]
+
+
+def change_rows(found: list[Remedy]) -> list[tuple[str, ...]]:
+    """Each change with the step, the memory and the plan that it makes, and what it costs."""
+    return [
         (
             remedy.change,
+            show_seconds(remedy.plan.estimate.seconds.step_s) + " a step" if remedy.plan.estimate.seconds else "",
             verdict(remedy.plan.estimate),
             label(remedy.plan),
             f"recompute {remedy.plan.remat.mode}",
@@ -129,9 +160,11 @@ def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
         )
         for remedy in found
     ]
-    made = "makes it fit" if _fit(estimate)[1] > 1 else "leaves more room"
-    head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
-    return [head, *("  " + line for line in columns(rows, "<<<<<"))]
+
+
+def change_lines(found: list[Remedy]) -> list[str]:
+    """What each change of the recipe or of the machines would make of a plan that fits."""
+    return ["  " + line for line in columns(change_rows(found), "<><<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:

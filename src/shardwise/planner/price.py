@@ -11,6 +11,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
+from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
 from shardwise.spec.cluster import Cluster
@@ -22,10 +23,10 @@ from shardwise.spec.sheet import Sheet
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
     """``plan`` of a model with its estimate: that of the fullest of its places."""
-    found, passes = [], {}
+    found, passes, rates = [], {}, rates_of(plan, cluster, own_traits())
     for costed in at_places(spec, plan):
         if costed.units not in passes:
-            passes[costed.units] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind))
+            passes[costed.units] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
         span = around(costed, plan, passes[costed.units])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         sent = traffic(span, plan)

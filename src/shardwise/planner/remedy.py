@@ -107,6 +107,53 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
         yield [({}, replace(cluster, device=device), f"{device.name} instead of {here.name}") for device in better]
 
 
+def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Remedy]:
+    """What single changes would make of a recipe's plan, of the machines and of the recipe: other GPUs, more of them,
+    faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
+    fit, are left out."""
+    found = (
+        _replanned(change, recipe, spec, 1.0)
+        for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
+    )
+    return [remedy for remedy in found if remedy and _share(remedy.plan) <= 1]
+
+
+def _other_machines(cluster: Cluster) -> Iterator[Change]:
+    if cluster.kind != "cuda":
+        return
+    nodes, each, here = cluster.nodes, cluster.devices_per_node, cluster.device
+    more = (
+        replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
+    )
+    yield {}, more, f"{more.world} devices instead of {cluster.world}"
+    faster = [
+        device
+        for device in devices().values()
+        if device.bf16_flops > here.bf16_flops
+        and device.memory_bytes >= here.memory_bytes
+        and device.name.startswith("MI") == here.name.startswith("MI")
+        and device.peer_bytes_per_s >= here.peer_bytes_per_s
+    ]
+    if faster:
+        device = min(faster, key=lambda other: (other.bf16_flops, other.memory_bytes))
+        links = max(cluster.link_bytes_per_s, device.peer_bytes_per_s)
+        yield {}, replace(cluster, device=device, link_bytes_per_s=links), f"{device.name} instead of {here.name}"
+    if nodes > 1:
+        quick = replace(cluster, network_bytes_per_s=4 * cluster.network_bytes_per_s)
+        yield {}, quick, "links between nodes four times as fast"
+
+
+def _other_recipes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
+    if recipe.train.seq_len >= 256:
+        yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens a step"
+    if recipe.lora.rank is None and recipe.model.config is None and recipe.model.init != "random":
+        yield {"lora.rank": 16}, cluster, "only adapters are trained"
+    if recipe.optim.name != "adamw8bit" and recipe.lora.rank is None and not recipe.optim.moments:
+        yield {"optim.name": "adamw8bit"}, cluster, "AdamW's moments in 8 bits: nearly the same updates"
+    if recipe.precision.weights == "fp32" and recipe.lora.rank is None and cluster.device.computes_bf16:
+        yield {"precision.weights": "bf16"}, cluster, "weights in bf16: small updates are lost"
+
+
 def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None) -> Remedy | None:
     """None if the change is not allowed, or if a lower bound already exceeds ``share`` of the memory."""
     keys, machines, price = change

@@ -1,69 +1,55 @@
-"""From a recipe to a plan. What the recipe pins stays; the rest is derived, each value with its reason.
+"""From a recipe to a plan. What the recipe pins stays; the rest is searched, each value with its reason.
 
-Until plans are priced in seconds, ``strategy: auto`` is a rule: of the settings of the dial, hybrid ones included,
-whose predicted peak is at most 0.8 of the memory, the one that keeps the wire busy for the shortest time; where there
-is none, the same with smaller micro-batches, then with the next settings that techniques have to try (selective, then
-full recomputation); where there still is none, all of it again with tensor parallelism inside a node; and where that
-does not help either, the smallest. Which settings there are, each technique's ``choices`` say.
+Of all legal plans the one is chosen that takes the fewest seconds a step among those that fit, and of those that are
+within 2 % of it the simplest: no tensor parallelism before some, ddp before zero1, zero2 and zero3, one group of slices
+before replicas of several, less recomputation before more, larger micro-batches before smaller ones. A step is the same
+sequences under every plan, so that seconds compare. Plans are gone through in the order of a time that none of them can
+beat (:meth:`Search.bound_s`), until that is longer than the best that was found: few are priced, fewer replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
 
 from shardwise import techniques
-from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
+from shardwise.planner.candidates import LARGER_CHUNKS, candidates, chunk_of
 from shardwise.planner.price import price
-from shardwise.planner.wire import wire_s
-from shardwise.spec.batch import batch, batch_reasons
+from shardwise.planner.seconds.rates import own_traits
+from shardwise.planner.seconds.step import bound_s, timed
+from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
-from shardwise.techniques import shard, tp
-from shardwise.techniques.shard.degrees import grouped
+from shardwise.techniques import optim
+from shardwise.techniques.remat import MODES
+from shardwise.techniques.shard.degrees import STRATEGIES
 
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
+TIGHT = 0.95
+"""What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02
-"""Times on the wire that differ by less are the same: padding makes such a difference."""
-CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
-"""At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
-fast as more and takes less memory (docs/benchmarks.md)."""
-LARGER_CHUNKS = (2**28, 2**27)
-"""What a GPU takes instead where memory allows: every chunk reads and writes the fp32 gradient of the output weight
-once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
+"""Steps that differ by less take as long: runs of one plan differ by as much."""
+KINDS = (*STRATEGIES, "hybrid", "tp")
+"""The kinds of plans, from the simplest on."""
 
 
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
-    refused: list[Problem] = []
-    tried: list[Plan] = []
-    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
-        for found, problems in _attempts(recipe, spec, cluster, degree):
-            if able := [plan for plan in found if fits(plan)]:
-                return _larger_chunks(_least_memory(able, recipe, cluster), spec, cluster)
-            refused += problems
-            tried += found
-        if refused:
-            raise ConfigError(*dict.fromkeys(refused))
-    smallest = min(tried, key=lambda plan: plan.estimate.peak_bytes)
-    share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
-    reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
-    return _explained(smallest, reason, recipe)
+    return Search(recipe, spec, cluster).chosen
 
 
 def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
-    """Whether ``share`` of the memory is enough for the smallest micro-batches with as much recomputation as may be."""
-    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster)):
-        for tried, plan in [*_trials(recipe, spec, cluster, degree)][-1:]:
-            found, refused = _priced(tried, spec, cluster, plan)
-            small = any(p.estimate.peak_bytes <= share * p.estimate.capacity_bytes for p in found)
-            if small or (refused and _asked(recipe, degree)):
-                return True
-    return False
+    """Whether ``share`` of the memory is enough for the smallest plan."""
+    search = Search(recipe, spec, cluster)
+    return any(peak_share(search.priced(plan)) <= share for plan in search.smallest_ones(search.all))
 
 
 def fits(plan: Plan) -> bool:
@@ -71,23 +57,15 @@ def fits(plan: Plan) -> bool:
     return plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
 
 
-def _least_memory(able: list[Plan], recipe: Recipe, cluster: Cluster) -> Plan:
-    """Of the plans that fit, those that take as long on the wire as the shortest, the one that takes the least
-    memory."""
-    seconds = {id(plan): wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in able}
-    able = sorted(able, key=lambda plan: seconds[id(plan)])
-    limit_s = (1 + TIE) * seconds[id(able[0])]
-    ties = [plan for plan in able if seconds[id(plan)] <= limit_s]
-    best = min(ties, key=lambda plan: plan.estimate.peak_bytes)
-    if best.layout.dp == 1:
-        return _explained(best, "derived: there is one data-parallel rank, and nothing to shard over others", recipe)
-    reason = f"derived: least time on the wire among plans below {MARGIN:.0%} of the memory"
-    reason += f": {show_seconds(seconds[id(able[0])])}"
-    if best is not able[0]:
-        reason += f", the same as {name(able[0])}, which needs more memory"
-    for slower in able[len(ties) : len(ties) + 1]:
-        reason += f"; {name(slower)}: {show_seconds(seconds[id(slower)])}"
-    return _explained(best, reason, recipe)
+def peak_share(plan: Plan) -> float:
+    """The share of the memory that the fullest rank takes."""
+    return plan.estimate.peak_bytes / max(1, plan.estimate.capacity_bytes)
+
+
+def seconds(plan: Plan) -> Seconds:
+    """Those of a plan that has some."""
+    assert plan.estimate.seconds is not None
+    return plan.estimate.seconds
 
 
 def name(plan: Plan) -> str:
@@ -98,146 +76,196 @@ def name(plan: Plan) -> str:
     return f"{plan.shard.strategy} over {over}{replicas}" + f", tp {layout.tp}" * (layout.tp > 1)
 
 
-def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan | None = None) -> list[Plan]:
-    """Every legal setting of the dial with its estimate, hybrid shard included where there is more than one node, then
-    the chosen one under each degree of tensor parallelism, with as many sequences a device; all else as in the plan
-    that was chosen."""
-    chosen = chosen or choose(recipe, spec, cluster)
-    strategy = chosen.shard.strategy if chosen.layout.dp > 1 else "zero3"
-    kept = {key: why for key, why in chosen.why.items() if not key.startswith(("layout.", "shard."))}
-    alike = replace(chosen, why={**kept, **batch_reasons(recipe.train)})
-    found: list[Plan] = []
-    for degree in tp.choices(recipe, spec, cluster, alike, pinned=False):
-        ranks = degree.layout.tp
-        share, rest = divmod(chosen.batch.micro_batch_size * chosen.batch.accumulation * ranks, chosen.layout.tp)
-        micro = max(1, chosen.batch.micro_batch_size * ranks // chosen.layout.tp)
-        if rest or share % micro:
-            continue
-        asked = _with_batch(recipe, micro, share // micro)
-        try:
-            plans, _ = _legal(asked, spec, cluster, degree, pinned=False)
-        except ConfigError:  # degrees that are pinned leave no room for this one
-            continue
-        batch = replace(chosen.batch, micro_batch_size=micro, accumulation=share // micro)
-        found += [
-            price(spec, replace(plan, batch=batch), cluster)
-            for plan in plans
-            if ranks == 1 or plan.shard.strategy == strategy or plan.layout.dp == 1
-        ]
-    return found
+def kind(plan: Plan) -> str:
+    """Which of ``KINDS`` a plan is of."""
+    if plan.layout.tp > 1:
+        return "tp"
+    return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
 
 
-def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan before any technique has been set: what is the recipe's alone to say."""
-    why = batch_reasons(recipe.train)
-    if recipe.attention != "auto":
-        why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
-    return Plan(
-        deterministic=recipe.run.deterministic,
-        attention=recipe.attention,
-        loss="dpo" if recipe.pairs else "cross_entropy",
-        why=why,
-        model=spec.name,
-        cluster=str(cluster),
-    )
+def simplicity(plan: Plan) -> tuple[object, ...]:
+    """Simpler plans come first."""
+    hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
+    dial = hybrid, STRATEGIES.index(plan.shard.strategy)
+    return plan.layout.tp, *dial, MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
 
 
-def _attempts(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan
-) -> Iterator[tuple[list[Plan], list[Problem]]]:
-    """The legal plans of each trial at one degree of tensor parallelism, and what is wrong with others, which is the
-    recipe's to mend: nothing of a degree that it does not ask for. One by one: an illegal mesh is reported before a
-    batch that does not suit it."""
-    asked = _asked(recipe, degree)
-    try:
-        for tried, plan in _trials(recipe, spec, cluster, degree):
-            found, refused = _priced(tried, spec, cluster, plan)
-            yield found, refused if asked else []
-    except ConfigError:
-        if asked:
-            raise
+@dataclass
+class Search:
+    """One recipe on one cluster. ``pinned``: as the recipe splits the ranks, or in every way."""
 
+    recipe: Recipe
+    spec: ModelSpec
+    cluster: Cluster
+    pinned: bool = True
 
-def _asked(recipe: Recipe, degree: Plan) -> bool:
-    return degree.layout.tp in (1, recipe.parallel.tp)
+    @cached_property
+    def all(self) -> list[Plan]:
+        """Every legal plan, by its bound."""
+        found = candidates(self.recipe, self.spec, self.cluster, pinned=self.pinned)
+        return sorted(found, key=lambda plan: (self.bound_s(plan), simplicity(plan)))
 
+    @cached_property
+    def chosen(self) -> Plan:
+        """The plan to run, with why."""
+        fitting = self.fastest(self.all) or self.fastest(self.all, TIGHT)
+        if not fitting:
+            smallest = self.smallest(self.all)
+            share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
+            reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
+            return self._explained(self._timed(smallest), reason)
+        best = self.simplest(fitting)
+        if not fits(best):
+            reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the fastest below {TIGHT:.0%}"
+            return self._explained(best, reason)
+        return self._explained(self._with_larger_chunks(best), self._reason(best, fitting))
 
-def _trials(recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan) -> Iterator[tuple[Recipe, Plan]]:
-    """What is tried at one time with every setting of the dial: what other techniques have to try, and for each of
-    them ever smaller micro-batches."""
-    ranks = degree.layout.tp
-    others = [technique for technique in techniques.ORDER if technique not in (tp, shard)]
-    for plan in techniques.choices(others, recipe, spec, cluster, degree):
-        for tried in _smaller_micro_batches(recipe, grouped(cluster, ranks).world, ranks):
-            yield tried, plan
+    def families(self) -> list[Plan]:
+        """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
+        each."""
+        found = []
+        for each in KINDS:
+            own = [plan for plan in self.all if kind(plan) == each]
+            if fitting := self.fastest(own):
+                found.append(self._with_larger_chunks(self.simplest(fitting)))
+            elif own:
+                found.append(self._timed(self.smallest(own)))
+        return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
 
+    def fastest(self, plans: list[Plan], share: float = MARGIN) -> list[Plan]:
+        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds; ``plans`` are
+        in the order of their bounds."""
+        found: list[Plan] = []
+        best_s = float("inf")
+        for plan in plans:
+            if self.bound_s(plan) > (1 + TIE) * best_s:
+                break
+            if self.stands(plan, share) and peak_share(priced := self.priced(plan)) <= share:
+                found.append(self._timed(priced))
+                best_s = min(best_s, seconds(found[-1]).step_s)
+        return found
 
-def _smaller_micro_batches(recipe: Recipe, dp: int, ranks: int) -> Iterator[Recipe]:
-    """The batch as asked, then the same global batch in smaller micro-batches, down to single sequences."""
-    yield recipe
-    if recipe.train.micro_batch_size is not None or recipe.train.gradient_accumulation_steps is not None:
-        return
-    micro, accumulation, _ = batch(recipe.train, dp, ranks)
-    while micro > 1:
-        smaller = max(size for size in range(1, micro) if micro % size == 0)
-        micro, accumulation = smaller, accumulation * (micro // smaller)
-        yield _with_batch(recipe, micro, accumulation)
+    def simplest(self, plans: list[Plan]) -> Plan:
+        """Of plans with seconds, the simplest of those that are as fast as the fastest."""
+        limit_s = (1 + TIE) * min(seconds(plan).step_s for plan in plans)
+        return min((plan for plan in plans if seconds(plan).step_s <= limit_s), key=simplicity)
 
+    def smallest(self, plans: list[Plan]) -> Plan:
+        """The plan whose fullest rank holds the least."""
+        return min(map(self.priced, self.smallest_ones(plans)), key=lambda plan: plan.estimate.peak_bytes)
 
-def _with_batch(recipe: Recipe, micro: int, accumulation: int) -> Recipe:
-    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": None}
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=sizes)})
+    def smallest_ones(self, plans: list[Plan]) -> list[Plan]:
+        """Of each split of the ranks the plan with the most recomputation and the smallest micro-batch."""
+        found: dict[object, Plan] = {}
+        for plan in plans:
+            split, least = (plan.layout, plan.shard), (-MODES.index(plan.remat.mode), plan.batch.micro_batch_size)
+            other = found.get(split)
+            if other is None or least < (-MODES.index(other.remat.mode), other.batch.micro_batch_size):
+                found[split] = plan
+        return list(found.values())
 
+    def priced(self, plan: Plan) -> Plan:
+        return self._once("priced", plan, lambda: price(self.spec, plan, self.cluster))
 
-def _priced(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> tuple[list[Plan], list[Problem]]:
-    """The plan with each legal setting of the dial, and what is wrong with the others."""
-    found, refused = _legal(recipe, spec, cluster, plan)
-    return [price(spec, each, cluster) for each in found], refused
+    def _timed(self, priced: Plan) -> Plan:
+        return self._once("timed", priced, lambda: timed(self.spec, priced, self.cluster))
 
+    def _once(self, what: str, plan: Plan, make: Callable[[], Plan]) -> Plan:
+        key = what, plan
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
-def _legal(
-    recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True
-) -> tuple[list[Plan], list[Problem]]:
-    """The same without a price."""
-    found: list[Plan] = []
-    refused: list[Problem] = []
-    seq_len = recipe.train.seq_len
-    for split in shard.choices(recipe, spec, cluster, plan, pinned=pinned):
-        micro, accumulation, _ = batch(recipe.train, split.layout.dp, split.layout.tp)
-        chunk, reasons = _chunk(spec, CHUNK_NUMBERS[cluster.kind], micro * seq_len)
-        whole = replace(split, batch=Batch(micro, accumulation, seq_len, chunk), why={**split.why, **reasons})
-        problems = techniques.check(spec, whole, cluster)
-        refused += problems
-        found += [whole] * (not problems)
-    return found, refused
+    @cached_property
+    def _made(self) -> dict[tuple[str, Plan], Plan]:
+        return {}
 
+    def stands(self, plan: Plan, share: float) -> bool:
+        """Whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of large
+        models need no more to be ruled out."""
+        state = sum(optim.state_bytes(self._costed(plan), plan).values())
+        _, weights, trained = self._least(plan)
+        gathered = weights * BYTES[plan.precision.compute] if plan.shard.strategy in ("zero1", "zero2") else 0
+        slices = plan.layout.fsdp if plan.sharded else 1
+        gradients = trained * BYTES[plan.precision.weights] // slices
+        return state + max(gradients, gathered) <= share * self.cluster.device.memory_bytes
 
-def _larger_chunks(plan: Plan, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
-    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
-    for most in LARGER_CHUNKS if cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
-        chunk, reasons = _chunk(spec, most, tokens)
-        larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
-        if fits(priced := price(spec, larger, cluster)):
-            return priced
-    return plan
+    def _costed(self, plan: Plan) -> Sheet:
+        return techniques.cost(sheet_of(self.spec, plan), plan)
 
+    def bound_s(self, plan: Plan) -> float:
+        """Seconds that the plan needs at least: of all that is computed, or of all that is sent of the weights and
+        their gradients, whichever is more."""
+        computed_s, weights, trained = self._least(plan)
+        return max(computed_s, self._sent_s(plan, weights, trained))
 
-def _chunk(spec: ModelSpec, most: int, tokens: int) -> tuple[int, dict[str, str]]:
-    chunk = max(128, most // spec.vocab_size // 128 * 128)
-    if chunk >= tokens:
-        return tokens, {"batch.loss_chunk_tokens": "derived: all tokens of a micro-batch, since their logits are few"}
-    size = show_bytes(4 * chunk * spec.vocab_size)
-    return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, {size}"}
+    def _least(self, plan: Plan) -> tuple[float, int, int]:
+        """Seconds that are computed at least, and the numbers in all weights and in those that are trained, before they
+        are sharded: what plans that differ in the dial alone have in common."""
+        key = plan.layout.tp, plan.remat, plan.compile, plan.batch, plan.sharded
+        if key not in self._bounds:
+            costed = self._costed(plan)
+            units = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
+            sizes = [(prod(map(int, weight.shape)) * times, weight.trained) for weight, times in units]
+            computed_s = bound_s(costed, plan, self.cluster, own_traits())
+            self._bounds[key] = computed_s, sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+        return self._bounds[key]
 
+    @cached_property
+    def _bounds(self) -> dict[object, tuple[float, int, int]]:
+        return {}
 
-def _explained(plan: Plan, reason: str, recipe: Recipe) -> Plan:
-    """With why the search took this plan: ``reason``, unless the recipe left it no choice."""
-    why = {"shard.strategy": reason, **plan.why}
-    asked = batch(recipe.train, plan.layout.dp, plan.layout.tp)
-    if (plan.batch.micro_batch_size, plan.batch.accumulation) != asked[:2]:
-        why["batch.micro_batch_size"] = "derived: larger ones do not fit"
-        why["batch.accumulation"] = "derived: keeps the global batch"
-    order = [field.name for field in fields(plan)]
-    ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
-    return replace(plan, why={key: why[key] for key in ordered})
+    def _sent_s(self, plan: Plan, weights: int, trained: int) -> float:
+        """Seconds for which the dial keeps the fuller of its streams busy, at least."""
+        layout, strategy, m = plan.layout, plan.shard.strategy, plan.batch.accumulation
+        wires = wires_of(layout, self.cluster)
+        gathered, reduced = weights * BYTES[plan.precision.compute], trained * BYTES[plan.precision.reduce]
+        if strategy == "ddp":
+            return wires.seconds("all_reduce", "loss", reduced)
+        gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
+        return max(
+            gathers * wires.seconds("all_gather", "fsdp", gathered),
+            reduces * wires.seconds("reduce_scatter", "fsdp", reduced),
+            wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp),
+        )
+
+    def _with_larger_chunks(self, plan: Plan) -> Plan:
+        """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
+        tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+        for most in LARGER_CHUNKS if self.cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
+            chunk, reasons = chunk_of(self.spec, most, tokens)
+            larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
+            if fits(priced := self.priced(larger)):
+                return self._timed(priced)
+        return plan
+
+    def _reason(self, best: Plan, fitting: list[Plan]) -> str:
+        """Why this plan, in the figures by which it was chosen."""
+        if best.layout.dp == 1:
+            return "derived: there is one data-parallel rank, and nothing to shard over others"
+        fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
+        step = show_seconds(seconds(self._with_larger_chunks(best)).step_s)
+        if name(fastest) != name(best):
+            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}, and simpler"
+        reason = f"searched: {step} a step, the fastest that fits"
+        slower = [plan for plan in fitting if kind(plan) != kind(best)]
+        if slower:
+            other = self._with_larger_chunks(min(slower, key=lambda plan: seconds(plan).step_s))
+            reason += f"; {name(other)}: {show_seconds(seconds(other).step_s)}"
+        return reason
+
+    def _explained(self, plan: Plan, reason: str) -> Plan:
+        """With why the search took this plan: ``reason``, unless the recipe left it no choice."""
+        found = {"shard.strategy": reason}
+        train = self.recipe.train
+        if train.micro_batch_size is None and train.gradient_accumulation_steps is None:
+            found["batch.micro_batch_size"] = "searched, with the step's sequences as they are"
+        if self.recipe.recompute.mode == "auto":
+            none = "activations fit" if fits(plan) else "activations are not what does not fit"
+            found["remat.mode"] = f"searched: {none}" if plan.remat.mode == "none" else "searched: less does not fit"
+        if plan.layout.tp > 1 and not self.recipe.parallel.tp:
+            found["layout.tp"] = "searched: no plan without it fits, or is as fast"
+        why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}
+        order = [field.name for field in fields(plan)]
+        ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
+        return replace(plan, why={key: why[key] for key in ordered})

@@ -127,7 +127,7 @@ class Folding(Tape):
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         key = which, unit
         if key not in self.known:
-            self.known[key] = _folded(which, passes, unit)
+            self.known[key] = folded_pass(which, passes, unit)
         return self.known[key]
 
     def play(self, piece: Event | Span, at: TensorKey) -> None:
@@ -136,7 +136,7 @@ class Folding(Tape):
 
 
 @lru_cache(maxsize=4 * KEPT_UNITS)  # two passes of each unit, for two sizes of micro-batches
-def _folded(which: Pass, passes: Passes, unit: Unit) -> tuple[WeightsCall | Span, ...]:
+def folded_pass(which: Pass, passes: Passes, unit: Unit) -> tuple[WeightsCall | Span, ...]:
     """Calls, and a span for the events between two of them. Plans share them: they are not to be changed."""
     span = Span()
     found: list[WeightsCall | Span] = [span]

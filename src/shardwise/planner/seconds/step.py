@@ -17,6 +17,8 @@ from shardwise.planner.seconds.clock import Clock, Elapsed
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.spans import Span
+from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Seconds
@@ -62,6 +64,22 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
         high_s=high_s,
         basis=basis,
     )
+
+
+def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
+    """Seconds that the step takes at least: all that is computed, and what is sent between kernels, without a wait."""
+    rates = rates_of(plan, cluster, traits)
+    passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
+    total_s = 0.0
+    for unit, times in costed.repeated():
+        for which in (Passes.forward, Passes.backward):
+            for piece in folded_pass(which, passes, unit):
+                if isinstance(piece, Span):
+                    sent = sum(n * wires.seconds(s.kind, s.axis, s.bytes) for s, n in piece.sent.items())
+                    computed = max(sum(piece.busy_ns.values()), piece.host_ns) / 1e9
+                    total_s += times * (computed + (1 - traits.hidden) * sent)
+    fixed_s = traits.step_s if cluster.kind == "cuda" else 0.0
+    return plan.batch.accumulation * total_s + optimizer(costed, plan, rates) + fixed_s
 
 
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:

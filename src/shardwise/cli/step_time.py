@@ -1,0 +1,108 @@
+"""How long a step takes and what it waits for, as lines of text; and what a plan is called elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.price import price
+from shardwise.planner.search import seconds
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan, Remat, Seconds
+from shardwise.spec.units import columns, show_count, show_seconds
+
+LITTLE, MUCH = 0.05, 0.25
+"""Shares of a step that wait for collectives: below the one the links do not matter, from the other on they are the
+bottleneck."""
+ELSEWHERE = {
+    "ddp": "PyTorch: DistributedDataParallel · DeepSpeed: stage 0 · Megatron: no distributed optimizer",
+    "zero1": "PyTorch: ZeroRedundancyOptimizer · DeepSpeed: stage 1 · Megatron: --use-distributed-optimizer",
+    "zero2": "PyTorch: FSDP, SHARD_GRAD_OP · DeepSpeed: stage 2 · Megatron: optim_grads of Megatron-FSDP",
+    "zero3": "PyTorch: FSDP2's fully_shard, FULL_SHARD · DeepSpeed: stage 3 · Megatron: --use-torch-fsdp2",
+}
+HYBRID = "PyTorch: FSDP2 on a mesh (replicate, shard), HYBRID_SHARD · DeepSpeed: MiCS · Megatron: several instances"
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Tokens of all ranks."""
+    return plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len / seconds(plan).step_s
+
+
+def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:
+    """The share of the devices' 16-bit peak that the model's own operations need, causal attention and no
+    recomputation counted; None where no peak is known."""
+    if not cluster.device.bf16_flops:
+        return None
+    flops = price(spec, replace(plan, remat=Remat()), cluster).estimate.flops_per_step
+    return flops / seconds(plan).step_s / cluster.device.bf16_flops / cluster.world
+
+
+def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
+    """A step in two lines: how long, how sure, how fast; and what of."""
+    found, share = seconds(plan), mfu(spec, plan, cluster)
+    low, high = show_seconds(found.low_s), show_seconds(found.high_s)
+    reached = f" · MFU {share:.0%}" if share is not None else ""
+    return [
+        f"a step  {show_seconds(found.step_s)} ({low} to {high}: {found.basis}) · "
+        f"{show_count(tokens_per_s(plan))} tokens/s{reached}",
+        "        " + " · ".join(f"{name} {show_seconds(part)}" for name, part in parts(found)),
+    ]
+
+
+def parts(found: Seconds) -> list[tuple[str, float]]:
+    """What a step's seconds are made of; they add up to it."""
+    waits = [(f"waits for {axis}", part) for axis, part in found.exposed_s.items() if part >= 0.0005 * found.step_s]
+    others = [("optimizer", found.optimizer_s), ("host", found.host_s)]
+    return [("computes", found.compute_s), *waits, *((name, part) for name, part in others if part)]
+
+
+def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
+    """Whether a step waits for the links, in words, and what would help."""
+    if plan.layout.world == 1:
+        return None
+    found = seconds(plan)
+    waits_s = sum(found.exposed_s.values())
+    share = waits_s / found.step_s
+    if share < LITTLE:
+        sending = f"of {show_seconds(sum(found.sent_s.values()))} of sending"
+        return f"the links are not the bottleneck: {share:.0%} of a step waits for them, {sending}"
+    axis = max(found.exposed_s, key=lambda name: found.exposed_s[name])
+    across = any(t.axis == axis and t.link == "network" for t in plan.estimate.traffic)
+    link = "the network between nodes" if across else "the links inside a node"
+    head = f"{link} {'is' if across else 'are'} {'the bottleneck' if share >= MUCH else 'a part of it'}"
+    return f"{head}: {share:.0%} of a step waits, most for {axis}; {_help(plan, across, axis)}"
+
+
+def _help(plan: Plan, across: bool, axis: str) -> str:
+    """What would make a step wait less for this axis."""
+    faster = "faster links between nodes" if across else "GPUs with NVLink"
+    if axis == "tp":
+        return f"fewer ranks a tensor-parallel group, or {faster}, would help"
+    if plan.shard.strategy == "zero3" and plan.batch.accumulation > 1:
+        return f"fewer, larger micro-batches (weights are gathered for each), or {faster}, would help"
+    return f"more sequences a step (train.global_batch_size), or {faster}, would help"
+
+
+def time_lines(plan: Plan) -> list[str]:
+    """Every part of a step: kernels by kind, and each axis with what is sent, hidden and waited for."""
+    found = seconds(plan)
+    kinds = [("products", found.products_s), ("attention", found.attention_s), ("pointwise", found.pointwise_s)]
+    rest_s = max(0.0, found.compute_s - sum(part for _, part in kinds))
+    rows = [(name, part, "") for name, part in (*kinds, ("launches, and kernels slowed by collectives", rest_s))]
+    for axis in sorted({*found.exposed_s, *found.sent_s}):
+        waits_s, sent_s = found.exposed_s.get(axis, 0.0), found.sent_s.get(axis, 0.0)
+        rows.append((f"waits for {axis}", waits_s, f"of {show_seconds(max(sent_s, waits_s))} of sending"))
+    rows += [("optimizer", found.optimizer_s, ""), ("host, once a step", found.host_s, "")]
+    rows.append(("a step", found.step_s, f"{show_seconds(found.low_s)} to {show_seconds(found.high_s)}"))
+    shown = [(name, show_seconds(part), f"{part / found.step_s:.0%}", more) for name, part, more in rows]
+    return ["  " + line for line in columns(shown, "<>><")]
+
+
+def named_elsewhere(plan: Plan) -> str:
+    """What this plan would be in DDP, FSDP, DeepSpeed and Megatron, in one line."""
+    hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
+    dial = HYBRID if hybrid else ELSEWHERE[plan.shard.strategy]
+    if plan.layout.tp == 1:
+        return f"elsewhere  {dial}" if plan.layout.dp > 1 else "elsewhere  any of them, on one device"
+    tensor = f"tp {plan.layout.tp}: Megatron's --tensor-model-parallel-size, PyTorch's parallelize_module"
+    return f"elsewhere  {tensor}" + (f"; within it {dial}" if plan.layout.dp > 1 else "")

@@ -1,0 +1,118 @@
+"""Which plans there are for a recipe: every legal combination of the settings that it leaves open. Nothing here is
+priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise import techniques
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.config import ModelSpec
+from shardwise.spec.batch import TOKENS_PER_MICRO_BATCH, batch, batch_reasons
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.recipe import Recipe, Train
+from shardwise.spec.units import show_bytes
+from shardwise.techniques import shard, tp
+from shardwise.techniques.shard.degrees import grouped
+
+CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
+"""At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
+fast as more and takes less memory (docs/benchmarks.md)."""
+LARGER_CHUNKS = (2**28, 2**27)
+"""What a GPU takes instead where memory allows: every chunk reads and writes the fp32 gradient of the output weight
+once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
+
+
+def candidates(recipe: Recipe, spec: ModelSpec, cluster: Cluster, *, pinned: bool = True) -> list[Plan]:
+    """Every legal plan; with ``pinned`` false whatever the recipe says of the split of the ranks. Raises ConfigError
+    with what makes the recipe's pins illegal, where that leaves none."""
+    found: list[Plan] = []
+    refused: list[Problem] = []
+    whole: int | None = None
+    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned):
+        ranks = degree.layout.tp
+        asked = pinned and ranks in (1, recipe.parallel.tp)
+        try:
+            dp = grouped(cluster, ranks).world
+            legal, problems = _legal(recipe, spec, cluster, degree, pinned=pinned)
+        except ConfigError as error:
+            if asked:
+                raise
+            problems, legal, dp = list(error.problems), [], 0
+        refused += problems if asked or not pinned else []
+        try:
+            whole = whole or (batch(recipe.train, dp, ranks)[2] if legal else None)
+        except ConfigError as error:  # another degree may suit the batch
+            refused += error.problems
+            continue
+        for plan in legal:
+            found += _with_batches(plan, recipe.train, spec, cluster.kind, whole or 0)
+    if not found and refused:
+        raise ConfigError(*dict.fromkeys(refused))
+    return found
+
+
+def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan before any technique has been set: what is the recipe's alone to say."""
+    why = batch_reasons(recipe.train)
+    if recipe.attention != "auto":
+        why["attention"] = "pinned where it serves; see docs/techniques/attention.md"
+    return Plan(
+        deterministic=recipe.run.deterministic,
+        attention=recipe.attention,
+        loss="dpo" if recipe.pairs else "cross_entropy",
+        why=why,
+        model=spec.name,
+        cluster=str(cluster),
+    )
+
+
+def _legal(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan, *, pinned: bool
+) -> tuple[list[Plan], list[Problem]]:
+    """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
+    found: list[Plan] = []
+    refused: list[Problem] = []
+    others = [technique for technique in techniques.ORDER if technique not in (tp, shard)]
+    for other in techniques.choices(others, recipe, spec, cluster, degree):
+        for split in shard.choices(recipe, spec, cluster, other, pinned=pinned):
+            whole = replace(split, batch=Batch(1, 1, recipe.train.seq_len, 128))
+            problems = techniques.check(spec, whole, cluster)
+            refused += problems
+            found += [whole] * (not problems)
+    return found, refused
+
+
+def _with_batches(plan: Plan, train: Train, spec: ModelSpec, kind: str, whole: int) -> Iterator[Plan]:
+    """The plan with every way to cut the step's ``whole`` sequences into micro-batches."""
+    layout, seq_len = plan.layout, train.seq_len
+    for micro, accumulation in splits(train, whole, layout.dp, layout.tp):
+        chunk, reasons = chunk_of(spec, CHUNK_NUMBERS[kind], micro * seq_len)
+        yield replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
+
+
+def splits(train: Train, whole: int, dp: int, tp: int) -> list[tuple[int, int]]:
+    """Micro-batch and accumulation, in sequences, of a rank's share of a step; the largest micro-batches first. None
+    where ``dp`` ranks cannot share the step as the recipe pins it."""
+    share, rest = divmod(whole, dp)
+    if rest or share == 0:
+        return []
+    micro, accumulation = train.micro_batch_size, train.gradient_accumulation_steps
+    if micro is not None or accumulation is not None:
+        micro = micro or share // (accumulation or 1)
+        accumulation = accumulation or share // max(1, micro)
+        return [(micro, accumulation)] if micro * accumulation == share else []
+    most = max(1, tp * TOKENS_PER_MICRO_BATCH // train.seq_len)
+    sizes = [size for size in range(min(most, share), 0, -1) if share % size == 0]
+    return [(size, share // size) for size in sizes]
+
+
+def chunk_of(spec: ModelSpec, most: int, tokens: int) -> tuple[int, dict[str, str]]:
+    """Tokens in a chunk of the loss, of at most ``most`` logits, and why."""
+    chunk = max(128, most // spec.vocab_size // 128 * 128)
+    if chunk >= tokens:
+        return tokens, {"batch.loss_chunk_tokens": "derived: all tokens of a micro-batch, since their logits are few"}
+    size = show_bytes(4 * chunk * spec.vocab_size)
+    return chunk, {"batch.loss_chunk_tokens": f"derived: {chunk:,} x {spec.vocab_size:,} logits at a time, {size}"}
