@@ -4,7 +4,7 @@ Of all legal plans the one is chosen that takes the fewest seconds a step among 
 within 2 % of it the simplest: no tensor parallelism before some, ddp before zero1, zero2 and zero3, one group of slices
 before replicas of several, less recomputation before more, larger micro-batches before smaller ones. A step is the same
 sequences under every plan, so that seconds compare. Plans are gone through in the order of a time that none of them can
-beat (:meth:`Search.bound_s`), until that is longer than the best that was found: few are priced, fewer replayed.
+beat (planner/bounds.py), until that is longer than the best that was found: few are priced, fewer replayed.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
 
-from shardwise import techniques
 from shardwise.models.config import ModelSpec
+from shardwise.planner.bounds import Bounds
 from shardwise.planner.candidates import LARGER_CHUNKS, candidates, chunk_of
 from shardwise.planner.price import price
-from shardwise.planner.seconds.rates import own_traits
-from shardwise.planner.seconds.step import bound_s, timed
-from shardwise.planner.seconds.wires import wires_of
-from shardwise.planner.sheets import sheet_of
+from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import BYTES, Plan, Seconds
+from shardwise.spec.plan import Plan, Seconds
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
 from shardwise.spec.units import show_bytes, show_seconds
-from shardwise.techniques import optim
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES
 
@@ -100,10 +94,14 @@ class Search:
     pinned: bool = True
 
     @cached_property
+    def bounds(self) -> Bounds:
+        return Bounds(self.spec, self.cluster)
+
+    @cached_property
     def all(self) -> list[Plan]:
         """Every legal plan, by its bound."""
         found = candidates(self.recipe, self.spec, self.cluster, pinned=self.pinned)
-        return sorted(found, key=lambda plan: (self.bound_s(plan), simplicity(plan)))
+        return sorted(found, key=lambda plan: (self.bounds.seconds(plan), simplicity(plan)))
 
     @cached_property
     def chosen(self) -> Plan:
@@ -138,9 +136,9 @@ class Search:
         found: list[Plan] = []
         best_s = float("inf")
         for plan in plans:
-            if self.bound_s(plan) > (1 + TIE) * best_s:
+            if self.bounds.seconds(plan) > (1 + TIE) * best_s:
                 break
-            if self.stands(plan, share) and peak_share(priced := self.priced(plan)) <= share:
+            if self.bounds.stand(plan, share) and peak_share(priced := self.priced(plan)) <= share:
                 found.append(self._timed(priced))
                 best_s = min(best_s, seconds(found[-1]).step_s)
         return found
@@ -179,55 +177,6 @@ class Search:
     @cached_property
     def _made(self) -> dict[tuple[str, Plan], Plan]:
         return {}
-
-    def stands(self, plan: Plan, share: float) -> bool:
-        """Whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of large
-        models need no more to be ruled out."""
-        state = sum(optim.state_bytes(self._costed(plan), plan).values())
-        _, weights, trained = self._least(plan)
-        gathered = weights * BYTES[plan.precision.compute] if plan.shard.strategy in ("zero1", "zero2") else 0
-        slices = plan.layout.fsdp if plan.sharded else 1
-        gradients = trained * BYTES[plan.precision.weights] // slices
-        return state + max(gradients, gathered) <= share * self.cluster.device.memory_bytes
-
-    def _costed(self, plan: Plan) -> Sheet:
-        return techniques.cost(sheet_of(self.spec, plan), plan)
-
-    def bound_s(self, plan: Plan) -> float:
-        """Seconds that the plan needs at least: of all that is computed, or of all that is sent of the weights and
-        their gradients, whichever is more."""
-        computed_s, weights, trained = self._least(plan)
-        return max(computed_s, self._sent_s(plan, weights, trained))
-
-    def _least(self, plan: Plan) -> tuple[float, int, int]:
-        """Seconds that are computed at least, and the numbers in all weights and in those that are trained, before they
-        are sharded: what plans that differ in the dial alone have in common."""
-        key = plan.layout.tp, plan.remat, plan.compile, plan.batch, plan.sharded
-        if key not in self._bounds:
-            costed = self._costed(plan)
-            units = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
-            sizes = [(prod(map(int, weight.shape)) * times, weight.trained) for weight, times in units]
-            computed_s = bound_s(costed, plan, self.cluster, own_traits())
-            self._bounds[key] = computed_s, sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
-        return self._bounds[key]
-
-    @cached_property
-    def _bounds(self) -> dict[object, tuple[float, int, int]]:
-        return {}
-
-    def _sent_s(self, plan: Plan, weights: int, trained: int) -> float:
-        """Seconds for which the dial keeps the fuller of its streams busy, at least."""
-        layout, strategy, m = plan.layout, plan.shard.strategy, plan.batch.accumulation
-        wires = wires_of(layout, self.cluster)
-        gathered, reduced = weights * BYTES[plan.precision.compute], trained * BYTES[plan.precision.reduce]
-        if strategy == "ddp":
-            return wires.seconds("all_reduce", "loss", reduced)
-        gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
-        return max(
-            gathers * wires.seconds("all_gather", "fsdp", gathered),
-            reduces * wires.seconds("reduce_scatter", "fsdp", reduced),
-            wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp),
-        )
 
     def _with_larger_chunks(self, plan: Plan) -> Plan:
         """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
