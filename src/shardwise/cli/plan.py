@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, told
+from shardwise.cli.length import length_lines, read_asked, run_length
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
@@ -43,6 +44,8 @@ class Options(Common):
         str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
+    tokens: Annotated[str | None, Option("--tokens", help="How long and how much for so many tokens: 10B.")] = None
+    price: Annotated[list[str], Option("--price", help="Dollars a GPU-hour: H100=2.5.")] = field(default_factory=list)
     explain: Annotated[
         str | None, Option("--explain", help="More about: memory, network, why, keys (how the recipe's were read).")
     ] = None
@@ -57,7 +60,7 @@ def run(options: Options) -> None:
         fix = f"one of {', '.join(TOPICS)}"
         raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
     if options.plan:
-        if rest := [*options.arguments, *filter(None, (options.cluster, options.out))]:
+        if rest := [*options.arguments, *filter(None, (options.cluster, options.out, options.tokens, *options.price))]:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
@@ -69,6 +72,7 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
+    asked = read_asked(options.tokens, options.price, cluster)
     if options.cluster is None and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
     chosen = told(choose(recipe, spec, cluster), recipe)
@@ -78,10 +82,12 @@ def run(options: Options) -> None:
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(chosen), encoding="utf-8")
+    length = run_length(recipe, chosen, cluster, asked)
     changes = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     if options.json:
         model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)
         facts = {"model": model, "cluster": {**machines, "name": str(cluster)}, "plan": asdict(chosen)}
+        facts["length"] = asdict(length)
         changed = [{"change": found.change, "price": found.price, "plan": asdict(found.plan)} for found in changes]
         return print_json({**facts, "settings": [asdict(plan) for plan in plans], "remedies": changed})
     say(render.title(spec, cluster))
@@ -92,6 +98,7 @@ def run(options: Options) -> None:
     say()
     busy_s = [wire_s(plan.estimate.traffic, plan.layout, cluster) for plan in plans]
     _print_plan(plans, chosen, busy_s if cluster.world > 1 else [], options.explain)
+    say(*length_lines(length), "")
     if options.explain == "keys":
         say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
     if changes:
