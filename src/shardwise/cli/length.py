@@ -43,15 +43,13 @@ def run_length(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Le
     if asked.tokens is not None:
         return length_of(plan, cluster, "--tokens", None, asked.tokens, price)
     train, by_epochs = recipe.train, bool(recipe.train.num_epochs) or "train.num_epochs" in finetune.assumed(recipe)
-    steps = train.max_steps or finetune.DEFAULT_STEPS
-    set_by: SetBy = "train.max_steps" if train.max_steps else "the default"
-    if by_epochs:
-        known = _steps_of_epochs(recipe, plan)
-        if known is not None and not (train.max_steps and known >= train.max_steps):
-            steps, set_by = known, "train.num_epochs"
-        elif known is None and not train.max_steps:
-            return length_of(plan, cluster, "unknown", None, PER_TOKENS, price)
-    return length_of(plan, cluster, set_by, steps, price=price)
+    if by_epochs and (steps := _steps_of_epochs(recipe, plan)) is not None:
+        set_by: SetBy = "train.max_steps" if steps == train.max_steps else "train.num_epochs"
+        return length_of(plan, cluster, set_by, steps, price=price)
+    if by_epochs and not train.max_steps:
+        return length_of(plan, cluster, "unknown", None, PER_TOKENS, price)
+    set_by = "train.max_steps" if train.max_steps else "the default"
+    return length_of(plan, cluster, set_by, train.max_steps or finetune.DEFAULT_STEPS, price=price)
 
 
 def length_lines(length: Length) -> list[str]:
@@ -60,10 +58,9 @@ def length_lines(length: Length) -> list[str]:
     head = HEADS[length.set_by].format(steps=steps, tokens=tokens)
     parts = [part for part in (steps, tokens) if not head.startswith(part)]
     if length.seconds is not None:
-        between = ""
-        if length.low_s is not None and length.high_s is not None:
-            between = f" ({show_duration(length.low_s)} to {show_duration(length.high_s)})"
-        parts.append(show_duration(length.seconds) + between)
+        parts.append(show_duration(length.seconds))
+    if length.low_s and length.high_s:
+        parts[-1] += f" ({show_duration(length.low_s)} to {show_duration(length.high_s)})"
     if length.gpu_hours is not None:
         parts.append(f"{length.gpu_hours:,.{1 if length.gpu_hours >= 1 else 3}f} GPU-hours")
     if length.dollars is not None:

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import beyond, cluster_of, far, told
+from shardwise.cli.decide import beyond, cluster_of, far, told, with_history
 from shardwise.cli.length import length_lines, read_asked, run_length
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
@@ -77,6 +77,9 @@ def run(options: Options) -> None:
         note(warning, as_json=options.json)
     chosen = told(choose(recipe, spec, cluster), recipe)
     plans = settings(recipe, spec, cluster, chosen)
+    if options.cluster is None:
+        plans = [with_history(plan, cluster, like=chosen) for plan in plans]
+        chosen = with_history(chosen, cluster)
     for warning in filter(None, (far(chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:

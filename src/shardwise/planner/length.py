@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
@@ -57,45 +58,41 @@ def length_of(
 def read_tokens(text: str) -> int:
     """``10B``, ``1.5T``, ``300M`` or ``2e9`` tokens; letters stand for powers of ten. Raises UsageError (CLI001)."""
     match = _AMOUNT.fullmatch(text.strip())
-    tokens = float(match[1].replace(",", "").replace("_", "")) * _SCALES[match[2].lower()] if match else 0.0
-    if not 1 <= tokens <= _MOST_TOKENS or round(tokens) != tokens:
+    tokens = Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()] if match else Fraction(0)
+    if not 1 <= tokens <= _MOST_TOKENS or tokens.denominator != 1:
         what = f"`{text}` is not a number of tokens, from 1 to 1,000,000 T"
         raise UsageError(Problem("CLI001", what, "--tokens", "write 10B, 1.5T, 300M or 2e9"))
-    return round(tokens)
+    return int(tokens)
 
 
 def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
     """Dollars a GPU-hour by the device's name, from ``H100=2.5`` or several of them with commas between. Raises
     UsageError (CLI001), also where the GPU of ``cluster`` has no price among them."""
-    prices: dict[str, float] = {}
+    own, prices = cluster.device.name, dict[str, float]()
+    fix = f"--price {own.replace(' ', '-')}=2.5"
     for text in (part.strip() for given in texts for part in given.split(",")):
         if cluster.kind == "cpu":
             fix = "leave out --price, or name GPUs: --cluster 8xH100"
             raise _wrong(f"`{text}` is a price for a GPU, and {cluster} has none", fix)
         name, _, amount = text.partition("=")
-        example = f"--price {cluster.device.name.replace(' ', '-')}=2.5"
         try:
             dollars = float(amount.strip().removeprefix("$"))
         except ValueError:
-            raise _wrong(f"`{text}` is not a GPU with its price in dollars an hour", example) from None
+            raise _wrong(f"`{text}` is not a GPU with its price in dollars an hour", fix) from None
         if not (dollars > 0 and math.isfinite(dollars)):
-            raise _wrong(f"`{text}`: a price is a number of dollars above 0", example)
-        known = _device_name(name, cluster)
+            raise _wrong(f"`{text}`: a price is a number of dollars above 0", fix)
+        known = _device_name(name, own)
         if prices.setdefault(known, dollars) != dollars:
             raise _wrong(f"two prices for the {known}: ${prices[known]:g} and ${dollars:g} an hour", "drop one of them")
-    if prices and cluster.device.name not in prices:
-        name, dollars = next(iter(prices.items()))
-        fix = f"--price {cluster.device.name.replace(' ', '-')}={dollars:g}"
-        raise _wrong(f"a price for the {name}, and the GPUs of {cluster} are of another kind", fix)
+    if prices and own not in prices:
+        raise _wrong(f"a price for the {next(iter(prices))}, and the GPUs of {cluster} are of another kind", fix)
     return prices
 
 
-def _device_name(text: str, cluster: Cluster) -> str:
-    """The device that ``text`` names; a GPU of this machine may be one that the table does not have."""
-    if text.strip() == cluster.device.name:
-        return cluster.device.name
+def _device_name(text: str, own: str) -> str:
+    """The device that ``text`` names; ``own``, a GPU of this machine, may be one that the table does not have."""
     try:
-        return find_device(text).name
+        return own if text.strip() == own else find_device(text).name
     except ConfigError as error:
         raise _wrong(error.problems[0].what, error.problems[0].fix) from None
 
