@@ -96,8 +96,8 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
     and writes nothing; None where that would be needed."""
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, sample_tokens)
-    cache = _cache(data)
-    paths = [name for given in (data.path, data.validation_path or []) for name in _listed(given)]
+    cache, inputs = _cache(data), [data.path, data.validation_path or data.path]
+    paths = [name for given in inputs for name in ([given] if isinstance(given, str) else given)]
     if data.streaming or any(map(remote.is_remote, paths)):
         return None
     found = source.find(paths, sample_tokens is not None)
@@ -111,10 +111,6 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
 def _note(cache: Path, data: Data, sources: Sources, settings: dict[str, Any]) -> Path:
     """The file that names what was prepared from these inputs, by their sizes and times."""
     return cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
-
-
-def _listed(paths: str | list[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else paths
 
 
 def _cache(data: Data) -> Path:
@@ -144,7 +140,7 @@ def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
     named = [data.path, data.validation_path or data.path]
     if isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser()):
         return counts
-    paths = [name for given in named for name in _listed(given)]
+    paths = [name for given in named for name in ([given] if isinstance(given, str) else given)]
     here = list(dict.fromkeys(name for name in paths if not remote.is_remote(name)))
     tokenizer, skip = open_tokenizer(data), data.on_bad_sample == "skip"
     with tempfile.TemporaryDirectory() as scratch:
