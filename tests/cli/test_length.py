@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from shardwise.cli import decide
+from shardwise.cli import decide, work
 from shardwise.cli import plan as command
 from shardwise.cli.app import main
 from shardwise.cli.decide import with_history
@@ -20,10 +21,11 @@ from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
 from shardwise.models.resolve import data_of
 from shardwise.planner.length import Length
-from shardwise.planner.seconds.history import FILE, remember
+from shardwise.planner.seconds.history import FILE, past_runs, remember
+from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import local_cluster, parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.load import load_recipe
+from shardwise.spec.load import dump_plan, load_plan, load_recipe
 from shardwise.spec.plan import Batch, Estimate, Plan, Seconds, Shard
 from shardwise.spec.recipe import Recipe
 
@@ -201,6 +203,9 @@ def test_other_formats_are_not_converted_to_plan(tmp_path: Path, monkeypatch: py
     assert already_prepared(data.model_copy(update={"streaming": True}), None) is None
 
 
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+REPORT = Report(Path("runs/a"), 8, 1024, 24.0, 3.0, Estimate())
 HERE = local_cluster(2, "cpu", memory_bytes=2**33)
 PLAN = Plan(layout=Layout(dp_shard=2), model="llama", estimate=Estimate(seconds=SECONDS))
 
@@ -238,3 +243,48 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert state_directory() == tmp_path / ".local" / "state" / "shardwise"
     monkeypatch.delenv("XDG_STATE_HOME")
     assert state_directory() == tmp_path / ".local" / "state" / "shardwise"
+
+
+def test_a_run_leaves_what_it_took_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a plan's seconds were multiplied by is taken out again: predictions are compared, not corrections."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 300)
+    words = [f"model.config.{key}={value}" for key, value in TINY.items()]
+    words += ["data.path=text.txt", "data.cache=cache", "data.num_proc=1", "data.tokenizer.vocab_size=300"]
+    words += ["train.seq_len=32", "train.global_batch_size=4", "train.max_steps=8", "run.nproc=2"]
+    assert main(["plan", *words, "-o", "plan.yaml"]) == 0
+    plan = load_plan("plan.yaml")
+    corrected = replace(SECONDS, scale=4.0, basis="5 earlier runs")
+    timed = replace(plan, estimate=replace(plan.estimate, seconds=corrected))
+    Path("plan.yaml").write_text(dump_plan(timed))
+    assert load_plan("plan.yaml") == timed
+    assert main(["train", *words, "--plan", "plan.yaml", "--run", "a"]) == 0, capfd.readouterr()
+
+    cluster = local_cluster(2, "cpu")
+    (kept,) = past_runs(cluster, state_directory()).runs
+    row = re.search(
+        r"\| step time \| 2.000 s \| (\d\.\d{3}) s \| (-\d\d\.\d %) \|", Path("runs/a/report.md").read_text()
+    )
+    assert row is not None
+    assert f"{kept.measured_s:.3f}" == row[1] and f"{100 * (kept.measured_s / 2 - 1):+.1f} %" == row[2]
+    assert (kept.predicted_s, kept.strategy, kept.tp, kept.model) == (0.5, plan.shard.strategy, 1, plan.model)
+    found = with_history(timed, cluster).estimate.seconds
+    assert found is not None and found.step_s == pytest.approx(kept.measured_s)
+    assert found.basis.startswith("1 earlier run like it on this machine: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_keeps_it_and_a_run_survives_a_disk_that_does_not(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The directory's name is taken by a file."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "shardwise").write_text("")
+    monkeypatch.setattr(work, "plan_of", lambda *given: PLAN)
+    monkeypatch.setattr("shardwise.runtime.loop.train", lambda *given, **named: replace(REPORT, step_s=3.0))
+    work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), Path("plan.yaml"), False, None)
+    warned = "warning[REP001]: keeping the step's time for later plans failed: "
+    assert (warned in capfd.readouterr().out) == (rank == 0)
