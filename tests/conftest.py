@@ -6,6 +6,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
     yield
     left = sorted(path.name for path in _elsewhere.iterdir())
     assert not left, f"this test, or what it started, wrote into the working directory: {left}"
+
+
+@pytest.fixture(scope="session")
+def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory of its own for each test, made once something is remembered there."""
+    directory = tmp_path_factory.mktemp("states")
+    return (directory / str(number) for number in count())
+
+
+@pytest.fixture(autouse=True)
+def _remembers_elsewhere(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs took is kept for later plans: no test finds what another left, or the user's own runs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ from shardwise import techniques
 from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
-from shardwise.launch.worker import by_our_launcher
+from shardwise.launch.worker import by_our_launcher, state_directory
 from shardwise.models.config import ModelSpec
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
+from shardwise.planner.seconds.history import calibrated, calibration, past_runs
 from shardwise.spec import finetune
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
@@ -75,6 +76,20 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
+
+
+def with_history(plan: Plan, cluster: Cluster, like: Plan | None = None) -> Plan:
+    """The plan with its seconds corrected by earlier runs on this machine, if there are any: by those that resemble
+    the plan, or for a table, whose order must stay, those that resemble ``like``."""
+    seconds = plan.estimate.seconds
+    if seconds is None:
+        return plan
+    try:
+        found = calibration(past_runs(cluster, state_directory()), like or plan)
+        seconds = seconds if found is None else calibrated(seconds, found)
+    except OSError as error:
+        seconds = replace(seconds, basis=f"{seconds.basis}; earlier runs cannot be read: {error.strerror}")
+    return replace(plan, estimate=replace(plan.estimate, seconds=seconds))
 
 
 def told(plan: Plan, recipe: Recipe) -> Plan:

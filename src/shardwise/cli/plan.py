@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli import render, step_time
-from shardwise.cli.decide import beyond, cluster_of, far, told
+from shardwise.cli.answer import answered, as_json, change_lines, head_lines, page_lines, plan_lines
+from shardwise.cli.decide import beyond, cluster_of, far
+from shardwise.cli.length import read_asked
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
-from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.hf_spec import NOTICE
 from shardwise.models.resolve import resolve, with_adapter
-from shardwise.planner.remedy import Remedy, alternatives, remedies
-from shardwise.planner.search import Search, fits, kind
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
-from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Parallel
 
 TOPICS = ("memory", "network", "time", "why", "keys")
 
@@ -43,6 +38,8 @@ class Options(Common):
         str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
+    tokens: Annotated[str | None, Option("--tokens", help="How long and how much for so many tokens: 10B.")] = None
+    price: Annotated[list[str], Option("--price", help="Dollars a GPU-hour: H100=2.5.")] = field(default_factory=list)
     explain: Annotated[
         str | None, Option("--explain", help="More about: memory, network, time, why, keys (how they were read).")
     ] = None
@@ -57,11 +54,11 @@ def run(options: Options) -> None:
         fix = f"one of {', '.join(TOPICS)}"
         raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
     if options.plan:
-        if rest := [*options.arguments, *filter(None, (options.cluster, options.out))]:
+        if rest := [*options.arguments, *filter(None, (options.cluster, options.out, options.tokens, *options.price))]:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
         plan = load_plan(options.plan)
-        return print_json(asdict(plan)) if options.json else _print_plan([plan], plan, options.explain)
+        return print_json(asdict(plan)) if options.json else say(*plan_lines([plan], plan, options.explain))
     words = sort_words(options.arguments, Options)
     path = recipe_or_quickstart(words.path, words.overrides)
     loaded = read_recipe(path, words.overrides)
@@ -69,76 +66,22 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
+    asked = read_asked(options.tokens, options.price, cluster)
     if options.cluster is None and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
-    search = Search(recipe, spec, cluster)
-    chosen = told(search.chosen, recipe)
-    free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen(free.families(), chosen)
-    for warning in filter(None, (far(chosen), beyond(recipe, spec))):
+    answer = answered(recipe, spec, cluster, asked, here=options.cluster is None)
+    for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:
         check_new(options.out)
-        options.out.write_text(dump_plan(chosen), encoding="utf-8")
-    changes = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster) if fits(chosen) else []
+        options.out.write_text(dump_plan(answer.chosen), encoding="utf-8")
     if options.json:
-        model, machines = {"name": spec.name, "parameters": parameter_count(spec)}, asdict(cluster)
-        facts = {"model": model, "cluster": {**machines, "name": str(cluster)}, "plan": asdict(chosen)}
-        speed = {"tokens_per_s": step_time.tokens_per_s(chosen), "mfu": step_time.mfu(spec, chosen, cluster)}
-        told_changes = {name: _as_json(found) for name, found in (("remedies", changes), ("alternatives", others))}
-        return print_json({**facts, **speed, "settings": [asdict(plan) for plan in plans], **told_changes})
-    say(render.title(spec, cluster))
-    if spec.hf_model is not None:
-        say(f"{spec.family}, {NOTICE}")
-    if cluster.assumptions:
-        say("assumed: " + "; ".join(cluster.assumptions))
-    say("", render.sentence(chosen), "")
-    _print_plan(plans, chosen, options.explain, (spec, cluster))
-    if options.explain == "keys":
-        say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
-    if changes:
-        say(*render.remedy_lines(changes, chosen.estimate), "")
-    if others:
-        say("what would change it", *render.change_lines(others), "")
+        return print_json(as_json(answer))
+    keys = ["how keys were read", *(loaded.renamed or ["under their own names"]), ""]
+    say(*head_lines(answer), *page_lines(answer, options.explain), *(keys if options.explain == "keys" else []))
+    say(*change_lines(answer))
     _print_next(path, words.overrides, options, cluster)
     return None
-
-
-def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
-    """The best plans of each kind, of which the chosen one stands for its own, in their order."""
-    if not any(render.same_split(plan, chosen) for plan in plans):
-        plans = [chosen if kind(plan) == kind(chosen) else plan for plan in plans]
-    return sorted(
-        plans, key=lambda plan: (not fits(plan), plan.estimate.seconds.step_s if plan.estimate.seconds else 0)
-    )
-
-
-def _as_json(found: list[Remedy]) -> list[dict[str, Any]]:
-    return [{"change": each.change, "price": each.price, "plan": asdict(each.plan)} for each in found]
-
-
-def _print_plan(
-    plans: list[Plan], chosen: Plan, explain: str | None, on: tuple[ModelSpec, Cluster] | None = None
-) -> None:
-    """``on``: the model and the machines, where they are known."""
-    say(f"chosen: {render.label(chosen)} · {render.execution(chosen)}")
-    say(f"        {render.verdict(chosen.estimate)}")
-    if on is not None:
-        say(*step_time.step_lines(on[0], chosen, on[1]))
-        say(*filter(None, [step_time.bottleneck(chosen, on[1])]), step_time.named_elsewhere(chosen))
-    say("", "the best plan of each kind, by the time of a step", *render.family_lines(plans, chosen), "")
-    for plan in plans if explain == "memory" else [chosen]:
-        say(f"memory of the fullest rank at its peak, {render.label(plan)}", *render.memory_lines(plan.estimate), "")
-    for plan in plans if explain == "network" else [chosen]:
-        lines = render.traffic_lines(plan.estimate)
-        say(f"sent by each rank in a step, {render.label(plan)}" + ("" if lines else ": nothing"), *lines, "")
-    for plan in plans if explain == "time" else []:
-        say(f"a step of the slowest rank, {render.label(plan)}", *step_time.time_lines(plan), "")
-    decided = {key: reason for key, reason in chosen.why.items() if reason != "pinned"}
-    reasons = render.why_lines(chosen if explain == "why" else replace(chosen, why=decided))
-    if reasons:
-        say("why", *reasons, "")
 
 
 def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:

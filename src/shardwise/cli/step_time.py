@@ -56,7 +56,7 @@ def parts(found: Seconds) -> list[tuple[str, float]]:
     return [("computes", found.compute_s), *waits, *((name, part) for name, part in others if part)]
 
 
-def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
+def bottleneck(plan: Plan) -> str | None:
     """Whether a step waits for the links, in words, and what would help."""
     if plan.layout.world == 1:
         return None

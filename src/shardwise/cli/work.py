@@ -16,10 +16,20 @@ from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
 from shardwise.launch import nodes, owner, rundir
 from shardwise.launch.owner import Claim
-from shardwise.launch.worker import by_our_launcher, launcher_directory, rank, speak_in_turn, start_name, started
+from shardwise.launch.worker import (
+    by_our_launcher,
+    launcher_directory,
+    rank,
+    speak_in_turn,
+    start_name,
+    started,
+    state_directory,
+)
 from shardwise.models.resolve import resolve
+from shardwise.planner.seconds.history import remember
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.metrics.trackers import check_installed
+from shardwise.runtime.report.warn import only_reports
 from shardwise.spec.cluster import crowding
 from shardwise.spec.recipe import Recipe
 
@@ -87,7 +97,10 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     spec = resolve(recipe)
     plan = plan_of(recipe, spec, cluster, plan_file, resumed)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
-    train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
+    report = train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
+    if rank() == 0 and (seconds := plan.estimate.seconds) is not None:
+        with only_reports("keeping the step's time for later plans"):
+            remember(plan, cluster, seconds.step_s / seconds.scale, report.step_s, state_directory())
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:

@@ -43,14 +43,19 @@ VERSION = 3
 """The version of the conversion: cached results of another version are not used."""
 
 
+def converted(source: Source, cache: Path) -> Path:
+    """The directory in the cache that holds, or will hold, what ``source`` is converted to."""
+    with reading(source.path):
+        stat = source.path.stat()
+    return cache / "converted" / digest([VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
+
+
 def to_jsonl(source: Source, cache: Path) -> Source:
     """``source`` itself if it needs no conversion, else its jsonl in the cache. Raises DATA004 to DATA008 for files
     that cannot be read."""
     if source.kind != "other":
         return source
-    with reading(source.path):
-        stat = source.path.stat()
-    target = cache / "converted" / digest([VERSION, str(source.path), stat.st_size, stat.st_mtime_ns])
+    target = converted(source, cache)
 
     def make(directory: Path) -> None:
         with (directory / "records.jsonl").open("xb") as out, reading(source.path):

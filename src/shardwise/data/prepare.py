@@ -73,7 +73,7 @@ def prepare(
         data = remote.bring(data, cache, trust_s, said)
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
-    note = cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
+    note = _note(cache, data, sources, settings)
     if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
         return store.load(known)
     of = _Ingredients(data, sources, store.source_files(sources), settings)
@@ -89,6 +89,28 @@ def prepare(
         if out is None:
             write_whole(note, fingerprint)
     return store.load(target, verify=False)
+
+
+def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | None:
+    """What :func:`prepare` made of these files in an earlier run, if they have not changed since. Downloads, prepares
+    and writes nothing; None where that would be needed."""
+    if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
+        return _open_named(named, data, sample_tokens)
+    cache, inputs = _cache(data), [data.path, data.validation_path or data.path]
+    paths = [name for given in inputs for name in ([given] if isinstance(given, str) else given)]
+    if data.streaming or any(map(remote.is_remote, paths)):
+        return None
+    found = source.find(paths, sample_tokens is not None)
+    if not all(one.kind != "other" or convert.converted(one, cache).is_dir() for one in found):
+        return None
+    note = _note(cache, data, _sources(data, cache, sample_tokens is not None), _settings(data, sample_tokens))
+    known = cache / "data" / note.read_text() if note.is_file() else None
+    return store.load(known, verify=False) if known and store.is_prepared(known) else None
+
+
+def _note(cache: Path, data: Data, sources: Sources, settings: dict[str, Any]) -> Path:
+    """The file that names what was prepared from these inputs, by their sizes and times."""
+    return cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
 
 
 def _cache(data: Data) -> Path:

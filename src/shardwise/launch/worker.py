@@ -52,6 +52,12 @@ def launcher_directory() -> Path | None:
     return Path(os.environ[STORE]).parent if STORE in os.environ else None
 
 
+def state_directory() -> Path:
+    """Where this machine keeps what runs leave for later ones: as the XDG specification says."""
+    named = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".local" / "state") / "shardwise"
+
+
 def set_up_torch(*, deterministic: bool) -> None:
     """To be called in a rank before torch is loaded, which reads its settings once. Unless the user has set the
     allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits.

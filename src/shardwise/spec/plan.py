@@ -118,7 +118,7 @@ class Seconds:
     (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to
     launch what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the
     host does once a step. Four steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that
-    rests on."""
+    rests on. ``scale``: what the model's seconds were multiplied by, after earlier runs on the machine."""
 
     step_s: float = 0.0
     compute_s: float = 0.0
@@ -132,6 +132,7 @@ class Seconds:
     low_s: float = 0.0
     high_s: float = 0.0
     basis: str = ""
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardwise.runtime.metrics.measure import Memory, Meter, resident_bytes, ret
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Estimate, Plan, Shard, Traffic
+from shardwise.spec.plan import Estimate, Plan, Seconds, Shard, Traffic
 from shardwise.spec.units import show_bytes
 from tests.parity.cases import TIED
 from tests.runtime import rank_work
@@ -99,6 +99,8 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert rows["reduce-scatter over dp_shard"][2] == "unforeseen"
     assert rows["all-reduce of control messages"][2] == "-100.0 %"
     assert rows["step time"] == ("-", "0.500 s", "")
+    timed = report(estimate=Estimate(seconds=Seconds(step_s=0.4)))
+    assert ("step time", "0.400 s", "0.500 s", "+25.0 %") in timed.rows()
 
 
 def test_what_was_not_measured_is_not_shown() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.metrics.measure import Memory
-from shardwise.spec.plan import Estimate
+from shardwise.spec.plan import Estimate, Seconds
 from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
@@ -55,7 +55,7 @@ class Report:
         rows = _memory_rows(self.estimate, self.memory) if self.memory else []
         rows += _traffic_rows(self.estimate, self.traffic)
         if self.step_s:
-            rows.append(("step time", "-", f"{self.step_s:.3f} s", ""))
+            rows.append(_time_row("step time", self.estimate.seconds, self.step_s))
         return rows
 
     def text(self) -> str:
@@ -136,6 +136,13 @@ def _row(
         return what, size(predicted), size(measured), "0"
     share = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "unforeseen"
     return what, size(predicted), size(measured), share
+
+
+def _time_row(what: str, predicted: Seconds | None, measured_s: float) -> tuple[str, str, str, str]:
+    if predicted is None or not predicted.step_s:
+        return what, "-", f"{measured_s:.3f} s", ""
+    share = f"{100 * (measured_s / predicted.step_s - 1):+.1f} %"
+    return what, f"{predicted.step_s:.3f} s", f"{measured_s:.3f} s", share
 
 
 def _quote(text: str) -> list[str]:

@@ -1,0 +1,93 @@
+"""How long the run of a plan takes and what it costs, in words."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from shardwise.errors import ShardwiseError
+from shardwise.models.resolve import data_of
+from shardwise.planner.length import PER_TOKENS, Length, SetBy, length_of, read_prices, read_tokens
+from shardwise.spec import finetune
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import counted, show_count, show_seconds
+
+HEADS: dict[SetBy, str] = {
+    "--tokens": "{tokens}",
+    "train.max_steps": "{steps} (train.max_steps)",
+    "train.num_epochs": "all epochs",
+    "the default": "{steps} (the default)",
+    "unknown": "{tokens} (the run's own length is known once its data are prepared)",
+}
+"""What the rest is told for, by what sets the length."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of the length: ``tokens``, and dollars a GPU-hour by the device's name."""
+
+    tokens: int | None = None
+    prices: dict[str, float] = field(default_factory=dict)
+
+
+def read_asked(tokens: str | None, prices: list[str], cluster: Cluster) -> Asked:
+    """The options ``--tokens`` and ``--price``. Raises UsageError (CLI001)."""
+    return Asked(None if tokens is None else read_tokens(tokens), read_prices(prices, cluster))
+
+
+def run_length(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Length:
+    """The length of a run: in tokens if they were asked for, else as the recipe says it."""
+    price = asked.prices.get(cluster.device.name)
+    if asked.tokens is not None:
+        return length_of(plan, cluster, "--tokens", None, asked.tokens, price)
+    train, by_epochs = recipe.train, bool(recipe.train.num_epochs) or "train.num_epochs" in finetune.assumed(recipe)
+    if by_epochs and (steps := _steps_of_epochs(recipe, plan)) is not None:
+        set_by: SetBy = "train.max_steps" if steps == train.max_steps else "train.num_epochs"
+        return length_of(plan, cluster, set_by, steps, price=price)
+    if by_epochs and not train.max_steps:
+        return length_of(plan, cluster, "unknown", None, PER_TOKENS, price)
+    set_by = "train.max_steps" if train.max_steps else "the default"
+    return length_of(plan, cluster, set_by, train.max_steps or finetune.DEFAULT_STEPS, price=price)
+
+
+def length_lines(length: Length) -> list[str]:
+    """``10.0 B tokens: 2,385 steps, 3 h 12 min (2 h 50 min to 3 h 40 min), 25.6 GPU-hours, $64 at $2.5 a GPU-hour``."""
+    steps, tokens = counted(length.steps, "step"), f"{show_count(length.tokens)} tokens"
+    head = HEADS[length.set_by].format(steps=steps, tokens=tokens)
+    parts = [part for part in (steps, tokens) if not head.startswith(part)]
+    if length.seconds is not None:
+        parts.append(show_duration(length.seconds))
+    if length.low_s and length.high_s:
+        parts[-1] += f" ({show_duration(length.low_s)} to {show_duration(length.high_s)})"
+    if length.gpu_hours is not None:
+        parts.append(f"{length.gpu_hours:,.{1 if length.gpu_hours >= 1 else 3}f} GPU-hours")
+    if length.dollars is not None:
+        dollars = f"${length.dollars:,.{0 if length.dollars >= 10 else 2}f}"
+        parts.append(f"{dollars} at ${length.dollars_per_gpu_hour:g} a GPU-hour")
+    return [f"{head}: {', '.join(parts)}"]
+
+
+def show_duration(seconds: float) -> str:
+    """``42.0 s``, ``3 min 20 s``, ``3 h 12 min``, ``12.3 days``."""
+    if round(seconds) < 60:
+        return show_seconds(seconds)
+    if round(seconds) < 3600:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{seconds / 86400:,.1f} days"
+
+
+def _steps_of_epochs(recipe: Recipe, plan: Plan) -> int | None:
+    """The steps of the recipe's epochs, and of no more than its max_steps; None unless its data are prepared."""
+    from shardwise.data.epochs import max_steps, settled
+    from shardwise.data.pack import open_windows
+    from shardwise.data.prepare import already_prepared
+
+    with suppress(ShardwiseError, OSError, ValueError):  # `train` says what is wrong with the data
+        prepared = already_prepared(data_of(recipe), recipe.sample_tokens)
+        if prepared is not None:
+            windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+            return max_steps(settled(recipe, windows), windows, plan.batch.global_batch_size(plan.layout.dp))
+    return None

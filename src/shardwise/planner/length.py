@@ -1,0 +1,101 @@
+"""What a whole run of a plan takes: steps, tokens, time, GPU-hours and dollars."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from shardwise.errors import ConfigError, Problem, UsageError
+from shardwise.spec.cluster import Cluster, find_device
+from shardwise.spec.plan import Plan
+
+SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "unknown"]
+PER_TOKENS = 10**9
+"""Where the length of a run is unknown, it is told for so many tokens."""
+_MOST_TOKENS = 10**18
+_AMOUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?) ?([kKmMbBtT]?)")
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Length:
+    """A run of ``steps`` optimizer steps, which ``set_by`` decides, and what they take: start, validation and
+    checkpoints are not counted. What rests on seconds is None for a plan that has none, ``gpu_hours`` on CPUs too,
+    and ``dollars`` without a price. Four runs in five are expected between ``low_s`` and ``high_s``."""
+
+    set_by: SetBy
+    steps: int
+    tokens: int
+    seconds: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    gpu_hours: float | None = None
+    dollars_per_gpu_hour: float | None = None
+    dollars: float | None = None
+
+
+def length_of(
+    plan: Plan, cluster: Cluster, set_by: SetBy, steps: int | None = None, tokens: int = 0, price: float | None = None
+) -> Length:
+    """What a run of so many ``steps`` takes; if None, of as many as read ``tokens``. ``price`` is in dollars a
+    GPU-hour."""
+    in_a_step = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
+    steps = max(1, -(-tokens // in_a_step)) if steps is None else steps
+    found = plan.estimate.seconds
+    if found is None:
+        return Length(set_by, steps, steps * in_a_step, dollars_per_gpu_hour=price)
+    low_s, high_s = (steps * bound or None for bound in (found.low_s, found.high_s))
+    seconds = steps * found.step_s
+    gpu_hours = seconds * cluster.world / 3600 if cluster.kind == "cuda" else None
+    dollars = None if price is None or gpu_hours is None else gpu_hours * price
+    return Length(set_by, steps, steps * in_a_step, seconds, low_s, high_s, gpu_hours, price, dollars)
+
+
+def read_tokens(text: str) -> int:
+    """``10B``, ``1.5T``, ``300M`` or ``2e9`` tokens; letters stand for powers of ten. Raises UsageError (CLI001)."""
+    match = _AMOUNT.fullmatch(text.strip())
+    tokens = Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()] if match else Fraction(0)
+    if not 1 <= tokens <= _MOST_TOKENS or tokens.denominator != 1:
+        what = f"`{text}` is not a number of tokens, from 1 to 1,000,000 T"
+        raise UsageError(Problem("CLI001", what, "--tokens", "write 10B, 1.5T, 300M or 2e9"))
+    return int(tokens)
+
+
+def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
+    """Dollars a GPU-hour by the device's name, from ``H100=2.5`` or several of them with commas between. Raises
+    UsageError (CLI001), also where the GPU of ``cluster`` has no price among them."""
+    own, prices = cluster.device.name, dict[str, float]()
+    fix = f"--price {own.replace(' ', '-')}=2.5"
+    for text in (part.strip() for given in texts for part in given.split(",")):
+        if cluster.kind == "cpu":
+            fix = "leave out --price, or name GPUs: --cluster 8xH100"
+            raise _wrong(f"`{text}` is a price for a GPU, and {cluster} has none", fix)
+        name, _, amount = text.partition("=")
+        try:
+            dollars = float(amount.strip().removeprefix("$"))
+        except ValueError:
+            raise _wrong(f"`{text}` is not a GPU with its price in dollars an hour", fix) from None
+        if not (dollars > 0 and math.isfinite(dollars)):
+            raise _wrong(f"`{text}`: a price is a number of dollars above 0", fix)
+        known = _device_name(name, own)
+        if prices.setdefault(known, dollars) != dollars:
+            raise _wrong(f"two prices for the {known}: ${prices[known]:g} and ${dollars:g} an hour", "drop one of them")
+    if prices and own not in prices:
+        raise _wrong(f"a price for the {next(iter(prices))}, and the GPUs of {cluster} are of another kind", fix)
+    return prices
+
+
+def _device_name(text: str, own: str) -> str:
+    """The device that ``text`` names; ``own``, a GPU of this machine, may be one that the table does not have."""
+    try:
+        return own if text.strip() == own else find_device(text).name
+    except ConfigError as error:
+        raise _wrong(error.problems[0].what, error.problems[0].fix) from None
+
+
+def _wrong(what: str, fix: str) -> UsageError:
+    return UsageError(Problem("CLI001", what, "--price", fix))

@@ -1,0 +1,154 @@
+"""What earlier runs on this machine took beside what was predicted, one JSON line a run in ``steps.jsonl``, and the
+predictions that follow from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from shardwise.data.whole import write_whole
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.files import NOTE_BYTES, read_regular, regular
+from shardwise.spec.host import cores, total_memory_bytes
+from shardwise.spec.plan import Plan, Seconds
+from shardwise.spec.record import from_json
+
+STATE = Path(".local", "state", "shardwise")
+"""Below the home directory, where the caller names no other."""
+FILE = "steps.jsonl"
+PREDICTOR = 1
+"""Raised when predictions change: ratios to those of an earlier predictor do not correct the next one's."""
+KEPT_LINES = 300
+WITHIN, WITHIN_LORA = 0.06, 0.13
+"""How far four predictions in five are off, in logarithms, once one step of the machine is known."""
+_LATEST = 20
+"""Only so many of the latest runs count: software and drivers change."""
+_QUANTILE = 1.4826 * 1.2816
+"""Of a normal distribution, what holds four values in five, in median absolute deviations."""
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run: on which machine, of which model, split how, and the seconds of a step."""
+
+    predictor: int
+    machine: str
+    model: str
+    strategy: str
+    tp: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def log_ratio(self) -> float:
+        return math.log(self.measured_s / self.predicted_s)
+
+
+@dataclass(frozen=True)
+class PastRuns:
+    """The runs of a machine, the latest last, and how many lines of the file could not be read."""
+
+    runs: tuple[PastRun, ...] = ()
+    unread: int = 0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``ratio`` of measured to predicted seconds, the median of ``runs`` runs, which resembled the plan if ``alike``;
+    four steps in five are expected within ``band`` (in logarithms) of what it leads to."""
+
+    ratio: float
+    band: float
+    runs: int
+    alike: bool = False
+    unread: int = 0
+
+    def __str__(self) -> str:
+        runs = f"{self.runs} earlier run{'s' * (self.runs != 1)}{' like it' * self.alike} on this machine"
+        unread = f" ({self.unread} line{'s' * (self.unread != 1)} of {FILE} could not be read)" if self.unread else ""
+        return f"{runs}: {self.ratio:.3g} x what the model says{unread}"
+
+
+def machine_of(cluster: Cluster) -> str:
+    """What stays the same of a machine: free memory does not. Predictions from rates that were measured are kept apart
+    from those of the table."""
+    device = cluster.device
+    if cluster.kind == "cpu":
+        size = f"{cores()} cores, {total_memory_bytes() / 2**30:.0f} GiB"
+    else:
+        size = f"{device.memory_bytes / 2**30:.0f} GiB"
+    measured = ", measured" if cluster.measured else ""
+    return f"{cluster.nodes}x{cluster.devices_per_node}x{device.name} ({cluster.kind}, {size}{measured})"
+
+
+def remember(
+    plan: Plan, cluster: Cluster, predicted_s: float, measured_s: float, directory: Path | None = None
+) -> None:
+    """Add a run to the file in ``directory``. Several processes may do so at a time. Raises OSError."""
+    if not all(value > 0 and math.isfinite(value) for value in (predicted_s, measured_s)):
+        return
+    split = plan.shard.strategy, plan.layout.tp
+    run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s)
+    path = (directory or Path.home() / STATE) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    text = read_regular(path, NOTE_BYTES)
+    begun = b"\n" * (text[-1:] not in (b"", b"\n"))  # what another process left of a line stays a line of its own
+    descriptor = regular(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(descriptor, begun + json.dumps(asdict(run)).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+    if text.count(b"\n") >= 2 * KEPT_LINES:
+        lines = read_regular(path, NOTE_BYTES).decode(errors="replace").splitlines(keepends=True)
+        write_whole(path, "".join(lines[-KEPT_LINES:]))
+
+
+def past_runs(cluster: Cluster, directory: Path | None = None) -> PastRuns:
+    """The runs on a machine like this one. Raises OSError if the file is there and cannot be read."""
+    try:
+        lines = read_regular((directory or Path.home() / STATE) / FILE, NOTE_BYTES).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return PastRuns()
+    runs = [_run_of(line) for line in lines if line]
+    asked = PREDICTOR, machine_of(cluster)
+    return PastRuns(tuple(run for run in runs if run and (run.predictor, run.machine) == asked), runs.count(None))
+
+
+def _run_of(line: bytes) -> PastRun | None:
+    """The run of a line; None if it is torn, or was written by something else."""
+    try:
+        run = from_json(PastRun, line)
+        return run if math.isfinite(run.log_ratio) else None
+    except (ValueError, ArithmeticError):
+        return None
+
+
+def calibration(past: PastRuns, plan: Plan) -> Calibration | None:
+    """What earlier runs say of predictions for ``plan``: those of the same model and split, else of the same split,
+    else all. None without any."""
+    split = plan.shard.strategy, plan.layout.tp
+    same = [run for run in past.runs if (run.strategy, run.tp) == split]
+    alike = [run for run in same if run.model == plan.model] or same
+    ratios = [run.log_ratio for run in (alike or past.runs)[-_LATEST:]]
+    if not ratios:
+        return None
+    middle = median(ratios)
+    spread = _QUANTILE * median(abs(ratio - middle) for ratio in ratios)
+    band = math.hypot(WITHIN if plan.lora is None else WITHIN_LORA, spread)
+    return Calibration(math.exp(middle), band, len(ratios), bool(alike), past.unread)
+
+
+def calibrated(seconds: Seconds, found: Calibration) -> Seconds:
+    """``seconds`` and all parts of them times the ratio, once: what was calibrated before is begun anew."""
+    factor, spread = found.ratio / seconds.scale, math.exp(found.band)
+    whole = ("step_s", "compute_s", "products_s", "attention_s", "pointwise_s", "optimizer_s", "host_s")
+    scaled = {name: vars(seconds)[name] * factor for name in whole}
+    for name in ("exposed_s", "sent_s"):
+        scaled[name] = {axis: value * factor for axis, value in vars(seconds)[name].items()}
+    band = {"low_s": scaled["step_s"] / spread, "high_s": scaled["step_s"] * spread}
+    return replace(seconds, **scaled, **band, scale=found.ratio, basis=str(found))

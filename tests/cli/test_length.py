@@ -1,0 +1,290 @@
+"""``shardwise plan`` says how long a run takes and what it costs, and corrects it by what earlier runs took."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from shardwise.cli import decide, work
+from shardwise.cli import plan as command
+from shardwise.cli.app import main
+from shardwise.cli.decide import with_history
+from shardwise.cli.length import Asked, length_lines, run_length, show_duration
+from shardwise.data.prepare import already_prepared, prepare
+from shardwise.launch.worker import state_directory
+from shardwise.models.resolve import data_of
+from shardwise.planner.length import Length
+from shardwise.planner.seconds.history import FILE, past_runs, remember
+from shardwise.runtime.report.report import Report
+from shardwise.spec.cluster import local_cluster, parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import dump_plan, load_plan, load_recipe
+from shardwise.spec.plan import Batch, Estimate, Plan, Seconds, Shard
+from shardwise.spec.recipe import Recipe
+
+Run = Callable[..., tuple[int, str, str]]
+QUICK = ["train.global_batch_size=8"]
+SECONDS = Seconds(step_s=2.0, compute_s=2.0, low_s=1.5, high_s=2.6, basis="the table")
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process, in an empty directory, where every step is predicted to take 2 s: (exit code,
+    stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    choose = decide.choose
+
+    def timed(recipe: Recipe, *given: object) -> Plan:
+        plan = choose(recipe, *given)  # type: ignore[arg-type]
+        return replace(plan, estimate=replace(plan.estimate, seconds=SECONDS))
+
+    for place in (decide, command):
+        monkeypatch.setattr(place, "choose", timed)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_lines() -> None:
+    whole = Length("--tokens", 2385, 10_003_415_040, 11_520.0, 10_200.0, 13_200.0, 25.6, 2.5, 64.0)
+    assert length_lines(whole) == [
+        "10.0 B tokens: 2,385 steps, 3 h 12 min (2 h 50 min to 3 h 40 min), 25.6 GPU-hours, $64 at $2.5 a GPU-hour"
+    ]
+    bare = {"low_s": None, "high_s": None, "gpu_hours": None, "dollars": None}
+    assert length_lines(replace(whole, set_by="train.max_steps", steps=1, **bare)) == [  # type: ignore[arg-type]
+        "1 step (train.max_steps): 10.0 B tokens, 3 h 12 min"
+    ]
+    cheap = replace(whole, set_by="train.num_epochs", gpu_hours=0.02, dollars=0.05)
+    assert length_lines(cheap)[0].startswith("all epochs: 2,385 steps, 10.0 B tokens, 3 h 12 min (")
+    assert length_lines(cheap)[0].endswith(", 0.020 GPU-hours, $0.05 at $2.5 a GPU-hour")
+    unknown = length_lines(Length("unknown", 239, 10**9))
+    assert unknown == ["1.0 B tokens (the run's own length is known once its data are prepared): 239 steps"]
+    assert length_lines(Length("the default", 1000, 2_000_000)) == ["1,000 steps (the default): 2.0 M tokens"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.004, "4.0 ms"),
+        (59.4, "59.4 s"),
+        (59.6, "1 min 0 s"),
+        (200.0, "3 min 20 s"),
+        (3599.6, "1 h 0 min"),
+        (11_520.0, "3 h 12 min"),
+        (172_770.0, "2.0 days"),
+        (1_062_720.0, "12.3 days"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert show_duration(seconds) == words
+
+
+def test_a_plan_says_what_the_recipes_steps_take(shardwise: Run) -> None:
+    code, out, _ = shardwise("plan", *QUICK, "--cluster", "8xH100", "train.max_steps=900", "--price", "h100=2.5")
+    assert code == 0  # 900 steps of 2 s are half an hour, on 8 GPUs 4 GPU-hours
+    said = "900 steps (train.max_steps): 1.8 M tokens, 30 min 0 s (22 min 30 s to 39 min 0 s), 4.0 GPU-hours, "
+    assert f"{said}$10 at $2.5 a GPU-hour\n" in out
+
+
+def test_the_same_for_tokens_as_an_object(shardwise: Run) -> None:
+    words = ["--cluster", "8xH100", "train.seq_len=256", "--tokens", "2e6", "--price", "A100=1,H100=2", "--json"]
+    code, out, _ = shardwise("plan", *QUICK, *words)
+    assert code == 0
+    assert json.loads(out)["length"] == {
+        "set_by": "--tokens",
+        "steps": 977,  # 2,000,000 / (8 x 256), rounded up
+        "tokens": 977 * 8 * 256,
+        "seconds": 1954.0,
+        "low_s": 1465.5,
+        "high_s": pytest.approx(2540.2),
+        "gpu_hours": pytest.approx(977 * 2 * 8 / 3600),
+        "dollars_per_gpu_hour": 2.0,
+        "dollars": pytest.approx(977 * 2 * 8 / 3600 * 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--price", "A100=2"),
+            "error[CLI001]: a price for the A100-SXM-80GB, and the GPUs of 1x8xH100-SXM-80GB are of another kind\n"
+            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
+        ),
+        (
+            ("--price", "H100"),
+            "error[CLI001]: `H100` is not a GPU with its price in dollars an hour\n"
+            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
+        ),
+        (
+            ("--price", "H100=1", "--price", "H100=nan"),
+            "error[CLI001]: `H100=nan`: a price is a number of dollars above 0\n"
+            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
+        ),
+        (
+            ("--price", "H101=1"),
+            "error[CLI001]: unknown device `H101`\nwhere: --price\nfix:   did you mean H100-SXM-80GB?\n",
+        ),
+        (
+            ("--tokens", "many"),
+            "error[CLI001]: `many` is not a number of tokens, from 1 to 1,000,000 T\n"
+            "where: --tokens\nfix:   write 10B, 1.5T, 300M or 2e9\n",
+        ),
+        (
+            ("--tokens", "-1B"),
+            "error[CLI001]: `-1B` is not a number of tokens, from 1 to 1,000,000 T\n"
+            "where: --tokens\nfix:   write 10B, 1.5T, 300M or 2e9\n",
+        ),
+    ],
+)
+def test_bad_prices_and_tokens(shardwise: Run, words: tuple[str, ...], message: str) -> None:
+    assert shardwise("plan", "--cluster", "8xH100", *QUICK, *words) == (2, "", message)
+
+
+def test_a_plan_that_is_only_shown_takes_neither(shardwise: Run) -> None:
+    assert shardwise("plan", *QUICK, "--cluster", "2xCPU", "-o", "plan.yaml")[0] == 0
+    for words in (("--tokens", "1B"), ("--price", "H100=2")):
+        code, _, err = shardwise("plan", "--plan", "plan.yaml", *words)
+        assert code == 2 and f"so `{words[1]}` has no effect" in err
+
+
+def test_epochs_are_known_once_the_data_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 3000)
+    words = ["data.path=text.txt", "data.cache=cache", "data.num_proc=1", "train.seq_len=32"]
+    words += ["data.tokenizer.vocab_size=300"]
+    recipe = load_recipe(None, [*words, "train.num_epochs=2"])
+    plan = Plan(batch=Batch(4, 1, 32), estimate=Estimate(seconds=SECONDS))
+    cluster = parse_cluster("8xH100")
+
+    def length(*more: str) -> Length:
+        return run_length(load_recipe(None, [*words, *more]), plan, cluster, Asked())
+
+    unknown = length("train.num_epochs=2")
+    assert (unknown.set_by, unknown.steps) == ("unknown", 7_812_500)  # 10^9 / (4 x 32)
+    assert length("train.num_epochs=2", "train.max_steps=5").set_by == "train.max_steps"
+    assert not Path("cache").exists(), "planning prepares nothing"
+    prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
+    windows = -(-(prepared.train.split.tokens - 1) // 32)
+    found = length("train.num_epochs=2")
+    assert (found.set_by, found.steps) == ("train.num_epochs", -(-2 * windows // 4))
+    assert found.seconds == 2.0 * found.steps
+    assert length("train.num_epochs=2", "train.max_steps=5").steps == 5
+    assert (length().set_by, length().steps) == ("the default", 1000)
+    Path("text.txt").write_text("another text\n" * 3000)
+    assert length("train.num_epochs=2").set_by == "unknown"
+    Path("text.txt").unlink()  # `train` says what is wrong
+    assert length("train.num_epochs=2").set_by == "unknown"
+
+
+def test_other_formats_are_not_converted_to_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parquet.write_table(pyarrow.table({"text": ["def f(x):\n    return x + 1\n"] * 300}), "text.parquet")
+    data = load_recipe(None, ["data.path=text.parquet", "data.cache=cache", "data.tokenizer.vocab_size=300"]).data
+    assert already_prepared(data, None) is None and not Path("cache").exists()
+    prepared = prepare(data)
+    again = already_prepared(data, None)
+    assert again is not None and again.manifest == prepared.manifest
+    mixed = data.model_copy(update={"path": ["text.parquet", "https://example.org/text.jsonl"]})
+    assert already_prepared(mixed, None) is None
+    assert already_prepared(data.model_copy(update={"streaming": True}), None) is None
+
+
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+REPORT = Report(Path("runs/a"), 8, 1024, 24.0, 3.0, Estimate())
+HERE = local_cluster(2, "cpu", memory_bytes=2**33)
+PLAN = Plan(layout=Layout(dp_shard=2), model="llama", estimate=Estimate(seconds=SECONDS))
+
+
+def test_earlier_runs_correct_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_history(PLAN, HERE) == PLAN
+    assert not state_directory().exists(), "looking leaves nothing"
+    for measured_s in (2.9, 3.0, 3.3):
+        remember(PLAN, HERE, 2.0, measured_s, state_directory())
+    remember(replace(PLAN, shard=Shard("zero3")), HERE, 2.0, 8.0, state_directory())
+    found = with_history(PLAN, HERE).estimate.seconds
+    assert found is not None and found.step_s == pytest.approx(3.0) and found.compute_s == pytest.approx(3.0)
+    assert found.basis == "3 earlier runs like it on this machine: 1.5 x what the model says"
+    other = replace(PLAN, shard=Shard("zero3"))
+    alone, beside = (with_history(other, HERE, like).estimate.seconds for like in (None, PLAN))
+    assert alone is not None and alone.step_s == pytest.approx(8.0)
+    assert beside is not None and beside.step_s == pytest.approx(3.0), "in a table, as the chosen one"
+    assert with_history(PLAN, replace(HERE, devices_per_node=4)) == PLAN
+    assert with_history(replace(PLAN, estimate=Estimate()), HERE).estimate == Estimate()
+
+
+def test_a_history_that_cannot_be_read_stops_no_plan() -> None:
+    (state_directory() / FILE).mkdir(parents=True)
+    found = with_history(PLAN, HERE).estimate.seconds
+    assert found is not None and found.step_s == 2.0
+    assert found.basis.startswith("the table; earlier runs cannot be read: ")
+
+
+def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "named"))
+    assert state_directory() == tmp_path / "named" / "shardwise"
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", unset)
+        assert state_directory() == tmp_path / ".local" / "state" / "shardwise"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_directory() == tmp_path / ".local" / "state" / "shardwise"
+
+
+def test_a_run_leaves_what_it_took_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a plan's seconds were multiplied by is taken out again: predictions are compared, not corrections."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 300)
+    words = [f"model.config.{key}={value}" for key, value in TINY.items()]
+    words += ["data.path=text.txt", "data.cache=cache", "data.num_proc=1", "data.tokenizer.vocab_size=300"]
+    words += ["train.seq_len=32", "train.global_batch_size=4", "train.max_steps=8", "run.nproc=2"]
+    assert main(["plan", *words, "-o", "plan.yaml"]) == 0
+    plan = load_plan("plan.yaml")
+    corrected = replace(SECONDS, scale=4.0, basis="5 earlier runs")
+    timed = replace(plan, estimate=replace(plan.estimate, seconds=corrected))
+    Path("plan.yaml").write_text(dump_plan(timed))
+    assert load_plan("plan.yaml") == timed
+    assert main(["train", *words, "--plan", "plan.yaml", "--run", "a"]) == 0, capfd.readouterr()
+
+    cluster = local_cluster(2, "cpu")
+    (kept,) = past_runs(cluster, state_directory()).runs
+    row = re.search(
+        r"\| step time \| 2.000 s \| (\d\.\d{3}) s \| (-\d\d\.\d %) \|", Path("runs/a/report.md").read_text()
+    )
+    assert row is not None
+    assert f"{kept.measured_s:.3f}" == row[1] and f"{100 * (kept.measured_s / 2 - 1):+.1f} %" == row[2]
+    assert (kept.predicted_s, kept.strategy, kept.tp, kept.model) == (0.5, plan.shard.strategy, 1, plan.model)
+    found = with_history(timed, cluster).estimate.seconds
+    assert found is not None and found.step_s == pytest.approx(kept.measured_s)
+    assert found.basis.startswith("1 earlier run like it on this machine: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_keeps_it_and_a_run_survives_a_disk_that_does_not(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The directory's name is taken by a file."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "shardwise").write_text("")
+    monkeypatch.setattr(work, "plan_of", lambda *given: PLAN)
+    monkeypatch.setattr("shardwise.runtime.loop.train", lambda *given, **named: replace(REPORT, step_s=3.0))
+    work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), Path("plan.yaml"), False, None)
+    warned = "warning[REP001]: keeping the step's time for later plans failed: "
+    assert (warned in capfd.readouterr().out) == (rank == 0)

@@ -1,0 +1,202 @@
+"""What earlier runs took is kept, found again on the same machine, and corrects predictions by their median."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.planner.seconds import history
+from shardwise.planner.seconds.history import (
+    FILE,
+    KEPT_LINES,
+    Calibration,
+    PastRun,
+    PastRuns,
+    calibrated,
+    calibration,
+    machine_of,
+    past_runs,
+    remember,
+)
+from shardwise.spec.cluster import Cluster, Device, local_cluster, parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.measured import Measured
+from shardwise.spec.plan import Lora, Plan, Seconds, Shard
+
+H100 = parse_cluster("8xH100")
+DDP = Plan(layout=Layout(dp_shard=8), model="llama")
+ZERO3 = replace(DDP, shard=Shard("zero3"))
+
+
+def run(ratio: float, strategy: str = "ddp", tp: int = 1, model: str = "llama") -> PastRun:
+    return PastRun(history.PREDICTOR, machine_of(H100), model, strategy, tp, 2.0, 2.0 * ratio)
+
+
+def test_what_is_remembered_is_found_again_on_that_machine_only(tmp_path: Path) -> None:
+    remember(DDP, H100, 2.0, 3.0, tmp_path)
+    remember(replace(ZERO3, layout=Layout(dp_shard=4, tp=2)), H100, 1.0, 0.9, tmp_path)
+    remember(DDP, parse_cluster("4xH100"), 1.0, 7.0, tmp_path)
+    remember(DDP, replace(H100, measured=Measured()), 1.0, 8.0, tmp_path)
+    found = past_runs(H100, tmp_path)
+    assert [(r.strategy, r.tp, r.predicted_s, r.measured_s) for r in found.runs] == [
+        ("ddp", 1, 2.0, 3.0),
+        ("zero3", 2, 1.0, 0.9),
+    ]
+    assert found.unread == 0
+    assert [r.measured_s for r in past_runs(parse_cluster("4xH100"), tmp_path).runs] == [7.0]
+    assert past_runs(parse_cluster("8xA100"), tmp_path) == PastRuns()
+    assert past_runs(H100, tmp_path / "nowhere") == PastRuns()
+
+
+def test_free_memory_does_not_make_another_machine() -> None:
+    one, two = (local_cluster(2, "cpu", memory_bytes=size) for size in (4 * 2**30, 5 * 2**30))
+    assert one != two and machine_of(one) == machine_of(two)
+    assert machine_of(one) != machine_of(local_cluster(1, "cpu", memory_bytes=4 * 2**30))
+
+
+def test_without_a_directory_it_is_kept_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remember(DDP, H100, 2.0, 3.0)
+    assert len(past_runs(H100).runs) == 1
+    assert (tmp_path / ".local/state/shardwise/steps.jsonl").is_file()
+
+
+@pytest.mark.parametrize(("predicted_s", "measured_s"), [(0.0, 1.0), (1.0, 0.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_what_has_no_ratio_is_not_remembered(tmp_path: Path, predicted_s: float, measured_s: float) -> None:
+    remember(DDP, H100, predicted_s, measured_s, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torn_and_foreign_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    remember(DDP, H100, 2.0, 3.0, tmp_path)
+    good = (tmp_path / FILE).read_bytes()
+    bad = [
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b'{"step": 3}',
+        good.strip().replace(b"2.0", b"0.0"),  # no ratio
+        good.strip().replace(b"2.0", b"-2.0"),
+        good.strip().replace(b"2.0", b"NaN"),
+        good.strip().replace(b"2.0", b'"2"'),
+        b"[" * 100_000,
+    ]
+    (tmp_path / FILE).write_bytes(b"\n".join([*bad, b"", good.strip(), good[:40]]))  # and the last line is torn
+    remember(DDP, H100, 2.0, 5.0, tmp_path)
+    found = past_runs(H100, tmp_path)
+    assert [r.measured_s for r in found.runs] == [3.0, 5.0]
+    assert found.unread == len(bad) + 1
+    newer = good.replace(b'"predictor": 1', b'"predictor": 2')  # of other predictions: neither counted nor damaged
+    (tmp_path / FILE).write_bytes(newer)
+    assert past_runs(H100, tmp_path) == PastRuns()
+
+
+def test_a_file_that_is_none_is_an_os_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(OSError, match="a pipe, not a regular file"):
+        past_runs(H100, tmp_path)
+    with pytest.raises(OSError, match="a pipe, not a regular file"):
+        remember(DDP, H100, 2.0, 3.0, tmp_path)
+
+
+def test_the_file_keeps_the_latest_runs_only(tmp_path: Path) -> None:
+    remember(DDP, H100, 2.0, 1.0, tmp_path)
+    line = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(line * (2 * KEPT_LINES - 2))
+    remember(DDP, H100, 2.0, 2.0, tmp_path)
+    assert len(past_runs(H100, tmp_path).runs) == 2 * KEPT_LINES - 1
+    remember(DDP, H100, 2.0, 3.0, tmp_path)
+    remember(DDP, H100, 2.0, 4.0, tmp_path)
+    kept = [r.measured_s for r in past_runs(H100, tmp_path).runs]
+    assert len(kept) == KEPT_LINES and kept[-4:] == [1.0, 2.0, 3.0, 4.0]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_two_processes_may_write(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from shardwise.planner.seconds.history import remember\n"
+        "from shardwise.spec.cluster import parse_cluster\n"
+        "from shardwise.spec.plan import Plan\n"
+        "plan, cluster = Plan(model='m' * 1000), parse_cluster('8xH100')\n"
+        "for number in range(100): remember(plan, cluster, 1.0, int(sys.argv[2]) + number / 1000, Path(sys.argv[1]))\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(who)]) for who in (1, 2)]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
+    found = past_runs(H100, tmp_path)
+    assert found.unread == 0
+    for who in (1, 2):
+        assert [r.measured_s for r in found.runs if int(r.measured_s) == who] == [who + n / 1000 for n in range(100)]
+
+
+def test_runs_that_resemble_the_plan_count_first() -> None:
+    past = PastRuns((run(1.5, "zero3"), run(1.1, model="gpt"), run(1.2), run(3.0, "zero3", tp=2)))
+    assert calibration(PastRuns(), DDP) is None
+    one = calibration(past, DDP)  # same model and split
+    assert one is not None and (one.ratio, one.runs, one.alike) == (pytest.approx(1.2), 1, True)
+    other = calibration(past, replace(DDP, model="qwen"))  # same split: geometric mean of the two in the middle
+    assert other is not None and (other.ratio, other.runs) == (pytest.approx(math.sqrt(1.1 * 1.2)), 2)
+    machine = calibration(past, replace(DDP, shard=Shard("zero1")))
+    assert machine is not None and (machine.runs, machine.alike) == (4, False)
+    assert machine.ratio == pytest.approx(math.sqrt(1.2 * 1.5))
+
+
+def test_the_median_and_the_band_by_hand() -> None:
+    """Ratios 1.0, 1.1, 1.2, and a run that something disturbed. In logarithms the middle lies between 1.1 and 1.2; the
+    deviations from it are .0435, .0435, .1388 and 2.16, their median .0912, which holds .0912 x 1.4826 x 1.2816."""
+    found = calibration(PastRuns((run(1.0), run(10.0), run(1.1), run(1.2)), unread=2), DDP)
+    assert found is not None
+    assert found.ratio == pytest.approx(1.14891, rel=1e-5)
+    assert found.band == pytest.approx(math.sqrt(0.06**2 + (0.0911570 * 1.90010) ** 2), rel=1e-4)
+    assert str(
+        found
+    ) == "4 earlier runs like it on this machine: 1.15 x what the model says (2 lines of steps.jsonl " + (
+        "could not be read)"
+    )
+    single = calibration(PastRuns((run(1.12),)), DDP)
+    assert single is not None and single.band == pytest.approx(0.06)
+    adapters = calibration(PastRuns((run(1.12),)), replace(DDP, lora=Lora()))
+    assert adapters is not None and adapters.band == pytest.approx(0.13)
+
+
+def test_only_the_latest_runs_count() -> None:
+    found = calibration(PastRuns((*[run(5.0)] * 100, *[run(1.1)] * 20)), DDP)
+    assert found is not None and (found.ratio, found.runs) == (pytest.approx(1.1), 20)
+
+
+def test_seconds_are_scaled_whole_and_in_parts_and_only_once() -> None:
+    parts = {"compute_s": 1.0, "products_s": 0.6, "attention_s": 0.3, "pointwise_s": 0.1, "optimizer_s": 0.2}
+    sides = {"exposed_s": {"dp_shard": 0.5}, "sent_s": {"dp_shard": 0.9}, "host_s": 0.3}
+    seconds = Seconds(step_s=2.0, **parts, **sides, low_s=1.0, high_s=4.0, basis="the table")  # type: ignore[arg-type]
+    found = calibrated(seconds, Calibration(1.5, math.log(1.25), 3))
+    assert found.step_s == 3.0 and found.compute_s == 1.5 and found.scale == 1.5
+    assert (found.products_s, found.attention_s, found.pointwise_s) == pytest.approx((0.9, 0.45, 0.15))
+    assert found.exposed_s == {"dp_shard": 0.75} and found.sent_s == {"dp_shard": pytest.approx(1.35)}
+    total = found.compute_s + sum(found.exposed_s.values()) + found.optimizer_s + found.host_s
+    assert total == pytest.approx(found.step_s)
+    assert (found.low_s, found.high_s) == pytest.approx((2.4, 3.75))  # 3 / 1.25 and 3 x 1.25
+    assert found.basis == "3 earlier runs on this machine: 1.5 x what the model says"
+    again = calibrated(found, Calibration(0.5, 0.06, 1))
+    assert again.step_s == pytest.approx(1.0) and again.scale == 0.5
+    assert again.basis == "1 earlier run on this machine: 0.5 x what the model says"
+
+
+def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:
+    card = Cluster(Device("RTX 4090", 24 * 2**30), link_bytes_per_s=1.0)
+    remember(DDP, card, 0.5, 0.6, tmp_path)
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "predictor": 1,
+        "machine": "1x1xRTX 4090 (cuda, 24 GiB)",
+        "model": "llama",
+        "strategy": "ddp",
+        "tp": 1,
+        "predicted_s": 0.5,
+        "measured_s": 0.6,
+    }
