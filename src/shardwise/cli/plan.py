@@ -40,7 +40,8 @@ class Options(Common):
         default_factory=list
     )
     cluster: Annotated[
-        str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
+        str | None,
+        Option("--cluster", help="8 H100, 2x8xL40S+100GbE, 2xCPU, or doctor's cluster.yaml (default: this machine)."),
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
     explain: Annotated[

@@ -115,10 +115,10 @@ class Traffic:
 @dataclass(frozen=True)
 class Seconds:
     """How long a step takes on the slowest rank: ``step_s`` is the sum of the parts. ``compute_s``: the device computes
-    (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to launch
-    what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the host does
-    once a step. Four steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that rests
-    on."""
+    (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to
+    launch what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the
+    host does once a step. Four steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that
+    rests on."""
 
     step_s: float = 0.0
     compute_s: float = 0.0
