@@ -22,6 +22,7 @@ from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose, fits, settings
 from shardwise.planner.wire import wire_s
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
+from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.plan import Plan
 
@@ -70,7 +71,7 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
-    if options.cluster is None and (warning := crowding(cluster)):
+    if options.cluster in (None, LOCAL) and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
     chosen = told(choose(recipe, spec, cluster), recipe)
     plans = settings(recipe, spec, cluster, chosen)
