@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, MissingInputError, PolicyError
 from shardwise.spec.cluster import Cluster, devices, parse_cluster
 from shardwise.spec.cluster_file import dump_cluster, load_cluster, machines
-from shardwise.spec.measured import Attention, Measured, Pointwise, Product, Sent
+from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 
 MEASURED = Measured(
     ranks=8,
     launch_s=4.2e-6,
     products=(Product("bf16", 8192, 4096, 14336, 1.7e-3), Product("fp32", 64, 64, 64, 3e-6)),
-    attention=(Attention("bf16", 2048, 32, 128, 1e-4, 2.5e-4),),
+    attention=(AttentionTime("bf16", 2048, 32, 128, 1e-4, 2.5e-4),),
     pointwise=(Pointwise(2**20, 1e-5), Pointwise(2**28, 2e-4)),
     sent=(Sent("all_reduce", 8, False, 2**22, 6e-5), Sent("all_gather", 16, True, 2**22, 9e-5)),
     to_device_bytes_per_s=5e10,
@@ -54,7 +54,7 @@ KINDS = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"])
         ranks=COUNTS,
         launch_s=st.just(0.0) | POSITIVE,
         products=st.tuples(st.builds(Product, st.sampled_from(["fp32", "bf16"]), COUNTS, COUNTS, COUNTS, POSITIVE)),
-        attention=st.tuples(st.builds(Attention, st.just("fp32"), COUNTS, COUNTS, COUNTS, POSITIVE, POSITIVE)),
+        attention=st.tuples(st.builds(AttentionTime, st.just("fp32"), COUNTS, COUNTS, COUNTS, POSITIVE, POSITIVE)),
         pointwise=st.lists(st.builds(Pointwise, COUNTS, POSITIVE), max_size=3).map(tuple),
         sent=st.lists(st.builds(Sent, KINDS, COUNTS, st.booleans(), COUNTS, POSITIVE), max_size=3).map(tuple),
         disk_bytes_per_s=st.just(0.0) | POSITIVE,

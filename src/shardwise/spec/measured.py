@@ -17,7 +17,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionTime:
     """Causal attention, forward and backward apart: ``tokens`` a sequence, and heads of ``head_dim``. ``flops`` of
     each are those that the planner counts: 4 a pair, head and element of a head forward, 10 backward."""
 
@@ -58,7 +58,7 @@ class Measured:
     ranks: int = 1
     launch_s: float = 0.0
     products: tuple[Product, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[AttentionTime, ...] = ()
     pointwise: tuple[Pointwise, ...] = ()
     sent: tuple[Sent, ...] = ()
     to_device_bytes_per_s: float = 0.0
