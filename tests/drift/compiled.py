@@ -19,7 +19,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.world import StepBytes, Sent
+from shardwise.prove.world import Sent, StepBytes
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.metrics.measure import CONTROL_BYTES, Meter, state_bytes

@@ -51,9 +51,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Measured:
-    """``launch_s``: what an operation of next to no work takes. ``ranks``: how many processes of the machine measured
-    at the same time, since they share memory and cores. ``disk_bytes_per_s`` is what a file is written at, to the
-    disk."""
+    """``ranks``: how many processes of the machine measured at the same time, since they share memory, cores and disk;
+    every figure is that of one of them, the slowest. ``launch_s``: what an operation of next to no work takes.
+    ``disk_bytes_per_s``: the rate at which a file reaches the disk."""
 
     ranks: int = 1
     launch_s: float = 0.0
