@@ -19,7 +19,7 @@ from shardwise.cli import interrupt
 from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import Common, recipe_file, sort_words
 from shardwise.cli.show import defect, note, out_of_memory, print_error, print_json, say
-from shardwise.errors import Problem, ShardwiseError, TrainingError
+from shardwise.errors import UNWRITABLE, OutputError, Problem, ShardwiseError, TrainingError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.worker import (
     by_our_launcher,
@@ -69,12 +69,12 @@ def run(options: Options) -> int:
     if cluster.nodes > 1:
         say(*nodes.lines(cluster.nodes, cluster.devices_per_node, [*again, *flags], command="doctor"))
         return 0
-    for warning in filter(None, (crowding(cluster),)):
+    if warning := crowding(cluster):
         note(warning, as_json=options.json)
     note(f"measuring on {cluster.devices_per_node} ranks, about 20 s", as_json=options.json)
-    pinned = [f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}"]
+    command = ["doctor", *again, f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}", *flags]
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as directory:
-        ended = local.run_ranks(["doctor", *again, *pinned, *flags], cluster.devices_per_node, Path(directory))
+        ended = local.run_ranks(command, cluster.devices_per_node, Path(directory), saves=False)
     return _told(ended, options)
 
 
@@ -97,6 +97,8 @@ def _told(ended: local.Ended, options: Options) -> int:
 def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
     """Measure as one of several ranks; rank 0 prints. What goes wrong is left where our launcher looks for it."""
     if not by_our_launcher():
+        if warning := nodes.exposure():
+            note(warning, as_json=options.json)
         return _measure(options, recipe, again)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save, and the launcher says it
     try:
@@ -106,13 +108,20 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
             traceback.print_exc()
         from shardwise.runtime.faults.guard import GONE, SILENT
 
-        told = error if isinstance(error, ShardwiseError) else out_of_memory(error) or _defect(error)
+        told = error if isinstance(error, ShardwiseError) else _full(error) or out_of_memory(error) or _defect(error)
         kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
         problems = [asdict(problem) for problem in told.problems]
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
         outcome = Exit(kind, told.exit_code, told.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
         write_exit(launcher_directory() or Path(), outcome)
         return told.exit_code
+
+
+def _full(error: Exception) -> ShardwiseError | None:
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return None
+    what = f"{error.strerror}: not everything was written"
+    return OutputError(Problem("OUT003", what, str(error.filename or "the output"), "make room there"))
 
 
 def _defect(error: Exception) -> ShardwiseError:
@@ -138,7 +147,7 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     if rank():
         return 0
     machine, lines = describe(directory), list(compare(cluster, found.measured))
-    wrong = [*obstacles(machine, cluster), *shortfalls(lines, found.products_s)]
+    wrong = [*obstacles(machine, cluster), *shortfalls(lines, found)]
     said = f"measured by shardwise doctor on {machine.host}, {time.strftime('%Y-%m-%d %H:%M')}"
     measured = as_measured(cluster, found.measured, said)
     if options.out:

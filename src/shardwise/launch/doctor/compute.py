@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -94,22 +96,30 @@ def copies_bytes_per_s(clock: Clock) -> tuple[float, float]:
 
 
 def disk_bytes_per_s(clock: Clock, directory: Path, rank: int) -> float:
-    """The rate at which a rank's file reaches the disk of ``directory``, while the other ranks write theirs."""
-    data, taken = os.urandom(WRITTEN_BYTES[clock.device.type]), []
+    """The rate at which a rank's file reaches the disk of ``directory``, while the other ranks write theirs; 0 where
+    nothing can be written."""
+    data, taken_s = os.urandom(WRITTEN_BYTES[clock.device.type]), []
     path = directory / f".doctor-{rank}-{os.getpid()}"
+    for _ in range(WRITES):
+        clock.slowest(0.0)
+        taken_s.append(_write_s(path, data))
+    return len(data) / clock.slowest(median(taken_s))
+
+
+def _write_s(path: Path, data: bytes) -> float:
+    began_s = time.perf_counter()
     try:
-        for _ in range(WRITES):
-            clock.slowest(0.0)
-            began_s = time.perf_counter()
-            with path.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            taken.append(time.perf_counter() - began_s)
-            path.unlink()
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return math.inf
     finally:
-        path.unlink(missing_ok=True)
-    return len(data) / clock.slowest(median(taken))
+        taken_s = time.perf_counter() - began_s
+        with suppress(OSError):
+            path.unlink()
+    return taken_s
 
 
 def _drawn(shape: tuple[int, ...], dtype: str, clock: Clock) -> torch.Tensor:

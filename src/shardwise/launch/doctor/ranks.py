@@ -22,19 +22,21 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured, and how long its products took each rank, in all."""
+    """What was measured. By rank: how long its products took in all, and for which share of that time it was on a
+    core."""
 
     measured: Measured
     products_s: tuple[float, ...]
+    on_core: tuple[float, ...] = ()
 
 
 def measure(cluster: Cluster, directory: Path) -> Found:
-    """Measure as one rank of ``cluster``; ``products_s`` is complete on rank 0. Files are written in ``directory``."""
+    """Measure as one rank of ``cluster``, and write files in ``directory``. What is told by rank only rank 0 knows."""
     each = cluster.devices_per_node
     with world(Layout(cluster.nodes, each, ranks_per_node=each), cluster.kind, TIMEOUT_S) as meshes, torch.no_grad():
         clock, dtypes = Clock(device_of(cluster.kind), BUDGET_S[cluster.kind]), dtypes_of(cluster)
         products = tuple(compute.products(clock, dtypes))
-        products_s = tuple(exchange.gather(sum(clock.own_s)))
+        by_rank = [tuple(exchange.gather(value)) for value in (clock.own_s, clock.cpu_s / clock.wall_s)]
         to_device, from_device = compute.copies_bytes_per_s(clock)
         measured = Measured(
             ranks=each,
@@ -47,7 +49,7 @@ def measure(cluster: Cluster, directory: Path) -> Found:
             from_device_bytes_per_s=from_device,
             disk_bytes_per_s=compute.disk_bytes_per_s(clock, directory, process().rank),
         )
-        return Found(measured, products_s)
+        return Found(measured, *by_rank)
 
 
 def dtypes_of(cluster: Cluster) -> list[str]:

@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
+from shardwise.launch.doctor.ranks import Found
 from shardwise.spec.cluster import CPU_LINK_BYTES_PER_S, Cluster
 from shardwise.spec.measured import AttentionTime, Measured, Product, Sent
 from shardwise.spec.units import columns, show_bytes, show_payload, show_seconds
 
 ENOUGH = 0.7
 """The share of what the hardware should give, below which something is wrong."""
+ON_CORE = 0.85
+"""The share of the time of its products for which a rank must be on a core; on an idle machine it is nearly 1."""
 UNEVEN = 1.3
 """How many times as long as the others a rank may take."""
 BUSY = "another program on it, or a limit of power or temperature: `nvidia-smi -q -d PERFORMANCE,POWER,PIDS`"
 LINK = "`nvidia-smi topo -m` shows which links there are, NCCL_DEBUG=INFO which are used"
 NETWORK = "NCCL_DEBUG=INFO shows which network cards are used, and whether GPUs reach them directly"
 SLOT = "fewer PCIe lanes than the device can use: `nvidia-smi -q -d PCIE`"
-CROWDED = "other programs on these cores"
+CROWDED = "other programs use these cores; measure again when they are idle"
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def compare(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
     for name, rate in copied.items() if cluster.kind == "cuda" else ():
         yield Compared(f"copied {name}", rate, "bytes", device.host_link_bytes_per_s, SLOT)
     yield from _links(cluster, measured)
-    yield Compared("written to the disk, by each rank", measured.disk_bytes_per_s, "bytes")
+    if measured.disk_bytes_per_s:
+        yield Compared("written to the disk, by each rank", measured.disk_bytes_per_s, "bytes")
 
 
 def _links(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
@@ -115,16 +119,21 @@ def table(lines: list[Compared]) -> list[str]:
     return columns(rows, "<>>>")
 
 
-def shortfalls(lines: list[Compared], products_s: tuple[float, ...]) -> Iterator[str]:
+def shortfalls(lines: list[Compared], found: Found) -> Iterator[str]:
     """What is below what the hardware should give, in words."""
     for line in lines:
         if line.share is not None and line.share < ENOUGH:
             expected = f"{line.share:.0%} of the {line.words(line.expected)} that it should be"
             yield f"{line.what}: {line.words(line.found)} is {expected}; {line.check}"
-    usual = median(products_s)
-    for rank, taken_s in enumerate(products_s):
+    if not found.measured.disk_bytes_per_s:
+        yield "no file can be written where runs would be: `--out` another directory"
+    usual = median(found.products_s)
+    for rank, taken_s in enumerate(found.products_s):
         if taken_s > UNEVEN * usual:
             yield f"rank {rank} takes {taken_s / usual:.1f} times as long for its products as the others, and all wait"
+    for rank, share in enumerate(found.on_core):
+        if share < ON_CORE:
+            yield f"rank {rank} was on a core for {share:.0%} of the time of its products: {CROWDED}"
 
 
 def as_measured(cluster: Cluster, measured: Measured, said: str) -> Cluster:
