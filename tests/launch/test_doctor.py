@@ -33,6 +33,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from tests.launch import doctor_ranks
+from tests.launch.test_local import alive, until
 
 H100S = parse_cluster("2x8xH100")
 GOOD = Measured(
@@ -225,12 +226,11 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_rank_outlives_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start(tmp_path, "run.device=cpu", "run.nproc=2")
-    end = time.monotonic() + 60
-    while len(ranks := children(process)) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(4)
+    until(lambda: len(children(process)) == 2, seconds=60)
+    ranks = children(process)
+    time.sleep(4)  # they measure, or load torch still
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (code, "") and "Traceback" not in err and "saving" not in err
-    time.sleep(0.2)
-    assert len(ranks) == 2 and not any(Path(f"/proc/{rank}/cmdline").exists() for rank in ranks)
+    until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
+    assert len(ranks) == 2
