@@ -31,8 +31,11 @@ class ReadyRanks:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
 
-    def launch(self, arguments: Sequence[str], nproc: int, run_directory: Path, port: int | None = None) -> local.Ended:
-        """``port``: ranks are told what torchrun would tell them, and meet there."""
+    def launch(
+        self, arguments: Sequence[str], nproc: int, run_directory: Path, port: int | None = None, saves: bool = True
+    ) -> local.Ended:
+        """``port``: ranks are told what torchrun would tell them, and meet there. None of these is asked to stop, so
+        whether it ``saves`` is all the same."""
         (run_directory / "exit.json").unlink(missing_ok=True)
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         ask = {"words": list(arguments), "world": nproc, "environment": kept, "directory": os.getcwd()}

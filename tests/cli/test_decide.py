@@ -11,6 +11,7 @@ import pytest
 from shardwise.cli import decide
 from shardwise.cli.app import main
 from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower
+from shardwise.cli.options import sort_words
 from shardwise.errors import ConfigError, UsageError
 from shardwise.models.config import to_hf
 from shardwise.models.load import load_spec, read_spec
@@ -18,7 +19,9 @@ from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, parse_cluster
+from shardwise.spec.cluster_file import dump_cluster
 from shardwise.spec.load import dump_plan, load_recipe
+from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -170,3 +173,18 @@ def test_both_commands_tell_it(
         == 0
     )
     assert "reach 64 tokens; `train.seq_len=64`" in capfd.readouterr().err
+
+
+def test_the_machines_of_a_file_and_this_one_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = replace(parse_cluster("3x8xH100"), measured=Measured(launch_s=5e-6))
+    (tmp_path / "cluster.yaml").write_text(dump_cluster(measured))
+    monkeypatch.chdir(tmp_path)
+    assert cluster_of(RECIPE, "cluster.yaml") == measured
+    here, local = cluster_of(RECIPE), cluster_of(RECIPE, "local")
+    assert (local.kind, local.world, local.device.name) == (here.kind, here.world, here.device.name)
+    assert here.measured is None, "a file is read where it is named, never because it lies there"
+    with pytest.raises(UsageError) as caught:
+        sort_words(["cluster=cluster.yaml"])
+    assert "run.nodes=3" in caught.value.problems[0].fix
+    with pytest.raises(UsageError):
+        sort_words(["cluster=local"])

@@ -19,7 +19,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.world import MeasuredStep, Sent
+from shardwise.prove.world import Sent, StepBytes
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.metrics.measure import CONTROL_BYTES, Meter, state_bytes
@@ -76,7 +76,7 @@ class Stepped:
     """Steps of one rank: what the last one sent and held, what the run's own meter found of traffic and the lowest of
     three peaks, the loss and the gradients of the first, and how many graphs were compiled."""
 
-    measured: MeasuredStep
+    measured: StepBytes
     traffic: dict[tuple[str, str], tuple[int, int]]
     trace: parity.Trace
     graphs: int
@@ -92,7 +92,7 @@ def pair(rank: int, world: int, spec: ModelSpec, plan: Plan, backend: str) -> tu
 def run(rank: int, spec: ModelSpec, plan: Plan) -> Stepped:
     """Three meters' steps on random tokens. Tensors that a collective's thread lets go of late stand on top of a peak,
     more or less as the machine is busy: the lowest peak is the program's own."""
-    groups, result = meshes(plan.layout, "cpu"), MeasuredStep()
+    groups, result = meshes(plan.layout, "cpu"), StepBytes()
     gradients: dict[str, Tensor] = {}
     losses = []
 

@@ -31,7 +31,7 @@ def share(plan: Plan) -> float:
             [
                 "lora.rank=16",
                 "lora.rank=16 lora.frozen=nf4",
-                "--cluster 2x8xH100-SXM-80GB+100Gb/node",
+                "--cluster 2x8xH100-SXM-80GB+3200Gb/node",
                 "--cluster 1x8xH200-SXM",
             ],
         ),
@@ -42,7 +42,7 @@ def share(plan: Plan) -> float:
                 "parallel.strategy=auto parallel.tp=null",
                 "recompute.mode=full",
                 "lora.rank=16 lora.frozen=nf4",
-                "--cluster 2x8xGB200+100Gb/node",
+                "--cluster 2x8xGB200+3200Gb/node",
             ],
         ),
         (

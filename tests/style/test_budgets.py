@@ -7,7 +7,7 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_160,
+    "spec": 2_220,
     "models": 3_300,
     "data": 3_210,
     "distributed": 500,
@@ -17,12 +17,12 @@ PACKAGE_LINES = {
     "runtime": 4_800,
     "prove": 1_000,
     "launch": 1_300,
-    "interop": 880,
+    "interop": 820,
     "cli": 2_000,
 }
-"""Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 260 went to
-spec and 60 to data, which already read the keys, templates and files of other systems, and 400 to planner, which reads
-published results."""
+"""Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
+spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write
+them, and 400 to planner, which reads published results."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

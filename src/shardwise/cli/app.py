@@ -35,6 +35,7 @@ Refused: type[Any] = typer.BadParameter.__mro__[2]
 COMMANDS = {
     "train": "Train a model.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
+    "doctor": "Describe and measure this machine, and say what is below what it should give.",
     "generate": "Continue a text with a run's model, or with any model directory.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
@@ -61,7 +62,7 @@ class Commands(TyperGroup):
         from shardwise.cli.options import add_command
 
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in ("train", "plan"))
+        add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in ("train", "plan", "doctor"))
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:

@@ -18,7 +18,8 @@ from shardwise.planner.search import choose
 from shardwise.planner.seconds.history import calibrated, calibration, past_runs
 from shardwise.spec import finetune
 from shardwise.spec.batch import batch
-from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, local_cluster
+from shardwise.spec.cluster_file import LOCAL, machines
 from shardwise.spec.host import cpu_has_bf16, total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan
@@ -27,10 +28,10 @@ from shardwise.spec.units import show_bytes
 
 
 def cluster_of(recipe: Recipe, text: str | None = None, memory_bytes: int | None = None) -> Cluster:
-    """The machines that ``text`` describes; without it, this one (or as many like it as ``run.nodes``), whose CPU
-    processes share ``memory_bytes``, or what is free."""
-    if text is not None:
-        return parse_cluster(text)
+    """The machines that ``text`` describes, or the file that it names; without it, or where it is "local", this one (or
+    as many like it as ``run.nodes``), whose CPU processes share ``memory_bytes``, or what is free."""
+    if text is not None and text != LOCAL:
+        return machines(text)
     found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes, memory_bytes)
     return replace(found, device=replace(found.device, no_compiler=compiler_lacks(found.kind)))
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from shardwise.errors import MissingInputError, Problem, UsageError
-from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.cluster_file import LOCAL, machines
 from shardwise.spec.keys import SHORT, Keys, keys_of, near
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
@@ -90,7 +91,9 @@ def sort_words(words: list[str], options: type | None = None) -> Words:
 
 def _machines(text: str) -> str:
     """What to write instead of ``--cluster`` for a command other than `plan`."""
-    here = " ".join(machine_words(parse_cluster(text)))
+    if text == LOCAL:
+        return "leave it out"
+    here = " ".join(machine_words(machines(text)))
     return f"`{here}` to run on such machines, `shardwise plan --cluster {typed(text)}` to plan for them"
 
 

@@ -18,6 +18,7 @@ from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
+from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 
 TOPICS = ("memory", "network", "time", "why", "keys")
@@ -35,7 +36,8 @@ class Options(Common):
         default_factory=list
     )
     cluster: Annotated[
-        str | None, Option("--cluster", help="2x8xRTX-PRO-6000+200Gb/node, 8xH100, 2xCPU (default: this machine).")
+        str | None,
+        Option("--cluster", help="8 H100, 2x8xL40S+100GbE, 2xCPU, or doctor's cluster.yaml (default: this machine)."),
     ] = None
     plan: Annotated[Path | None, Option("--plan", help="Show this plan without a search.")] = None
     tokens: Annotated[str | None, Option("--tokens", help="How long and how much for so many tokens: 10B.")] = None
@@ -67,9 +69,9 @@ def run(options: Options) -> None:
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
     asked = read_asked(options.tokens, options.price, cluster)
-    if options.cluster is None and (warning := crowding(cluster)):
+    if options.cluster in (None, LOCAL) and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
-    answer = answered(recipe, spec, cluster, asked, here=options.cluster is None)
+    answer = answered(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
     for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:

@@ -55,8 +55,11 @@ class Failure:
     time_s: float
 
 
-def run_ranks(arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise") -> Ended:
-    """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them.
+def run_ranks(
+    arguments: Sequence[str], nproc: int, run_directory: Path, module: str = "shardwise", *, saves: bool = True
+) -> Ended:
+    """Run ``python -m <module> <arguments>`` as ``nproc`` ranks and wait for them. When asked to stop they may save
+    first, if they are ranks that have something to save (``saves``).
 
     Exit code and cause come from the ranks' ``exit.json``. A killed rank could not write one; for it the signal is
     reported.
@@ -65,7 +68,10 @@ def run_ranks(arguments: Sequence[str], nproc: int, run_directory: Path, module:
     kills = oom_kills()
     command = [sys.executable, "-u", "-m", module, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as private, _requests() as asked:
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as private,
+        _requests(saves) as asked,
+    ):
         try:
             for rank in range(nproc):
                 ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, f"{private}/store")))
@@ -91,7 +97,8 @@ class _Requests:
     """What this process was asked for: ``first`` by SIGTERM, Ctrl-C, SIGHUP (its terminal closed) or SIGUSR1 (Slurm's
     warning), ``again`` by a second Ctrl-C."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
         self.first: signal.Signals | None = None
         self.again = False
         self._first_s = 0.0
@@ -101,7 +108,8 @@ class _Requests:
         if self.first is None:
             self.first, self._first_s = signal.Signals(number), now
             hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-            _say(f"{self.first.name}: saving, then stopping{hint}")
+            if self.saves:
+                _say(f"{self.first.name}: saving, then stopping{hint}")
         elif number == signal.SIGINT and now - self._first_s > TWICE_S:
             self.again = True
 
@@ -112,10 +120,10 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _requests() -> Iterator[_Requests]:
+def _requests(saves: bool) -> Iterator[_Requests]:
     """Receive the signals that ask for a stop; afterwards this process has its own handlers back. One that is ignored
     (SIGHUP under nohup) stays so, here and in the ranks, which inherit that."""
-    asked = _Requests()
+    asked = _Requests(saves)
     before = {number: signal.signal(number, asked.receive) for number in heeded(ASKING)}
     try:
         yield asked
@@ -139,7 +147,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[i
                 failures[rank] = Failure(code, process.pid, time.monotonic())
         if not told and (asked.first is not None or failures):
             told = True
-            deadline_s = time.monotonic() + (SAVE_AND_STOP_S if asked.first else AFTER_FAILURE_S)
+            deadline_s = time.monotonic() + (SAVE_AND_STOP_S if asked.first and asked.saves else AFTER_FAILURE_S)
             _send(running.values(), asked.first or signal.SIGTERM)
         if asked.again or time.monotonic() > deadline_s:
             if asked.again:

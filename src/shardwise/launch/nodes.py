@@ -14,14 +14,16 @@ from shardwise.spec.safe_path import SAFE_PATH
 DEFAULT_PORT = 29500
 
 
-def lines(nodes: int, nproc: int, train_arguments: Sequence[str], port: int = DEFAULT_PORT) -> list[str]:
+def lines(
+    nodes: int, nproc: int, arguments: Sequence[str], port: int = DEFAULT_PORT, command: str = "train"
+) -> list[str]:
     """One ``torchrun`` line a node. The first node's address stands for ``FIRST_NODE``, the network between the nodes
     for ``INTERFACE``. The rendezvous is torch's static one, because the other, c10d, unpickles what is in its store."""
     head = " ".join(f"{name}={value}" for name, value in SAFE_PATH.items())
     head += ' GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" torchrun '
     head += f'--nnodes {nodes} --nproc-per-node {nproc} --master-addr "$FIRST_NODE" --master-port {port}'
-    command = shlex.join(train_arguments)
-    return [f"{head} --node-rank {node} -m shardwise train {command}" for node in range(nodes)]
+    words = shlex.join([command, *arguments])
+    return [f"{head} --node-rank {node} -m shardwise {words}" for node in range(nodes)]
 
 
 def exposure() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
@@ -91,7 +91,7 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     sizes = [(nodes + 1, each), (2 * nodes, each), (4 * nodes, each)]
     if nodes == 1 and each < NODE:
         sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= NODE] + [(2, NODE), (4, NODE)]
-    larger = [replace(cluster, nodes=n, devices_per_node=count) for n, count in sizes]
+    larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
     better = [
@@ -104,7 +104,7 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     ]
     better.sort(key=lambda device: device.memory_bytes)
     if better:
-        yield [({}, replace(cluster, device=device), f"{device.name} instead of {here.name}") for device in better]
+        yield [({}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}") for device in better]
 
 
 def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Remedy]:

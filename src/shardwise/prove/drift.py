@@ -11,7 +11,7 @@ from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import Units, sheet_of
 from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
-from shardwise.prove.world import MeasuredStep, measure
+from shardwise.prove.world import StepBytes, measure
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
@@ -28,8 +28,8 @@ class Drift:
 
     plan: Plan
     rank: int
-    predicted: MeasuredStep
-    measured: MeasuredStep
+    predicted: StepBytes
+    measured: StepBytes
 
     def differences(self) -> list[str]:
         """Everything that is not equal, to the byte. Compiled blocks may save less than predicted, never more."""
@@ -54,9 +54,7 @@ class Drift:
         return self.predicted.peak_bytes / self.measured.peak_bytes - 1
 
 
-def predict(
-    spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None
-) -> MeasuredStep:
+def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None) -> StepBytes:
     """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
     with is not that of the events one by one."""
     place = place_of(rank, plan.layout, [range(spec.num_hidden_layers)])
@@ -70,7 +68,7 @@ def predict(
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
     state = optim.state_bytes(costed, plan)
     state["gradients"] = at["end of backward"]["gradients"]
-    return MeasuredStep(sent, state, end - start, span.top_bytes)
+    return StepBytes(sent, state, end - start, span.top_bytes)
 
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0) -> Drift:

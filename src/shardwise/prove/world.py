@@ -49,7 +49,7 @@ Sent = Counter[tuple[str, str, int]]
 
 
 @dataclass
-class MeasuredStep:
+class StepBytes:
     """One step of one rank, as the runtime did it or as the planner says. ``state`` are bytes by category;
     ``saved_bytes`` is what the first micro-batch's forward leaves for its backward, gathered weights included;
     ``peak_bytes`` the most alive at any moment."""
@@ -124,7 +124,7 @@ class WorldCounter(TorchDispatchMode):
         return out
 
 
-def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None) -> MeasuredStep:
+def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None) -> StepBytes:
     """Runs two steps of ``plan`` as ``rank`` of its world and measures the second, on fake tensors or on real ones; if
     not told, on fake ones unless the model is small."""
     settings = OptimSection()
@@ -156,8 +156,8 @@ def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -
     return techniques.apply(parts, plan, groups, fill)
 
 
-def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -> MeasuredStep:
-    result = MeasuredStep()
+def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -> StepBytes:
+    result = StepBytes()
     before: list[int] = []
 
     def enter(phase: str) -> None:

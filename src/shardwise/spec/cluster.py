@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -25,11 +25,19 @@ CPU_PROCESS_BYTES = 300 * 2**20
 """The memory of a process before it holds anything of the model: Python, torch and our own code, without pages that
 processes share."""
 
-_PATTERN = re.compile(
-    r"(?:(?P<nodes>\d+)x)?(?:(?P<count>\d+)x)?(?P<name>[A-Za-z][^+]*?|\d{3,}(?!x)[^+x]*?)(?P<network>\+.*)?"
+_TIMES = r"\s*[x*×]\s*"
+_MACHINES = re.compile(
+    rf"(?:(?:(?P<nodes>\d+){_TIMES})?(?P<count>\d+)(?:{_TIMES}|\s+))?(?P<name>[a-z].*|\d{{3,}}[^x*×]*)", re.IGNORECASE
 )
-_NETWORK = re.compile(r"\+(?:(?P<nics>\d+)x)?(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>Gb|GB)(?:/node|/s|ps)?")
-_SYNTAX = "[NODESx]DEVICESxNAME[+<N>Gb/node], for example 2x8xH100+400Gb/node"
+_COUNT_LAST = re.compile(rf"(?P<name>[a-z].*\d.*?|\d{{3,}}|cpus?){_TIMES}(?P<count>\d+)", re.IGNORECASE)
+"""``H100x8``. The name has a digit before the x, which `RTX 4090` has not."""
+_RATE = re.compile(
+    rf"(?:(?P<cards>\d+){_TIMES})?(?P<rate>\d+(?:\.\d+)?)\s*(?P<scale>[GgTt])(?P<unit>[bB][eE]|b(?:it)?|B|)"
+    r"(?:ps|/s)?(?:\s*/\s*(?P<each>node|gpu))?"
+)
+_CARDS = re.compile(rf"(?:(?P<cards>\d+){_TIMES})?(?P<name>EDR|HDR|NDR|XDR)", re.IGNORECASE)
+_CARD_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
+_SYNTAX = "[NODESx]DEVICESxNAME[+NETWORK], for example 8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE or 4x8xH100+IB"
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Cluster:
     network_bytes_per_s: float = 0.0
     host_memory_bytes: int = 0
     kind: Kind = "cuda"
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = field(default=(), compare=False)
     measured: Measured | None = None
 
     @property
@@ -84,10 +92,22 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def __str__(self) -> str:
-        """The string that :func:`parse_cluster` reads back."""
+        """The string that :func:`parse_cluster` reads back. One node needs no network, unless it has another than is
+        assumed."""
         name = self.device.name.replace(" ", "-")
-        network = f"+{self.network_bytes_per_s * 8 / 1e9:g}Gb/node" if self.nodes > 1 else ""
+        usual = network_of(self.device, self.devices_per_node) == self.network_bytes_per_s
+        network = "" if self.nodes == 1 and usual else f"+{self.network_bytes_per_s * 8 / 1e9:.12g}Gb/node"
         return f"{self.nodes}x{self.devices_per_node}x{name}{network}"
+
+    def resized(self, nodes: int, each: int, device: Device | None = None) -> Cluster:
+        """As many ``nodes`` of ``each`` of these devices, or of others. A network other than the one that is assumed
+        stays as it is."""
+        usual = self.network_bytes_per_s == network_of(self.device, self.devices_per_node)
+        other = device or self.device
+        network = network_of(other, each) if usual else self.network_bytes_per_s
+        link = self.link_bytes_per_s if device is None else _link_bytes_per_s(other)
+        sizes = {"nodes": nodes, "devices_per_node": each, "network_bytes_per_s": network, "link_bytes_per_s": link}
+        return replace(self, device=other, measured=None, **sizes)  # type: ignore[arg-type]
 
 
 @cache
@@ -133,38 +153,98 @@ def find_device(name: str) -> Device:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """``2x8xRTX-PRO-6000+200Gb/node``, ``8xH100``, ``2xCPU``. Raises ConfigError (CLU001, CLU002)."""
-    match = _PATTERN.fullmatch(text.strip())
-    network = _NETWORK.fullmatch(match["network"].strip()) if match and match["network"] else None
-    if match is None or (match["network"] and network is None):
-        raise ConfigError(Problem("CLU001", f"cannot read the cluster `{text}`", "--cluster", f"write {_SYNTAX}"))
-    first, second = int(match["nodes"] or 1), match["count"]
-    nodes, count = (first, int(second)) if second else (1, first)
-    if not (1 <= nodes <= 2**20 and 1 <= count <= 2**20):
-        what = f"`{text}` has a count of zero, or one that is too large"
-        raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
-    rate = None
-    if network:
-        bits = 8.0 if network["unit"] == "GB" else 1.0
-        rate = int(network["nics"] or 1) * float(network["rate"]) * 1e9 * bits / 8
-        if not rate:
-            what = f"`{text}` has a network of zero bandwidth"
-            raise ConfigError(Problem("CLU001", what, "--cluster", f"write {_SYNTAX}"))
-    if _plain(match["name"]) in ("cpu", "cpus"):
-        return _cpu_cluster(nodes, count, rate, available_memory_bytes())
-    return _gpu_cluster(find_device(match["name"]), nodes, count, rate)
+    """``8 H100``, ``2x8xRTX-PRO-6000+200Gb/node``, ``2048xH100+IB``, ``2xCPU``. More devices than a node of theirs has
+    are several nodes. Raises ConfigError (CLU001, CLU002)."""
+    machines, plus, network = (part.strip() for part in text.partition("+"))
+    match = _MACHINES.fullmatch(machines)
+    if match is None or not match["count"]:
+        match = _COUNT_LAST.fullmatch(machines) or match
+    if match is None or (plus and not network):
+        raise _unreadable(f"cannot read the cluster `{text}`")
+    found = match.groupdict()
+    nodes, count = found.get("nodes"), int(found["count"] or 1)
+    if not (1 <= int(nodes or 1) <= 2**20 and 1 <= count <= 2**20):
+        raise _unreadable(f"`{text}` has a count of zero, or one that is too large")
+    if _plain(found["name"]) in ("cpu", "cpus"):
+        sent = _network(text, network, Device("CPU", 0), count)
+        return _cpu_cluster(int(nodes or 1), count, sent, available_memory_bytes())
+    device, assumed = find_device(found["name"]), []
+    if nodes is None and count > device.per_node:
+        nodes, count = _whole_nodes(device, count, f"{plus}{network}"), device.per_node
+        assumed = [f"{int(nodes) * count:,} GPUs are {int(nodes):,} nodes of {count}"]
+    cluster = _gpu_cluster(device, int(nodes or 1), count, _network(text, network, device, count))
+    return replace(cluster, assumptions=(*assumed, *cluster.assumptions))
 
 
-def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: float | None) -> Cluster:
-    peer = device.peer_bytes_per_s
+def _unreadable(what: str, fix: str = f"write {_SYNTAX}") -> ConfigError:
+    return ConfigError(Problem("CLU001", what, "--cluster", fix))
+
+
+def _whole_nodes(device: Device, count: int, network: str) -> str:
+    """How many full nodes ``count`` devices are. Raises ConfigError (CLU001) where one would not be full."""
+    each = device.per_node
+    if count % each == 0:
+        return str(count // each)
+    name = device.name.replace(" ", "-")
+    nodes = next(n for n in range(-(-count // each), count + 1) if count % n == 0)
+    fix = f"`1x{count}x{name}{network}`, or `{nodes}x{count // nodes}x{name}{network}`"
+    raise _unreadable(f"{count} x {device.name} are no whole number of nodes, which have {each} of them each", fix)
+
+
+def _network(text: str, network: str, device: Device, count: int) -> tuple[float, str] | None:
+    """What is written behind the plus: bytes per second of a node, and what else was assumed to read it."""
+    if not network:
+        return None
+    card, word = _CARDS.fullmatch(network), network.lower()
+    if word in ("ib", "infiniband") and device.nic_bytes_per_s:
+        return device.nic_bytes_per_s * count, f"{count} x {_gbit(device.nic_bytes_per_s)} of InfiniBand a node"
+    if word in ("ib", "infiniband", "ethernet"):
+        return DEFAULT_NETWORK_BYTES_PER_S, "one card a node"
+    if card:
+        rate = _CARD_GBIT_PER_S[card["name"].upper()] * 1e9 / 8
+        cards = int(card["cards"] or (count if device.peer_bytes_per_s else 1))
+        said = f"{cards} x {_gbit(rate)} a node"
+    elif rated := _RATE.fullmatch(network):
+        scale = (1e12 if rated["scale"] in "Tt" else 1e9) * (1.0 if rated["unit"] == "B" else 1 / 8)
+        cards = int(rated["cards"] or 1) * (count if rated["each"] == "gpu" else 1)
+        rate, said = float(rated["rate"]) * scale, ""
+    else:
+        raise _unreadable(f"cannot read the network of the cluster `{text}`")
+    if not 1e5 <= rate * cards <= 1e18:
+        raise _unreadable(f"`{text}` has a network of {'zero' if not rate * cards else 'an impossible'} bandwidth")
+    return rate * cards, said
+
+
+def network_of(device: Device, count: int) -> float:
+    """Bytes per second of a node of ``count`` devices where no network is given: the network cards that nodes with
+    NVLink are sold with, of others 100 Gb/s in all."""
+    sold = device.nic_bytes_per_s * count if device.peer_bytes_per_s else 0.0
+    return sold or DEFAULT_NETWORK_BYTES_PER_S
+
+
+def _gbit(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:,.12g} Gb/s"
+
+
+def _link_bytes_per_s(device: Device) -> float:
+    """What one device sends to a neighbour: without NVLink, what a ring over PCIe was measured to move."""
+    return device.peer_bytes_per_s or device.ring_bytes_per_s or device.host_link_bytes_per_s
+
+
+def _gpu_cluster(device: Device, nodes: int, count: int, network: tuple[float, str] | None = None) -> Cluster:
+    peer, link = device.peer_bytes_per_s, _link_bytes_per_s(device)
+    rate, said = network or (network_of(device, count), "")
     assumed = []
     if nodes > 1:
-        rate = network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S
-        given = "" if network_bytes_per_s else " (say +<N>Gb/node)"
-        assumed.append(f"{rate * 8 / 1e9:g} Gb/s between nodes, shared by the GPUs of a node{given}")
+        if network is None:
+            sold = f"{count} x {_gbit(device.nic_bytes_per_s)} a node, " if peer and device.nic_bytes_per_s else ""
+            said = f"{sold}say +<N>Gb/node"
+        given = f" ({said})" if said else ""
+        assumed.append(f"{_gbit(rate)} between nodes, shared by the GPUs of a node{given}")
     if count > 1:
-        link = f"NVLink or xGMI, {peer / 1e9:g} GB/s per GPU" if peer else "PCIe, peer to peer"
-        assumed.append(f"GPUs in a node communicate over {link}")
+        known = "measured" if device.ring_bytes_per_s else "at most"
+        through = "NVLink or xGMI" if peer else "PCIe through the host"
+        assumed.append(f"GPUs in a node communicate over {through}, {link / 1e9:g} GB/s {'per GPU' if peer else known}")
     assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory per node")
     if device.verified != "yes":
         how = "partly" if device.verified == "partial" else "not"
@@ -173,25 +253,26 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network_bytes_per_s: fl
         device=device,
         nodes=nodes,
         devices_per_node=count,
-        link_bytes_per_s=peer or device.host_link_bytes_per_s,
-        network_bytes_per_s=network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S,
+        link_bytes_per_s=link,
+        network_bytes_per_s=rate,
         host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES,
         assumptions=tuple(assumed),
     )
 
 
-def _cpu_cluster(nodes: int, count: int, network_bytes_per_s: float | None, memory: int) -> Cluster:
+def _cpu_cluster(nodes: int, count: int, network: tuple[float, str] | None, memory: int) -> Cluster:
     assumed = [
         f"each node has as much memory as is free on this machine, {show_bytes(memory)}, shared by {count} processes"
     ]
-    if nodes > 1 and not network_bytes_per_s:
-        assumed.append(f"{DEFAULT_NETWORK_BYTES_PER_S * 8 / 1e9:g} Gb/s between nodes (say +<N>Gb/node)")
+    rate, _ = network or (DEFAULT_NETWORK_BYTES_PER_S, "")
+    if nodes > 1 and network is None:
+        assumed.append(f"{_gbit(rate)} between nodes (say +<N>Gb/node)")
     return Cluster(
         device=Device("CPU", max(1, memory // count - CPU_PROCESS_BYTES), verified="yes"),
         nodes=nodes,
         devices_per_node=count,
         link_bytes_per_s=CPU_LINK_BYTES_PER_S,
-        network_bytes_per_s=network_bytes_per_s or DEFAULT_NETWORK_BYTES_PER_S,
+        network_bytes_per_s=rate,
         host_memory_bytes=memory,
         kind="cpu",
         assumptions=tuple(assumed),

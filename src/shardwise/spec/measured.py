@@ -17,9 +17,9 @@ class Product:
 
 
 @dataclass(frozen=True)
-class AttentionRate:
-    """Causal attention, forward and backward apart: ``tokens`` a sequence, and heads of ``head_dim``. ``flops`` of
-    each are those that the planner counts: 4 a pair, head and element of a head forward, 10 backward."""
+class AttentionTime:
+    """Causal attention, forward and backward apart: ``tokens`` a sequence, and heads of ``head_dim``. ``flops`` of each
+    are those that the planner counts: 4 a pair of query and key, head and element of a head forward, 10 backward."""
 
     dtype: str
     tokens: int
@@ -51,14 +51,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Measured:
-    """``launch_s``: what an operation of next to no work takes. ``ranks``: how many processes of the machine measured
-    at the same time, since they share memory and cores. ``disk_bytes_per_s`` is what a file is written at, to the
-    disk."""
+    """``ranks``: how many processes of the machine measured at the same time, since they share memory, cores and disk;
+    every figure is that of one of them, the slowest. ``launch_s``: what an operation of next to no work takes.
+    ``disk_bytes_per_s``: the rate at which a file reaches the disk."""
 
     ranks: int = 1
     launch_s: float = 0.0
     products: tuple[Product, ...] = ()
-    attention: tuple[AttentionRate, ...] = ()
+    attention: tuple[AttentionTime, ...] = ()
     pointwise: tuple[Pointwise, ...] = ()
     sent: tuple[Sent, ...] = ()
     to_device_bytes_per_s: float = 0.0

@@ -15,7 +15,7 @@ from typing import Literal
 
 from shardwise.planner.seconds.constants import shipped
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.measured import AttentionRate, Measured, Pointwise, Product
+from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product
 from shardwise.spec.plan import BYTES, Plan
 
 Blocks = Literal["eager", "fused", "compiled"]
@@ -189,7 +189,7 @@ def _measured_product_s(known: tuple[Product, ...], groups: int, m: int, n: int,
     return 2.0 * groups * m * n * k / exp(_between(rates, (log(m), log(n), log(k))))
 
 
-def _attention_rate(known: list[AttentionRate], shape: tuple[int, int], *, backward: bool) -> float:
+def _attention_rate(known: list[AttentionTime], shape: tuple[int, int], *, backward: bool) -> float:
     rates: dict[tuple[float, ...], float] = {}
     for one in known:
         flops = (10 if backward else 4) * one.heads * one.head_dim * one.tokens**2 / 2

@@ -1,0 +1,166 @@
+"""``shardwise doctor``: what this machine is, what it gives, and whether that is what it should give."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from shardwise.cli import interrupt
+from shardwise.cli.decide import cluster_of
+from shardwise.cli.options import Common, recipe_file, sort_words
+from shardwise.cli.show import defect, note, out_of_memory, print_error, print_json, say
+from shardwise.errors import UNWRITABLE, OutputError, Problem, ShardwiseError, TrainingError
+from shardwise.launch import local, nodes, rundir
+from shardwise.launch.worker import (
+    by_our_launcher,
+    die_with_launcher,
+    is_worker,
+    launcher_directory,
+    rank,
+    set_up_torch,
+    started,
+)
+from shardwise.runtime.faults.outcome import Exit, Kind, write_exit
+from shardwise.spec.cluster import crowding
+from shardwise.spec.cluster_file import dump_cluster
+from shardwise.spec.load import read_recipe
+from shardwise.spec.recipe import Recipe
+
+
+@dataclass
+class Options(Common):
+    """Describe and measure this machine, and say what is below what it should give.
+
+    It measures products, attention, memory, the disk, and what ranks send one another, on the ranks that `shardwise
+    train` would start, in some 20 seconds. Keys of a recipe may follow (--nproc 4); run.nodes=2 prints how to start it
+    on several machines.
+    """
+
+    arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
+        default_factory=list
+    )
+    out: Annotated[
+        Path | None, Option("-o", "--out", "--output", help="Write what was measured to this file, for plan --cluster.")
+    ] = None
+
+
+def run(options: Options) -> int:
+    """Start the ranks, or be one; the exit code."""
+    die_with_launcher()
+    words = sort_words(options.arguments, Options)
+    recipe = read_recipe(recipe_file(words.path) if words.path else None, words.overrides).recipe
+    again = [str(words.path)] * (words.path is not None) + words.overrides
+    if is_worker():
+        return _as_rank(options, recipe, again)
+    cluster = cluster_of(recipe)
+    if options.out:
+        rundir.check_new(options.out)
+    flags = (["-o", str(options.out)] if options.out else []) + ["--json"] * options.json + ["--debug"] * options.debug
+    if cluster.nodes > 1:
+        say(*nodes.lines(cluster.nodes, cluster.devices_per_node, [*again, *flags], command="doctor"))
+        return 0
+    if warning := crowding(cluster):
+        note(warning, as_json=options.json)
+    note(f"measuring on {cluster.devices_per_node} ranks, about 20 s", as_json=options.json)
+    command = ["doctor", *again, f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}", *flags]
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as directory:
+        ended = local.run_ranks(command, cluster.devices_per_node, Path(directory), saves=False)
+    return _told(ended, options)
+
+
+def _told(ended: local.Ended, options: Options) -> int:
+    """Say why ranks failed, if they did."""
+    problem = ended.problem
+    if ended.exit_code == 128 + signal.SIGINT:
+        interrupt.say()
+    elif problem is not None:
+        fix = problem.fix if problem.code not in ("RUN004", "RUN005") else "`shardwise doctor` again"
+        what = problem.what.replace(" before the ranks could save", "")
+        told = TrainingError(Problem(problem.code, what, "" if fix != problem.fix else problem.where, fix))
+        if options.json:
+            print_json({"error": {"exit_code": ended.exit_code, "problems": [asdict(told.problems[0])]}})
+        else:
+            print_error(told, as_json=False)
+    return ended.exit_code
+
+
+def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
+    """Measure as one of several ranks; rank 0 prints. What goes wrong is left where our launcher looks for it."""
+    if not by_our_launcher():
+        if warning := nodes.exposure():
+            note(warning, as_json=options.json)
+        return _measure(options, recipe, again)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save, and the launcher says it
+    try:
+        return _measure(options, recipe, again)
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        from shardwise.runtime.faults.guard import GONE, SILENT
+
+        told = error if isinstance(error, ShardwiseError) else _full(error) or out_of_memory(error) or _defect(error)
+        kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
+        problems = [asdict(problem) for problem in told.problems]
+        place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
+        outcome = Exit(kind, told.exit_code, told.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
+        write_exit(launcher_directory() or Path(), outcome)
+        return told.exit_code
+
+
+def _full(error: Exception) -> ShardwiseError | None:
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return None
+    what = f"{error.strerror}: not everything was written"
+    return OutputError(Problem("OUT003", what, str(error.filename or "the output"), "make room there"))
+
+
+def _defect(error: Exception) -> ShardwiseError:
+    descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write("".join(traceback.format_exception(error)))
+    return defect(error, Path(name), "report it with that file; --debug prints the traceback")
+
+
+def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
+    world, each = started()
+    sizes = recipe.run.model_copy(update={"nproc": each, "nodes": world // each})
+    cluster = cluster_of(recipe.model_copy(update={"run": sizes}))  # before this rank takes memory for itself
+    if options.out and rank() == 0:
+        rundir.check_new(options.out)
+    set_up_torch(deterministic=False)
+    from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
+    from shardwise.launch.doctor.ranks import measure
+    from shardwise.launch.doctor.verdict import as_measured, compare, shortfalls, table
+
+    directory = rundir.nearest(Path(recipe.run.out).absolute())
+    found = measure(cluster, directory)
+    if rank():
+        return 0
+    machine, lines = describe(directory), list(compare(cluster, found.measured))
+    wrong = [*obstacles(machine, cluster), *shortfalls(lines, found)]
+    said = f"measured by shardwise doctor on {machine.host}, {time.strftime('%Y-%m-%d %H:%M')}"
+    measured = as_measured(cluster, found.measured, said)
+    if options.out:
+        options.out.write_text(dump_cluster(measured, (said, machine.versions)), encoding="utf-8")
+    if options.json:
+        facts = {"machine": asdict(machine), "cluster": asdict(measured), "wrong": wrong}
+        print_json(facts | {"compared": [asdict(line) for line in lines]})
+        return 0
+    say(*machine_lines(machine, cluster), "", *table(lines), "")
+    say(*(f"wrong: {text}" for text in wrong or ()), *([] if wrong else ["nothing is below what it should be"]), "")
+    machines = ("run.nproc=", "run.device=", "run.nodes=")  # of which the file tells
+    again = [word for word in again if not word.startswith(machines)]
+    plan = shlex.join(["shardwise", "plan", *again, "--cluster", str(options.out or "cluster.yaml")])
+    first = "" if options.out else shlex.join(["shardwise", "doctor", *again, "-o", "cluster.yaml"]) + " && "
+    say(f"written: {options.out}        next: {plan}" if options.out else f"next: {first}{plan}")
+    return 0

@@ -1,0 +1,126 @@
+"""What one device computes and moves, while the others of the machine do the same."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from shardwise.launch.doctor.clock import Clock
+from shardwise.spec.measured import AttentionTime, Pointwise, Product
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCTS = {
+    "cpu": (
+        *((64, 64, 64), (64, 256, 256), (64, 1024, 1024), (256, 256, 256), (256, 1024, 256), (256, 256, 1024)),
+        *((512, 512, 512), (1024, 128, 128), (1024, 256, 256), (1024, 1024, 256), (1024, 256, 1024)),
+        *((1024, 1024, 1024), (1024, 8192, 256), (2048, 256, 256), (2048, 1024, 1024), (4096, 512, 512)),
+    ),
+    "cuda": (
+        *((64, 64, 64), (256, 256, 256), (512, 1024, 1024), (2048, 1024, 1024), (8192, 1024, 1024)),
+        *((512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096), (2048, 14336, 4096), (8192, 14336, 4096)),
+        *((2048, 4096, 14336), (8192, 4096, 14336), (8192, 8192, 8192), (8192, 1024, 8192), (8192, 8192, 1024)),
+        *((4096, 65536, 4096), (16384, 2048, 2048)),
+    ),
+}
+"""(m, n, k) of m tokens through a layer from k to n: the small products of a small model, in which launches and memory
+count, and the large ones of a large model."""
+ATTENTION = {
+    "cpu": ((128, 32, 32), (256, 16, 64), (512, 8, 64), (1024, 4, 64), (2048, 2, 64)),
+    "cuda": ((512, 256, 128), (2048, 64, 128), (8192, 32, 128), (16384, 16, 128)),
+}
+"""(tokens, heads of all sequences, elements of a head)."""
+POINTWISE = {
+    "cpu": tuple(2**power for power in (16, 19, 21, 23, 25, 27)),
+    "cuda": tuple(2**power for power in (20, 23, 26, 29, 31)),
+}
+"""Bytes read and written: from what caches hold to what only memory does."""
+COPIED_BYTES = 2**28
+WRITTEN_BYTES = {"cpu": 2**25, "cuda": 2**28}
+WRITES = 3
+
+
+def launch_s(clock: Clock) -> float:
+    """What an operation takes that has next to nothing to do."""
+    one = torch.ones(1, device=clock.device)
+    return clock.seconds(lambda: torch.add(one, 1.0))
+
+
+def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
+    """Products of each shape in each dtype, in the form in which layers compute them."""
+    for dtype in dtypes:
+        for m, n, k in PRODUCTS[clock.device.type]:
+            tokens, weight = _drawn((m, k), dtype, clock), _drawn((n, k), dtype, clock)
+            yield Product(dtype, m, n, k, clock.seconds(lambda x=tokens, w=weight: linear(x, w)))  # type: ignore[misc]
+
+
+def attention(clock: Clock, dtypes: Sequence[str]) -> Iterator[AttentionTime]:
+    """Causal attention of each size in each dtype, forward and backward."""
+    for dtype in dtypes:
+        for tokens, heads, head_dim in ATTENTION[clock.device.type]:
+            q, k, v = (_drawn((1, heads, tokens, head_dim), dtype, clock) for _ in range(3))
+            forward_s = clock.seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))  # type: ignore[misc]
+            yield AttentionTime(dtype, tokens, heads, head_dim, forward_s, _backward_s(clock, (q, k, v)))
+
+
+def _backward_s(clock: Clock, inputs: tuple[torch.Tensor, ...]) -> float:
+    with torch.enable_grad():
+        q, k, v = (tensor.clone().requires_grad_() for tensor in inputs)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        grad = torch.ones_like(out)
+        return clock.seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+
+
+def pointwise(clock: Clock) -> Iterator[Pointwise]:
+    """An operation that reads one tensor and writes another, new one, as those of a model do."""
+    for size in POINTWISE[clock.device.type]:
+        read = torch.ones(size // 8, device=clock.device)
+        yield Pointwise(size, clock.seconds(lambda x=read: torch.mul(x, 0.5)))  # type: ignore[misc]
+
+
+def copies_bytes_per_s(clock: Clock) -> tuple[float, float]:
+    """Rates from page-locked memory of the host to the device, and back."""
+    if clock.device.type != "cuda":
+        return 0.0, 0.0
+    host = torch.ones(COPIED_BYTES // 4, pin_memory=True)
+    there = torch.ones(COPIED_BYTES // 4, device=clock.device)
+    to_s = clock.seconds(lambda: there.copy_(host, non_blocking=True))
+    return COPIED_BYTES / to_s, COPIED_BYTES / clock.seconds(lambda: host.copy_(there, non_blocking=True))
+
+
+def disk_bytes_per_s(clock: Clock, directory: Path, rank: int) -> float:
+    """The rate at which a rank's file reaches the disk of ``directory``, while the other ranks write theirs; 0 where
+    nothing can be written."""
+    data, taken_s = os.urandom(WRITTEN_BYTES[clock.device.type]), []
+    path = directory / f".doctor-{rank}-{os.getpid()}"
+    for _ in range(WRITES):
+        clock.slowest(0.0)
+        taken_s.append(_write_s(path, data))
+    return len(data) / clock.slowest(median(taken_s))
+
+
+def _write_s(path: Path, data: bytes) -> float:
+    began_s = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return math.inf
+    finally:
+        taken_s = time.perf_counter() - began_s
+        with suppress(OSError):
+            path.unlink()
+    return taken_s
+
+
+def _drawn(shape: tuple[int, ...], dtype: str, clock: Clock) -> torch.Tensor:
+    return torch.randn(shape, device=clock.device).to(DTYPES[dtype])

@@ -1,0 +1,52 @@
+"""What the ranks of tests/launch/test_doctor.py do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from shardwise.distributed.meshes import meshes
+from shardwise.launch.doctor import compute, links
+from shardwise.launch.doctor.clock import Clock
+from shardwise.spec.layout import Layout
+from shardwise.spec.measured import Sent
+
+CPU = torch.device("cpu")
+
+
+def sleeping(rank: int, world: int) -> tuple[list[float], Clock]:
+    """What each rank is told of something that takes rank 1 twice as long, and of something short."""
+    clock = Clock(CPU, 0.05)
+    told = [clock.seconds(lambda: time.sleep(0.01 * (1 + rank))), clock.seconds(lambda: time.sleep(1e-5))]
+    return told, clock
+
+
+def counted(rank: int, world: int) -> list[int]:
+    """How often each rank does something, which must be alike where it is a collective."""
+    clock, calls = Clock(CPU, 0.05), [0, 0]
+    one = torch.ones(1)
+
+    def call(which: int) -> None:
+        calls[which] += 1
+        dist.all_reduce(one)
+
+    clock.seconds(lambda: call(0))
+    clock.seconds(lambda: (call(1), time.sleep(0.02 * rank)))
+    return calls
+
+
+def sent(rank: int, world: int, nodes: int) -> list[Sent]:
+    """What is measured of the links of ``nodes``, which are all this machine."""
+    each = world // nodes
+    layout = Layout(nodes, each, ranks_per_node=each)
+    with patch.object(links, "SIZES", {"cpu": (4096, 2**16)}):
+        return list(links.collectives(Clock(CPU, 0.002), meshes(layout, "cpu")))
+
+
+def written(rank: int, world: int, directory: Path) -> float:
+    with patch.object(compute, "WRITTEN_BYTES", {"cpu": 2**16}):
+        return compute.disk_bytes_per_s(Clock(CPU, 0.01), directory, rank)

@@ -1,0 +1,236 @@
+"""What ``shardwise doctor`` finds and says: of sleeps of known length, of numbers by hand, and on two real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.doctor import links
+from shardwise.launch.doctor.compute import ATTENTION, POINTWISE, PRODUCTS
+from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
+from shardwise.launch.doctor.ranks import Found
+from shardwise.launch.doctor.verdict import (
+    as_measured,
+    attention_rate,
+    compare,
+    product_rate,
+    ring_rate,
+    shortfalls,
+    table,
+)
+from shardwise.prove.pool import RankPool
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.cluster_file import load_cluster
+from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
+from tests.launch import doctor_ranks
+from tests.launch.test_local import alive, until
+
+H100S = parse_cluster("2x8xH100")
+GOOD = Measured(
+    ranks=8,
+    launch_s=4e-6,
+    products=(Product("bf16", 8192, 8192, 8192, 1.5e-3), Product("bf16", 64, 64, 64, 6e-6)),
+    attention=(AttentionTime("bf16", 2048, 64, 128, 2e-4, 5e-4),),
+    pointwise=(Pointwise(2**20, 4e-6), Pointwise(2**31, 7.5e-4)),
+    sent=(
+        Sent("all_gather", 16, True, 2**12, 3e-5),
+        Sent("all_gather", 16, True, 2**28, 8e-4),
+        Sent("all_reduce", 8, False, 2**12, 2e-5),
+        Sent("all_reduce", 8, False, 2**28, 1.1e-3),
+        Sent("all_gather", 8, False, 2**12, 2e-5),
+        Sent("all_gather", 8, False, 2**28, 7e-4),
+    ),
+    to_device_bytes_per_s=5.4e10,
+    from_device_bytes_per_s=5.3e10,
+    disk_bytes_per_s=2e9,
+)
+
+
+def said(measured: Measured, products_s: tuple[float, ...] = (1.0,), on_core: tuple[float, ...] = ()) -> list[str]:
+    return [*shortfalls(list(compare(H100S, measured)), Found(measured, products_s, on_core))]
+
+
+def test_a_measurement_is_that_of_the_slowest_rank(ranks: RankPool) -> None:
+    """Sleeps take a little longer than they are asked to, on a busy machine much longer."""
+    (first, _), (second, clock) = ranks.run(doctor_ranks.sleeping, world=2)
+    assert first == second and 0.02 <= first[0] < 0.1
+    assert 1e-5 <= first[1] < first[0] / 10, "what is short is repeated within a sample"
+    assert clock.cpu_s < 0.5 * clock.wall_s, "asleep, it is on no core"
+    assert clock.own_s >= 0.02
+
+
+def test_all_ranks_repeat_a_measurement_equally_often(ranks: RankPool) -> None:
+    for counts in zip(*ranks.run(doctor_ranks.counted, world=4), strict=True):
+        assert len(set(counts)) == 1 and counts[0] >= 5
+
+
+def test_links_are_measured_over_all_ranks_and_within_a_node(ranks: RankPool) -> None:
+    for found in ranks.run(doctor_ranks.sent, 2, world=4):
+        groups = {(sent.kind, sent.ranks, sent.across, sent.bytes) for sent in found}
+        assert groups == {
+            (kind, ranks_, across, size)
+            for kind in links.KINDS
+            for ranks_, across in ((4, True), (2, False))
+            for size in (4096, 65536)
+        }
+        assert all(1e-6 < sent.seconds < 1 for sent in found)
+    alone = ranks.run(doctor_ranks.sent, 1, world=2)[0]
+    assert {(sent.ranks, sent.across) for sent in alone} == {(2, False)}
+
+
+def test_a_disk_that_takes_no_file_has_no_rate(ranks: RankPool, tmp_path: Path) -> None:
+    assert all(rate > 1e4 for rate in ranks.run(doctor_ranks.written, tmp_path, world=2))
+    assert list(tmp_path.iterdir()) == []
+    assert ranks.run(doctor_ranks.written, tmp_path / "not there", world=2) == [0.0, 0.0]
+    assert any("no file can be written" in text for text in said(replace(GOOD, disk_bytes_per_s=0.0)))
+
+
+def test_rates_by_hand() -> None:
+    assert product_rate(Product("bf16", 10, 20, 30, 2.0)) == 6000
+    attention = AttentionTime("bf16", 4, 2, 8, 0.5, 1.0)
+    assert attention_rate(attention) == 4 * 10 * 2 * 8 / 0.5, "1 + 2 + 3 + 4 pairs are not masked"
+    assert ring_rate(Sent("all_gather", 4, False, 1000, 0.5)) == 1500, "a rank passes on three of the four parts"
+    assert ring_rate(Sent("reduce_scatter", 4, False, 1000, 0.5)) == 1500
+    assert ring_rate(Sent("all_reduce", 4, False, 1000, 0.5)) == 3000, "it scatters, then gathers"
+
+
+def test_a_good_machine_is_left_alone_and_each_fault_is_told() -> None:
+    """Figures of an H100 (989 TFLOP/s of which products reach 0.803; 3.35 TB/s; 63 GB/s of PCIe; 360 and 470 GB/s of
+    rings; 8 cards of 50 GB/s), first as such machines have them, then each at under 0.7 of it."""
+    assert said(GOOD) == []
+    faults: dict[str, Measured] = {
+        "products in bf16": replace(GOOD, products=(Product("bf16", 8192, 8192, 8192, 2 * 8192**3 / (0.5 * 989e12)),)),
+        "read and written, 2.0 GiB": replace(GOOD, pointwise=(GOOD.pointwise[0], Pointwise(2**31, 2**31 / 2e12))),
+        "copied to the device": replace(GOOD, to_device_bytes_per_s=2.5e10),
+        "copied from the device": replace(GOOD, from_device_bytes_per_s=2.5e10),
+        "all-gather over the network": replace(GOOD, sent=(Sent("all_gather", 16, True, 2**28, 4e-3), *GOOD.sent[2:])),
+        "all-reduce in a node": replace(GOOD, sent=(*GOOD.sent[:3], Sent("all_reduce", 8, False, 2**28, 4e-3))),
+    }
+    for start, measured in faults.items():
+        [text] = said(measured)
+        assert text.startswith(start) and "that it should be; " in text
+    [text] = said(faults["copied to the device"])
+    assert "25.0 GB/s is 40% of the 63.0 GB/s" in text
+    [text] = said(GOOD, (1.0, 1.0, 1.6, 1.0))
+    assert text.startswith("rank 2 takes 1.6 times as long")
+    [text] = said(GOOD, (1.0, 1.0), (0.99, 0.6))
+    assert text.startswith("rank 1 was on a core for 60% of the time")
+
+
+def test_the_table_has_a_line_for_everything() -> None:
+    lines = table(list(compare(H100S, GOOD)))
+    text = "\n".join(lines)
+    assert re.search(r"products in bf16, best: 8,192 x 8,192 by 8,192 x 8,192 +733.0 TFLOP/s +794.2 TFLOP/s +92%", text)
+    for name in (
+        "attention in bf16",
+        "next to no work",
+        "2.0 GiB",
+        "copied to",
+        "over the network",
+        "in a node",
+        "disk",
+    ):
+        assert name in text
+    on_cpus = [line.what for line in compare(parse_cluster("2xCPU"), GOOD)]
+    assert not any("copied" in what for what in on_cpus)
+
+
+def test_the_cluster_that_was_measured() -> None:
+    found = as_measured(H100S, GOOD, "measured today")
+    assert found.link_bytes_per_s == 2**28 * 7 / 8 / 7e-4
+    assert found.network_bytes_per_s == 2**28 * 15 / 16 / 8e-4
+    assert (found.measured, found.assumptions, found.nodes) == (GOOD, ("measured today",), 2)
+    bare = as_measured(H100S, replace(GOOD, sent=()), "")
+    assert (bare.link_bytes_per_s, bare.network_bytes_per_s) == (H100S.link_bytes_per_s, H100S.network_bytes_per_s)
+
+
+def test_this_machine_is_described(tmp_path: Path) -> None:
+    machine = describe(tmp_path)
+    assert machine.cores == len(os.sched_getaffinity(0))
+    assert machine.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert 0 < machine.free_bytes <= machine.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    text = "\n".join(machine_lines(machine, parse_cluster("2xCPU")))
+    assert machine.host in text and "torch " in text and "ranks     1 x 2 on CPU" in text
+
+
+def test_obstacles(tmp_path: Path) -> None:
+    machine = replace(
+        describe(tmp_path),
+        gpus=("NVIDIA H100 80GB HBM3",) * 8,
+        driver="580.1",
+        shared_free_bytes=2**36,
+        open_files=2**20,
+        disk_free_bytes=2**40,
+    )
+    assert list(obstacles(machine, H100S)) == []
+    for change, words in {
+        "shared_free_bytes": "64.0 MiB of shared memory",
+        "open_files": "1,024 open files",
+        "disk_free_bytes": "1.0 GiB of disk",
+    }.items():
+        least = {"shared_free_bytes": 2**26, "open_files": 1024, "disk_free_bytes": 2**30}[change]
+        [text] = obstacles(replace(machine, **{change: least}), H100S)
+        assert text.startswith(words)
+    assert list(obstacles(replace(machine, open_files=resource.RLIM_INFINITY), H100S)) == []
+    [text] = obstacles(replace(machine, gpus=()), H100S)
+    assert "install a torch for CUDA" in text
+    assert "driver 580.1" in "\n".join(machine_lines(machine, H100S))
+
+
+def start(directory: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardwise", "doctor", *words]
+    return subprocess.Popen(
+        command, cwd=directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.prove
+def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
+    process = start(tmp_path, "run.device=cpu", "run.nproc=2", "-o", "cluster.yaml", "--json")
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (0, "")
+    told, cluster = json.loads(out), load_cluster(tmp_path / "cluster.yaml")
+    assert told["cluster"]["devices_per_node"] == cluster.world == 2 and cluster.measured is not None
+    measured = cluster.measured
+    shapes = [(found.m, found.n, found.k) for found in measured.products if found.dtype == "fp32"]
+    assert shapes == list(PRODUCTS["cpu"])
+    assert [found.tokens for found in measured.attention if found.dtype == "fp32"] == [
+        t for t, _, _ in ATTENTION["cpu"]
+    ]
+    assert [found.bytes for found in measured.pointwise] == list(POINTWISE["cpu"])
+    assert {(found.kind, found.bytes) for found in measured.sent} == {
+        (kind, size) for kind in links.KINDS for size in links.SIZES["cpu"]
+    }
+    rates = [product_rate(found) for found in measured.products]
+    assert 1e9 < max(rates) < 1e13 and max(rates) > 2 * rates[0], "a large product is faster than a small one"
+    assert {path.name for path in tmp_path.iterdir()} == {"cluster.yaml"}
+    again = start(tmp_path, "run.device=cpu", "run.nproc=2", "-o", "cluster.yaml")
+    assert "error[OUT001]" in again.communicate(timeout=60)[1] and again.returncode == 73
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = start(tmp_path, "run.device=cpu", "run.nproc=2")
+    until(lambda: len(children(process)) == 2, seconds=60)
+    ranks = children(process)
+    time.sleep(4)  # they measure, or load torch still
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "") and "Traceback" not in err and "saving" not in err
+    until(lambda: not any(alive(rank) for rank in ranks), seconds=5)
+    assert len(ranks) == 2
