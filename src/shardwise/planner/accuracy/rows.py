@@ -1,0 +1,300 @@
+"""A published measurement as the planner sees it: model, plan, cluster and the habits of its software, read from one row
+of a CSV file; or why the row cannot be compared.
+
+What a row leaves blank is filled in by what its framework usually does (traits.csv) and named in ``guessed``. A name or
+column that is not known never fails: the row is skipped, with a reason that is counted."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise import techniques
+from shardwise.errors import ShardwiseError
+from shardwise.models import known
+from shardwise.models.config import ModelSpec, from_hf, parameter_count, problems
+from shardwise.spec.cluster import Cluster, Device, find_device
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
+
+FINE_TUNING = ("sft", "lora", "qlora", "full-ft")
+MOST_MICRO_BATCH = 16
+"""A micro-batch that is not stated is a rank's share of the batch, if that is at most so large, else 1."""
+SAME_CHIP = {"a800": "A100", "h800": "H100"}
+"""GPUs that are another one with slower links between them."""
+EXPORT_LINK_BYTES_PER_S = 200e9
+"""Of these, one way."""
+PURE = ("=pure", "pure bf16", "bf16-true", "all states bf16", "as torch_dtype", "none (bfloat16)", "bf16 optimizer states")
+"""Words for weights in 16 bits, without fp32 masters."""
+Text = Mapping[str, str]
+
+
+class _Skipped(Exception):
+    """Why a row cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused and 2 for
+    compiled ones. Then the habits that fill blanks: ``recompute`` and ``shard``. Of memory: ``logit_bytes`` that a logit
+    takes while the loss is computed (0: the loss takes a few tokens at a time), ``step_copies`` of a moment that the
+    update makes, ``low_copy`` whether 16-bit weights stand beside their fp32 masters on every rank, ``whole_model``
+    whether all weights are gathered at once."""
+
+    era: str
+    attention: str
+    fusion: int
+    tp_overlap: int
+    graphs: int
+    reduce_bytes: int
+    recompute: str
+    shard: str
+    logit_bytes: float
+    step_copies: int
+    low_copy: int
+    whole_model: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. ``guessed`` names what it does not say, or what its ``inferred_fields`` say its source does not say."""
+
+    text: Text
+    spec: ModelSpec
+    plan: Plan
+    cluster: Cluster
+    traits: Traits
+    guessed: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """Where it was published: its group, or what names its source first."""
+        return said(self.text, "group") or re.split(r"[@\s]", said(self.text, "source"))[0] or "unnamed"
+
+
+def said(text: Text, column: str) -> str:
+    """What a row has in a column; nothing where it has no such column."""
+    return (text.get(column) or "").strip()
+
+
+def number(text: Text, column: str) -> float | None:
+    """The finite number in a column, above zero, or None."""
+    try:
+        value = float(said(text, column).replace(",", ""))
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None
+
+
+def whole(text: Text, column: str) -> int | None:
+    """The whole number in a column, or None."""
+    value = number(text, column)
+    return int(value) if value is not None and value == int(value) else None
+
+
+def read(text: Text) -> Row | str:
+    """The row, or in a few words why it is skipped."""
+    try:
+        return _read(text)
+    except _Skipped as why:
+        return str(why)
+
+
+def _read(text: Text) -> Row:
+    _refuse(text)
+    device = _device(text)
+    spec = _model(text)
+    traits = traits_of(said(text, "framework"))
+    guessed: list[str] = []
+    plan = _plan(text, traits, guessed)
+    cluster = _cluster(text, device, plan.layout)
+    plan = replace(plan, model=spec.name, layout=replace(plan.layout, ranks_per_node=cluster.devices_per_node))
+    if found := [*problems(spec), *techniques.check(spec, plan, cluster)]:
+        raise _Skipped(f"its plan would be refused ({found[0].code})")
+    return Row(text, spec, plan, cluster, traits, tuple(guessed))
+
+
+def _refuse(text: Text) -> None:
+    """What the planner does not price, or nobody could compare."""
+    for axis in ("pp", "cp", "ep"):
+        if (number(text, axis) or 1) > 1:
+            raise _Skipped(f"{axis} larger than 1")
+    notes, task = said(text, "notes").lower(), said(text, "task").lower()
+    offload = said(text, "offload").lower()
+    rules = {
+        "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
+        "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
+        "experts": (number(text, "num_experts") or 1) > 1,
+        "a hybrid of attention and other blocks": "hybrid model" in notes or "mamba" in notes,
+        "latent attention": bool(re.match("(1|yes|true)", said(text, "mla").lower())),
+        "offloading": offload not in ("", "none", "no"),
+        "adapters other than LoRA": task == "adapter",
+        "an unknown task": task not in ("pretrain", "adapter", *FINE_TUNING),
+        "fine-tuning on samples that are not packed": task != "pretrain" and re.search("unpacked|variable.length", notes) is not None,
+        "an optimizer other than Adam": "adam" not in (said(text, "optimizer") or "adam").lower()
+        or "muon" in said(text, "optimizer").lower(),
+    }
+    for reason, refused in rules.items():
+        if refused:
+            raise _Skipped(reason)
+
+
+def _device(text: Text) -> Device:
+    name, memory = said(text, "gpu"), number(text, "gpu_mem_gb")
+    if not name:
+        raise _Skipped("no GPU named")
+    named = SAME_CHIP.get(re.sub("-.*", "", name.lower()), name)
+    for tried in (f"{named}-{memory:g}GB" if memory else named, named):
+        try:
+            device = find_device(tried)
+        except ShardwiseError:
+            continue
+        return device if named is name else replace(device, peer_bytes_per_s=EXPORT_LINK_BYTES_PER_S)
+    raise _Skipped("unknown GPU")
+
+
+def _model(text: Text) -> ModelSpec:
+    sizes = {name: whole(text, name) for name in ("layers", "hidden", "heads", "ffn", "vocab")}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise _Skipped(f"architecture not told ({missing[0]})")
+    layers, hidden, heads, ffn, vocab = (int(size or 0) for size in sizes.values())
+    if hidden % heads and not whole(text, "head_dim"):
+        raise _Skipped("heads do not divide the hidden size")
+    key_heads, head_dim = whole(text, "kv_heads") or heads, whole(text, "head_dim") or hidden // heads
+    if said(text, "mlp_gated") in ("0", "no", "false"):
+        ffn = max(1, 2 * ffn // 3)  # the blocks here have a gate: as many weights, and as much to compute
+    model = said(text, "model") or "unnamed"
+    shape = (vocab, hidden, ffn, layers, heads, key_heads, head_dim)
+    if (found := known.find(re.sub(r"\s+", "-", model))) is not None:
+        spec = from_hf(found[1], found[0])
+        dims = (spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads, spec.intermediate_size)
+        if dims == (hidden, layers, heads, ffn):
+            return spec
+    either = [ModelSpec(model, *shape, tie_word_embeddings=tied) for tied in (False, True)]
+    parameters = (number(text, "params_b") or 1e6) * 1e9
+    return min(either, key=lambda spec: abs(parameter_count(spec) - parameters))
+
+
+def _plan(text: Text, traits: Traits, guessed: list[str]) -> Plan:
+    world, tp = whole(text, "num_gpus"), whole(text, "tp") or 1
+    if world is None or world % tp:
+        raise _Skipped("number of GPUs not told" if world is None else "tp does not divide the GPUs")
+    dp = world // tp
+    strategy = _strategy(text, traits, guessed) if dp > 1 else "ddp"
+    shard = dp if strategy != "ddp" else 1
+    if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
+        shard = stated
+    elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
+        shard = int(found[1]) if dp % int(found[1]) == 0 else dp
+    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, tp=tp)
+    return Plan(
+        layout,
+        _batch(text, dp, guessed),
+        Shard(strategy),
+        _precision(text),
+        _remat(text, traits, guessed),
+        compile=said(text, "compile").lower() in ("yes", "1", "true"),
+        sequence_parallel=tp > 1,
+        optim=Optim("adamw8bit" if "8bit" in said(text, "optimizer").lower() else "adamw"),
+        lora=_lora(text),
+    )
+
+
+def _strategy(text: Text, traits: Traits, guessed: list[str]) -> Any:
+    stage, words = said(text, "zero_stage"), said(text, "sharding").lower()
+    if stage in ("0", "1", "2", "3"):
+        return "ddp" if stage == "0" else f"zero{stage}"
+    named = {"no_shard": "ddp", "zero-1": "zero1", "distributed optimizer": "zero1", "grad_op": "zero2", "zero-2": "zero2"}
+    for word, strategy in (named | {"full_shard": "zero3", "hybrid_shard": "zero3", "fsdp": "zero3"}).items():
+        if word in words:
+            return strategy
+    guessed.append("sharding")
+    return traits.shard
+
+
+def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
+    seq_len, micro, total = whole(text, "seq_len"), whole(text, "mbs"), whole(text, "gbs")
+    if seq_len is None:
+        raise _Skipped("sequence length not told")
+    if micro is None and total is None and dp > 1:
+        raise _Skipped("several GPUs with neither micro-batch nor batch told")
+    guessed += ["mbs"] * (micro is None) + ["gbs"] * (total is None)
+    share = max(1, (total or 0) // dp)
+    micro = micro or (share if share <= MOST_MICRO_BATCH else 1)
+    if total is not None and total < micro * dp:
+        raise _Skipped("batch and micro-batch contradict the number of GPUs")
+    accumulation = round(total / (micro * dp)) if total else whole(text, "grad_accum") or 1
+    return Batch(micro, accumulation, seq_len, 1024)
+
+
+def _remat(text: Text, traits: Traits, guessed: list[str]) -> Remat:
+    mode: Any = said(text, "ac").lower()
+    if mode not in ("none", "selective", "full"):
+        guessed.append("recompute")
+        mode = traits.recompute
+    second = "2nd" in said(text, "ac_detail") or said(text, "ac_detail") == "layer"
+    return Remat("full", 2) if mode == "selective" and second else Remat(mode)
+
+
+def _precision(text: Text) -> Precision:
+    """Weights in 16 bits where the row says so: of all that is trained."""
+    compute: Any = {"": "bf16"}.get(said(text, "precision"), said(text, "precision"))
+    if compute not in ("bf16", "fp16", "fp32"):
+        raise _Skipped("an unknown precision")
+    detail = f"{said(text, 'precision_detail')} {said(text, 'notes')}".lower()
+    pure = any(word in detail for word in PURE)
+    return Precision(compute, "bf16" if pure and compute == "bf16" else "fp32")
+
+
+def _lora(text: Text) -> Lora | None:
+    if said(text, "task").lower() not in ("lora", "qlora"):
+        return None
+    words = f"{said(text, 'precision_detail')} {said(text, 'notes')}".lower()
+    rank = re.search(r"\b(?:r|rank[ -]?)(\d{1,3})\b", words)
+    small = said(text, "task").lower() == "qlora" or "nf4" in words
+    return Lora(int(rank[1]) if rank else 16, frozen="bf16", nf4=small)
+
+
+def _cluster(text: Text, device: Device, layout: Layout) -> Cluster:
+    links = said(text, "interconnect")
+    if re.match("PCIe", links) and "NVLink;" not in links:
+        device = replace(device, peer_bytes_per_s=0.0)
+    each = min(whole(text, "gpus_per_node") or device.per_node, layout.world)
+    each = each if layout.world % each == 0 else layout.world
+    network = _network_bytes_per_s(links, each) or device.nic_bytes_per_s * each
+    link = device.peer_bytes_per_s or device.host_link_bytes_per_s
+    return Cluster(device, layout.world // each, each, link, network, 1000 * 2**30)
+
+
+def _network_bytes_per_s(links: str, each: int) -> float | None:
+    """What ``8x200Gb/s HDR IB per node``, ``1600 Gbps/node`` or ``400 Gb/s RDMA per GPU`` say of a whole node."""
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s)?[^;]*?(?:per |/)(node|gpu)", links, re.I)
+    if found is None:
+        return None
+    rate = int(found[1] or 1) * float(found[2]) * (1e12 if found[3] in "Tt" else 1e9) / 8
+    return rate * (each if found[4].lower() == "gpu" else 1)
+
+
+@cache
+def _table() -> tuple[tuple[str, Traits], ...]:
+    with files("shardwise.planner.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
+        rows = [*csv.DictReader(stream)]
+    kinds = {"int": int, "float": float, "str": str}
+    return tuple(
+        (
+            row["framework"],
+            Traits(**{name: kinds[str(kind)](row[name]) for name, kind in Traits.__annotations__.items()}),
+        )
+        for row in rows
+    )
+
+
+def traits_of(framework: str) -> Traits:
+    """The traits of the first line of the table whose words are part of the framework's name; the last has none."""
+    return next(traits for words, traits in _table() if words in framework.lower())
