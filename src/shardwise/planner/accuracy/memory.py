@@ -15,6 +15,10 @@ OWN_LOGIT_BYTES = 10
 """What a logit takes in our own loss at its fullest: fp32 twice, and twice 16 bits, of which one is freed first."""
 
 
+CHUNKED = re.compile("chunked|fused linear|no full logits|no logits|linear.cross.entropy", re.IGNORECASE)
+"""Words for a loss that never has all logits."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Predicted bytes: what torch's allocator has given out at most, and what the device is asked for in all."""
@@ -23,8 +27,11 @@ class Memory:
     peak_bytes: int
 
 
-def memory_of(row: Row, estimate: Estimate) -> Memory:
-    """The memory of a row whose own plan comes to ``estimate``."""
+def memory_of(row: Row) -> Memory:
+    """The memory of a row. A batch that is not told may be accumulated, and then gradients wait."""
+    if "gbs" in row.guessed:
+        row = replace(row, plan=replace(row.plan, batch=replace(row.plan.batch, accumulation=2)))
+    estimate = price(row.spec, row.plan, row.cluster).estimate
     fullest = max(_passes_bytes(row, estimate), _update_bytes(row, estimate))
     allocated = fullest + _more_state_bytes(row)
     standing = sum(estimate.memory.get(name, 0) for name in NOT_ALLOCATED)
@@ -33,18 +40,32 @@ def memory_of(row: Row, estimate: Estimate) -> Memory:
 
 def _passes_bytes(row: Row, estimate: Estimate) -> int:
     """The highest of forward and backward. Where all logits are made at once, the step is priced again with them."""
-    found, batch = _without_late_gradients(row, estimate), row.plan.batch
-    if row.traits.whole_model and row.plan.sharded:
-        found += 2 * parameter_count(row.spec) // row.plan.layout.tp - estimate.memory["gathered"]
-    if not row.traits.logit_bytes:
-        return found
+    batch, ranks = row.plan.batch, row.plan.layout.tp
     tokens = batch.micro_batch_size * batch.seq_len
-    whole: Plan = replace(row.plan, batch=replace(batch, loss_chunk_tokens=tokens))
-    logits = tokens * row.spec.vocab_size // row.plan.layout.tp
-    other = price(row.spec, whole, row.cluster).estimate
-    if other.memory["logits"] < 0.9 * OWN_LOGIT_BYTES * logits:  # the peak is elsewhere in the step
-        return found
-    return max(found, _without_late_gradients(row, other) + int((row.traits.logit_bytes - OWN_LOGIT_BYTES) * logits))
+    found = _without_late_gradients(row, estimate)
+    if not CHUNKED.search(said(row.text, "notes")):
+        logits = tokens * row.spec.vocab_size // ranks
+        whole = replace(row.plan, batch=replace(batch, loss_chunk_tokens=tokens))
+        other = price(row.spec, whole, row.cluster).estimate
+        if other.memory["logits"] >= 0.9 * OWN_LOGIT_BYTES * logits:  # else the peak is elsewhere in the step
+            more = int((row.traits.logit_bytes - OWN_LOGIT_BYTES) * logits)
+            found = max(found, _without_late_gradients(row, other) + more)
+    if row.traits.whole_model and row.plan.sharded:
+        found += 2 * parameter_count(row.spec) // ranks - estimate.memory["gathered"]
+    return found + tokens * row.spec.num_hidden_layers * _token_bytes(row) // ranks
+
+
+def _token_bytes(row: Row) -> int:
+    """What each block saves for a token more, or less, than ours."""
+    spec, plan = row.spec, row.plan
+    if plan.remat.mode == "selective" and row.traits.half_products:
+        return -2 * (spec.num_key_value_heads * spec.head_dim + spec.intermediate_size)
+    if plan.remat.mode != "none":
+        return 0
+    eager = not row.traits.fusion and not plan.compile and said(row.text, "mlp_gated") != "0"
+    norms = 2 * 4 * spec.hidden_size if eager else 0  # RMS norms written out keep their input in fp32
+    small = plan.lora is not None and plan.lora.nf4 and row.traits.wide_inputs
+    return norms + (4 * (4 * spec.hidden_size + spec.intermediate_size) if small else 0)
 
 
 def _without_late_gradients(row: Row, estimate: Estimate) -> int:

@@ -45,7 +45,8 @@ class Traits:
     compiled ones. Then the habits that fill blanks: ``recompute`` and ``shard``. Of memory: ``logit_bytes`` that a logit
     takes while the loss is computed (0: the loss takes a few tokens at a time), ``step_copies`` of a moment that the
     update makes, ``low_copy`` whether 16-bit weights stand beside their fp32 masters on every rank, ``whole_model``
-    whether all weights are gathered at once."""
+    whether all weights are gathered at once, ``half_products`` whether selective recomputation keeps
+    every second product only, ``wide_inputs`` whether layers in 4 bits keep their inputs in fp32."""
 
     era: str
     attention: str
@@ -59,6 +60,8 @@ class Traits:
     step_copies: int
     low_copy: int
     whole_model: int
+    half_products: int
+    wide_inputs: int
 
 
 @dataclass(frozen=True)
