@@ -48,9 +48,9 @@ def _passes_bytes(row: Row, estimate: Estimate) -> int:
         whole = replace(row.plan, batch=replace(batch, loss_chunk_tokens=tokens))
         other = price(row.spec, whole, row.cluster).estimate
         if other.memory["logits"] >= 0.9 * OWN_LOGIT_BYTES * logits:  # else the peak is elsewhere in the step
-            more = int((row.traits.logit_bytes - OWN_LOGIT_BYTES) * logits)
+            more = int((row.habits.logit_bytes - OWN_LOGIT_BYTES) * logits)
             found = max(found, _without_late_gradients(row, other) + more)
-    if row.traits.whole_model and row.plan.sharded:
+    if row.habits.whole_model and row.plan.sharded:
         found += 2 * parameter_count(row.spec) // ranks - estimate.memory["gathered"]
     return found + tokens * row.spec.num_hidden_layers * _token_bytes(row) // ranks
 
@@ -58,13 +58,13 @@ def _passes_bytes(row: Row, estimate: Estimate) -> int:
 def _token_bytes(row: Row) -> int:
     """What each block saves for a token more, or less, than ours."""
     spec, plan = row.spec, row.plan
-    if plan.remat.mode == "selective" and row.traits.half_products:
+    if plan.remat.mode == "selective" and row.habits.half_products:
         return -2 * (spec.num_key_value_heads * spec.head_dim + spec.intermediate_size)
     if plan.remat.mode != "none":
         return 0
-    eager = not row.traits.fusion and not plan.compile and said(row.text, "mlp_gated") != "0"
+    eager = not row.habits.fusion and not plan.compile and said(row.text, "mlp_gated") != "0"
     norms = 2 * 4 * spec.hidden_size if eager else 0  # RMS norms written out keep their input in fp32
-    small = plan.lora is not None and plan.lora.nf4 and row.traits.wide_inputs
+    small = plan.lora is not None and plan.lora.nf4 and row.habits.wide_inputs
     return norms + (4 * (4 * spec.hidden_size + spec.intermediate_size) if small else 0)
 
 
@@ -79,7 +79,7 @@ def _update_bytes(row: Row, estimate: Estimate) -> int:
     if "in bwd" in said(row.text, "optimizer").lower():
         return 0
     weights, moments = estimate.memory["weights"], estimate.memory["moments"]
-    return weights + moments + (1 + row.traits.step_copies) * moments // 2
+    return weights + moments + (1 + row.habits.step_copies) * moments // 2
 
 
 def _more_state_bytes(row: Row) -> int:
@@ -92,5 +92,5 @@ def _more_state_bytes(row: Row) -> int:
     own = 16 if plan.precision.weights == "fp32" else 8
     if stated := re.search(r"(\d+) B/param", detail):
         return (int(stated[1]) - own) * held
-    beside = row.traits.low_copy and plan.precision.weights == "fp32" and plan.shard.strategy in ("ddp", "zero3")
+    beside = row.habits.low_copy and plan.precision.weights == "fp32" and plan.shard.strategy in ("ddp", "zero3")
     return 2 * held if beside else 0

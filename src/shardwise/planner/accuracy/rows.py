@@ -40,7 +40,7 @@ class _Skipped(Exception):
 
 
 @dataclass(frozen=True)
-class Traits:
+class Habits:
     """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused and 2 for
     compiled ones. Then the habits that fill blanks: ``recompute`` and ``shard``. Of memory: ``logit_bytes`` that a logit
     takes while the loss is computed (0: the loss takes a few tokens at a time), ``step_copies`` of a moment that the
@@ -72,7 +72,7 @@ class Row:
     spec: ModelSpec
     plan: Plan
     cluster: Cluster
-    traits: Traits
+    habits: Habits
     guessed: tuple[str, ...]
 
     @property
@@ -113,14 +113,14 @@ def _read(text: Text) -> Row:
     _refuse(text)
     device = _device(text)
     spec = _model(text)
-    traits = traits_of(said(text, "framework"))
+    habits = habits_of(said(text, "framework"))
     guessed: list[str] = []
-    plan = _plan(text, traits, guessed)
+    plan = _plan(text, habits, guessed)
     cluster = _cluster(text, device, plan.layout)
     plan = replace(plan, model=spec.name, layout=replace(plan.layout, ranks_per_node=cluster.devices_per_node))
     if found := [*problems(spec), *techniques.check(spec, plan, cluster)]:
         raise _Skipped(f"its plan would be refused ({found[0].code})")
-    return Row(text, spec, plan, cluster, traits, tuple(guessed))
+    return Row(text, spec, plan, cluster, habits, tuple(guessed))
 
 
 def _refuse(text: Text) -> None:
@@ -184,12 +184,12 @@ def _model(text: Text) -> ModelSpec:
     return min(either, key=lambda spec: abs(parameter_count(spec) - parameters))
 
 
-def _plan(text: Text, traits: Traits, guessed: list[str]) -> Plan:
+def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
     world, tp = whole(text, "num_gpus"), whole(text, "tp") or 1
     if world is None or world % tp:
         raise _Skipped("number of GPUs not told" if world is None else "tp does not divide the GPUs")
     dp = world // tp
-    strategy = _strategy(text, traits, guessed) if dp > 1 else "ddp"
+    strategy = _strategy(text, habits, guessed) if dp > 1 else "ddp"
     shard = dp if strategy != "ddp" else 1
     if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
         shard = stated
@@ -201,7 +201,7 @@ def _plan(text: Text, traits: Traits, guessed: list[str]) -> Plan:
         _batch(text, dp, guessed),
         Shard(strategy),
         _precision(text),
-        _remat(text, traits, guessed),
+        _remat(text, habits, guessed),
         compile=said(text, "compile").lower() in ("yes", "1", "true"),
         sequence_parallel=tp > 1,
         optim=Optim("adamw8bit" if "8bit" in said(text, "optimizer").lower() else "adamw"),
@@ -209,7 +209,7 @@ def _plan(text: Text, traits: Traits, guessed: list[str]) -> Plan:
     )
 
 
-def _strategy(text: Text, traits: Traits, guessed: list[str]) -> Any:
+def _strategy(text: Text, habits: Habits, guessed: list[str]) -> Any:
     stage, words = said(text, "zero_stage"), said(text, "sharding").lower()
     if stage in ("0", "1", "2", "3"):
         return "ddp" if stage == "0" else f"zero{stage}"
@@ -218,7 +218,7 @@ def _strategy(text: Text, traits: Traits, guessed: list[str]) -> Any:
         if word in words:
             return strategy
     guessed.append("sharding")
-    return traits.shard
+    return habits.shard
 
 
 def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
@@ -236,11 +236,11 @@ def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
     return Batch(micro, accumulation, seq_len, 1024)
 
 
-def _remat(text: Text, traits: Traits, guessed: list[str]) -> Remat:
+def _remat(text: Text, habits: Habits, guessed: list[str]) -> Remat:
     mode: Any = said(text, "ac").lower()
     if mode not in ("none", "selective", "full"):
         guessed.append("recompute")
-        mode = traits.recompute
+        mode = habits.recompute
     second = "2nd" in said(text, "ac_detail") or said(text, "ac_detail") == "layer"
     return Remat("full", 2) if mode == "selective" and second else Remat(mode)
 
@@ -285,19 +285,19 @@ def _network_bytes_per_s(links: str, each: int) -> float | None:
 
 
 @cache
-def _table() -> tuple[tuple[str, Traits], ...]:
+def _table() -> tuple[tuple[str, Habits], ...]:
     with files("shardwise.planner.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
         rows = [*csv.DictReader(stream)]
     kinds = {"int": int, "float": float, "str": str}
     return tuple(
         (
             row["framework"],
-            Traits(**{name: kinds[str(kind)](row[name]) for name, kind in Traits.__annotations__.items()}),
+            Habits(**{name: kinds[str(kind)](row[name]) for name, kind in Habits.__annotations__.items()}),
         )
         for row in rows
     )
 
 
-def traits_of(framework: str) -> Traits:
-    """The traits of the first line of the table whose words are part of the framework's name; the last has none."""
-    return next(traits for words, traits in _table() if words in framework.lower())
+def habits_of(framework: str) -> Habits:
+    """The habits of the first line of the table whose words are part of the framework's name; the last has none."""
+    return next(habits for words, habits in _table() if words in framework.lower())
