@@ -7,16 +7,12 @@ import re
 from dataclasses import dataclass, replace
 
 from shardwise.models.config import parameter_count
-from shardwise.planner.accuracy.rows import Row, said
+from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Row, said
 from shardwise.planner.price import price
 from shardwise.spec.plan import NOT_ALLOCATED, Estimate, Plan
 
 OWN_LOGIT_BYTES = 10
 """What a logit takes in our own loss at its fullest: fp32 twice, and twice 16 bits, of which one is freed first."""
-
-
-CHUNKED = re.compile("chunked|fused linear|no full logits|no logits|linear.cross.entropy", re.IGNORECASE)
-"""Words for a loss that never has all logits."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,8 @@ def memory_of(row: Row) -> Memory:
     """The memory of a row. A batch that is not told may be accumulated, and then gradients wait."""
     if "gbs" in row.guessed:
         row = replace(row, plan=replace(row.plan, batch=replace(row.plan.batch, accumulation=2)))
-    estimate = price(row.spec, row.plan, row.cluster).estimate
+    chunked = replace(row.plan, batch=replace(row.plan.batch, loss_chunk_tokens=CHUNK_TOKENS))
+    estimate = price(row.spec, chunked, row.cluster).estimate
     fullest = max(_passes_bytes(row, estimate), _update_bytes(row, estimate))
     allocated = fullest + _more_state_bytes(row)
     standing = sum(estimate.memory.get(name, 0) for name in NOT_ALLOCATED)
@@ -43,10 +40,9 @@ def _passes_bytes(row: Row, estimate: Estimate) -> int:
     batch, ranks = row.plan.batch, row.plan.layout.tp
     tokens = batch.micro_batch_size * batch.seq_len
     found = _without_late_gradients(row, estimate)
-    if not CHUNKED.search(said(row.text, "notes")):
+    if batch.loss_chunk_tokens >= tokens:
         logits = tokens * row.spec.vocab_size // ranks
-        whole = replace(row.plan, batch=replace(batch, loss_chunk_tokens=tokens))
-        other = price(row.spec, whole, row.cluster).estimate
+        other = price(row.spec, row.plan, row.cluster).estimate
         if other.memory["logits"] >= 0.9 * OWN_LOGIT_BYTES * logits:  # else the peak is elsewhere in the step
             more = int((row.habits.logit_bytes - OWN_LOGIT_BYTES) * logits)
             found = max(found, _without_late_gradients(row, other) + more)

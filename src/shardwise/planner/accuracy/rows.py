@@ -30,8 +30,12 @@ SAME_CHIP = {"a800": "A100", "h800": "H100"}
 """GPUs that are another one with slower links between them."""
 EXPORT_LINK_BYTES_PER_S = 200e9
 """Of these, one way."""
-PURE = ("=pure", "pure bf16", "bf16-true", "all states bf16", "as torch_dtype", "none (bfloat16)", "bf16 optimizer states")
+PURE = ("pure bf16", "bf16-true", "all states bf16", "as torch_dtype", "none (bfloat16)", "bf16 optimizer states")
 """Words for weights in 16 bits, without fp32 masters."""
+CHUNKED = re.compile("chunked|fused linear|no full logits|no logits|linear.cross.entropy", re.IGNORECASE)
+"""Words for a loss that never has all logits."""
+CHUNK_TOKENS = 1024
+"""Tokens that it takes at a time."""
 Text = Mapping[str, str]
 
 
@@ -52,7 +56,6 @@ class Habits:
     attention: str
     fusion: int
     tp_overlap: int
-    graphs: int
     reduce_bytes: int
     recompute: str
     shard: str
@@ -171,7 +174,8 @@ def _model(text: Text) -> ModelSpec:
         raise _Skipped("heads do not divide the hidden size")
     key_heads, head_dim = whole(text, "kv_heads") or heads, whole(text, "head_dim") or hidden // heads
     if said(text, "mlp_gated") in ("0", "no", "false"):
-        ffn = max(1, 2 * ffn // 3)  # the blocks here have a gate: as many weights, and as much to compute
+        # The blocks here have a gate: as many weights and as much to compute, in sizes that 64 divides as theirs do.
+        ffn = max(64, round(ffn / 96) * 64)
     model = said(text, "model") or "unnamed"
     shape = (vocab, hidden, ffn, layers, heads, key_heads, head_dim)
     if (found := known.find(re.sub(r"\s+", "-", model))) is not None:
@@ -200,7 +204,7 @@ def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
         layout,
         _batch(text, dp, guessed),
         Shard(strategy),
-        _precision(text),
+        _precision(text, habits),
         _remat(text, habits, guessed),
         compile=said(text, "compile").lower() in ("yes", "1", "true"),
         sequence_parallel=tp > 1,
@@ -233,7 +237,8 @@ def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
     if total is not None and total < micro * dp:
         raise _Skipped("batch and micro-batch contradict the number of GPUs")
     accumulation = round(total / (micro * dp)) if total else whole(text, "grad_accum") or 1
-    return Batch(micro, accumulation, seq_len, 1024)
+    chunked = CHUNKED.search(said(text, "notes")) is not None
+    return Batch(micro, accumulation, seq_len, CHUNK_TOKENS if chunked else micro * seq_len)
 
 
 def _remat(text: Text, habits: Habits, guessed: list[str]) -> Remat:
@@ -245,14 +250,15 @@ def _remat(text: Text, habits: Habits, guessed: list[str]) -> Remat:
     return Remat("full", 2) if mode == "selective" and second else Remat(mode)
 
 
-def _precision(text: Text) -> Precision:
+def _precision(text: Text, habits: Habits) -> Precision:
     """Weights in 16 bits where the row says so: of all that is trained."""
     compute: Any = {"": "bf16"}.get(said(text, "precision"), said(text, "precision"))
     if compute not in ("bf16", "fp16", "fp32"):
         raise _Skipped("an unknown precision")
     detail = f"{said(text, 'precision_detail')} {said(text, 'notes')}".lower()
     pure = any(word in detail for word in PURE)
-    return Precision(compute, "bf16" if pure and compute == "bf16" else "fp32")
+    low = "=pure" in detail or (habits.reduce_bytes == 2 and "=default" not in detail and "fp32 reduce" not in detail)
+    return Precision(compute, "bf16" if pure and compute == "bf16" else "fp32", "bf16" if low else "fp32")
 
 
 def _lora(text: Text) -> Lora | None:

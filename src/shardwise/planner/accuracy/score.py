@@ -18,13 +18,25 @@ from shardwise.errors import ConfigError, MissingInputError, Problem
 from shardwise.models.config import parameter_count
 from shardwise.planner.accuracy.memory import memory_of
 from shardwise.planner.accuracy.rows import Row, number, read, said
+from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.rates import Blocks, Traits
+from shardwise.planner.seconds.step import timed
 from shardwise.spec.files import read_regular
 
 LONG_TOKENS = 16_384
 MATTERS = {"mbs", "gbs", "grad_accum", "seq_len", "num_gpus", "gpu", "tp", "pp", "ac", "zero_stage", "sharding"}
 """Columns that a row of ``dense_16bit_stated`` has from its source."""
-KINDS = {"memory_allocated": ("alloc", "active"), "memory_reserved": ("reserved", "torchtitan"), "memory_smi": ("",)}
-"""Counters of memory by a word of ``mem_def``, the first that matches; torchtitan logs the reserved memory."""
+KINDS = {
+    "torchtitan": "memory_reserved",
+    "alloc": "memory_allocated",
+    "active": "memory_allocated",
+    "reserved": "memory_reserved",
+    "": "memory_smi",
+}
+"""Counters of memory by a word of ``mem_def``, the first that matches; torchtitan logs what is reserved."""
+BLOCKS: tuple[Blocks, ...] = ("eager", "fused", "compiled")
+EARLY = ("megatron21", "deepspeed")
+"""Eras whose full shard gathered each parameter by itself."""
 COLUMNS = ("id", "source", "group", "measured", "predicted", "error_pct", "guessed", "notes")
 
 
@@ -80,7 +92,7 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
         memory, capacity = memory_of(row), row.cluster.device.memory_bytes
         failed = said(text, "outcome").upper() == "OOM"
         fits[failed, memory.peak_bytes > capacity] += 1
-        kind = next(kind for kind, words in KINDS.items() if any(word in said(text, "mem_def").lower() for word in words))
+        kind = next(kind for word, kind in KINDS.items() if word in said(text, "mem_def").lower())
         measured = (number(text, "peak_mem_gib") or 0) * 2**30
         if measured and not failed and "only the cap" not in said(text, "mem_def"):
             predicted = memory.allocated_bytes if kind == "memory_allocated" else memory.peak_bytes
@@ -92,7 +104,7 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     by_group: dict[str, list[Score]] = defaultdict(list)
     for one in scores:
         by_group[one.group].append(one)
-    names = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "memory", *KINDS)
+    names = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "memory", *sorted({*KINDS.values()}))
     groups: dict[str, Any] = {name: summary(by_group[name]) for name in names}
     groups["fit"] = {
         "n": fits.total(),
@@ -113,8 +125,26 @@ def groups_of(row: Row) -> list[str]:
 
 
 def predicted_s(row: Row) -> float | None:
-    """The seconds of a step of the row's plan, where they are known."""
-    return None
+    """The seconds of a step of the row's plan, on its software."""
+    found = timed(row.spec, row.plan, row.cluster, _traits(row)).estimate.seconds
+    return None if found is None else found.step_s
+
+
+def _traits(row: Row) -> Traits:
+    """The program of a row as the planner's seconds see it."""
+    known, habits, kernel = shipped(), row.habits, said(row.text, "attn").upper()
+    major = (row.cluster.device.capability or (8, 0))[0]
+    age = "ampere" if major <= 8 else "hopper" if major == 9 else "other"
+    family = {"FA2": "flash2", "FA3": "cudnn"}.get(kernel, habits.attention)
+    attention = family if family == "eager" else f"{family} {age}"
+    return Traits(
+        known.get(f"era:{habits.era}", known["own era"]),
+        known["step_s"],
+        "compiled" if row.plan.compile else BLOCKS[max(habits.fusion, said(row.text, "mlp_gated") == "0")],
+        attention if f"attention {attention}" in known else f"flash2 {age}",
+        known["tp hidden"] if habits.tp_overlap else 0.0,
+        known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
+    )
 
 
 def _sequences(row: Row) -> float:
