@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from shardwise.models.config import parameter_count
 from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Row, said
 from shardwise.planner.price import price
-from shardwise.spec.plan import NOT_ALLOCATED, Estimate, Plan
+from shardwise.spec.plan import NOT_ALLOCATED, Estimate
 
 OWN_LOGIT_BYTES = 10
 """What a logit takes in our own loss at its fullest: fp32 twice, and twice 16 bits, of which one is freed first."""

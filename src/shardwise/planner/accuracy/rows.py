@@ -142,7 +142,8 @@ def _refuse(text: Text) -> None:
         "offloading": offload not in ("", "none", "no"),
         "adapters other than LoRA": task == "adapter",
         "an unknown task": task not in ("pretrain", "adapter", *FINE_TUNING),
-        "fine-tuning on samples that are not packed": task != "pretrain" and re.search("unpacked|variable.length", notes) is not None,
+        "fine-tuning on samples that are not packed": task != "pretrain"
+        and re.search("unpacked|variable.length", notes) is not None,
         "an optimizer other than Adam": "adam" not in (said(text, "optimizer") or "adam").lower()
         or "muon" in said(text, "optimizer").lower(),
     }
@@ -217,7 +218,13 @@ def _strategy(text: Text, habits: Habits, guessed: list[str]) -> Any:
     stage, words = said(text, "zero_stage"), said(text, "sharding").lower()
     if stage in ("0", "1", "2", "3"):
         return "ddp" if stage == "0" else f"zero{stage}"
-    named = {"no_shard": "ddp", "zero-1": "zero1", "distributed optimizer": "zero1", "grad_op": "zero2", "zero-2": "zero2"}
+    named = {
+        "no_shard": "ddp",
+        "zero-1": "zero1",
+        "distributed optimizer": "zero1",
+        "grad_op": "zero2",
+        "zero-2": "zero2",
+    }
     for word, strategy in (named | {"full_shard": "zero3", "hybrid_shard": "zero3", "fsdp": "zero3"}).items():
         if word in words:
             return strategy

@@ -217,4 +217,6 @@ def line(one: Score) -> dict[str, Any]:
     """A score as a row of ``--rows``; seconds, or GiB."""
     unit = 2.0**30 if one.group.startswith("memory") else 1.0
     found = [said(one.row.text, "id"), one.row.source, one.group, one.measured / unit, one.predicted / unit]
-    return dict(zip(COLUMNS, [*found, one.error_pct, " ".join(one.row.guessed), said(one.row.text, "notes")], strict=True))
+    return dict(
+        zip(COLUMNS, [*found, one.error_pct, " ".join(one.row.guessed), said(one.row.text, "notes")], strict=True)
+    )
