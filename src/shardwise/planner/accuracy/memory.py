@@ -40,6 +40,9 @@ def _passes_bytes(row: Row, estimate: Estimate) -> int:
     batch, ranks = row.plan.batch, row.plan.layout.tp
     tokens = batch.micro_batch_size * batch.seq_len
     found = _without_late_gradients(row, estimate)
+    if row.plan.lora is not None and row.plan.sharded and "fsdp1" in said(row.text, "framework").lower():
+        # Its hooks on the inputs of frozen units hold the gradients of these to the end of backward.
+        found += 2 * tokens * row.spec.hidden_size * row.spec.num_hidden_layers
     if batch.loss_chunk_tokens >= tokens:
         logits = tokens * row.spec.vocab_size // ranks
         other = price(row.spec, row.plan, row.cluster).estimate
