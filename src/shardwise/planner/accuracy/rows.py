@@ -116,7 +116,7 @@ def _read(text: Text) -> Row:
     _refuse(text)
     device = _device(text)
     spec = _model(text)
-    habits = habits_of(said(text, "framework"))
+    habits = habits_of(said(text, "framework"), device)
     guessed: list[str] = []
     plan = _plan(text, habits, guessed)
     cluster = _cluster(text, device, plan.layout)
@@ -311,6 +311,10 @@ def _table() -> tuple[tuple[str, Habits], ...]:
     )
 
 
-def habits_of(framework: str) -> Habits:
-    """The habits of the first line of the table whose words are part of the framework's name; the last has none."""
-    return next(habits for words, habits in _table() if words in framework.lower())
+def habits_of(framework: str, device: Device) -> Habits:
+    """The habits of the first line of the table whose words are part of the framework's name; the last has none. What
+    runs on Hopper and later is not the Megatron of 2021."""
+    words = framework.lower()
+    if "megatron" in words and (device.capability or (0, 0)) >= (9, 0):
+        words += " megatron-core"
+    return next(habits for name, habits in _table() if name in words)
