@@ -21,21 +21,23 @@ WORST, NOTE = 10, 110
 FIGURES = ("n", "median_ape", "p90_ape", "median_signed", "median_over_sources", "constant_guess_median_ape")
 INTRODUCTION = """# How far predictions are from published measurements
 
-Made by `shardwise plan-accuracy {name} --markdown FILE`. Each row of the file is read as a model, a plan and a cluster;
-the planner prices it, and what it predicts is compared with what was measured. Errors are predicted / measured - 1, in
+Made by `shardwise plan-accuracy {name} --markdown FILE`. Each row is read as a model, a plan and a cluster; the
+planner prices it, and what it predicts is compared with what was measured. Errors are predicted / measured - 1, in
 per cent, so a negative one means that the planner promises too much. Percentiles are interpolated. *Over sources* is
 the median of the sources' own medians: a source with many rows counts once. *Constant guess* predicts of each GPU the
-median share of its peak (or of its memory) that the rows of the group reach.
+median share of its peak (or of its memory) that the rows of the group reach. With *one source left out* the efficiency
+of a row's software comes from the other sources: of its era, if there are any, else of all.
 
 Of {rows:,} rows {read:,} are compared."""
 READING = """## How a row is read
 
 Columns are found by name, in any order, and others are ignored. Needed: `gpu`, `num_gpus`, `layers`, `hidden`, `heads`,
-`ffn`, `vocab`, `seq_len`, of several GPUs `mbs` or `gbs`, and something measured: `step_time_s`, `tokens_per_s_per_gpu`,
-`samples_per_s` or `tflops_per_gpu` with `tflops_def`; `peak_mem_gib` with `mem_def`; `outcome` (`ok` or `OOM`). Read
-where they are given: `kv_heads`, `head_dim`, `mlp_gated`, `params_b`, `tp`, `fsdp_shard`, `zero_stage`, `sharding`,
-`grad_accum`, `ac`, `precision`, `precision_detail`, `attn`, `compile`, `optimizer`, `task`, `framework`,
-`interconnect`, `gpus_per_node`, `inferred_fields`, `notes`. What is blank is what the row's software usually does.
+`ffn`, `vocab`, `seq_len`, of several GPUs `mbs` or `gbs`, and something measured: `step_time_s`, or
+`tokens_per_s_per_gpu`, `samples_per_s` or `tflops_per_gpu` with `tflops_def`; `peak_mem_gib` with `mem_def`; `outcome`
+(`ok` or `OOM`). Read where they are given: `kv_heads`, `head_dim`, `mlp_gated`, `params_b`, `tp`, `fsdp_shard`,
+`zero_stage`, `sharding`, `grad_accum`, `ac`, `precision`, `precision_detail`, `attn`, `compile`, `optimizer`, `task`,
+`framework`, `interconnect`, `gpus_per_node`, `inferred_fields`, `notes`. What is blank is what the row's software
+usually does.
 
 The software of a row is not this one. Where it is known to differ, that is taken into account, as a trait that it has
 or has not (planner/accuracy/traits.csv); no figure is fitted to a model or to a table. A block without a gate is priced
@@ -74,18 +76,24 @@ def run(options: Options) -> None:
 def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
     """The report in Markdown."""
     fit, skipped = report["groups"]["fit"], report["skipped"]
-    heads = ("group", "rows", "median", "p90", "signed", "over sources", "constant guess")
-    groups = [(name, *(found[key] for key in FIGURES)) for name, found in report["groups"].items() if name != "fit"]
-    says = f"**Fit**: of {fit['n']} rows {fit['right']} are right. {fit['false_does_not_fit']} that ran are said not to fit, "
+    heads = ("group", "rows", "median", "p90", "signed", "over sources", "constant guess", "one source left out")
+    groups = [(name, *_figures(found)) for name, found in report["groups"].items() if name != "fit"]
+    said_not = f"{fit['false_does_not_fit']} that ran are said not to fit"
+    missed = f"{fit['missed_oom']} of {fit['oom']} that ran out of memory are said to fit"
     parts = [
         INTRODUCTION.format(name=name, rows=report["rows"], read=report["rows"] - sum(skipped.values())),
         _table(heads, groups),
-        says + f"and {fit['missed_oom']} of {fit['oom']} that ran out of memory are said to fit.",
+        f"**Fit**: of {fit['n']} rows {fit['right']} are right. {said_not}, and {missed}.",
         "## The largest errors\n\n" + _table(("row", "what", "error", "why"), _worst(scores)),
         "## Skipped rows\n\n" + _table(("rows", "why"), [(count, why) for why, count in skipped.items()]),
         READING,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _figures(found: dict[str, Any]) -> tuple[Any, ...]:
+    apart = found["one_source_left_out"]
+    return (*(found[key] for key in FIGURES), apart and f"{apart['median_ape']}, p90 {apart['p90_ape']}")
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""A published measurement as the planner sees it: model, plan, cluster and the habits of its software, read from one row
+"""A published measurement as the planner sees it: model, plan, cluster and the habits of its software, read from a row
 of a CSV file; or why the row cannot be compared.
 
 What a row leaves blank is filled in by what its framework usually does (traits.csv) and named in ``guessed``. A name or
@@ -26,10 +26,18 @@ from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shar
 FINE_TUNING = ("sft", "lora", "qlora", "full-ft")
 MOST_MICRO_BATCH = 16
 """A micro-batch that is not stated is a rank's share of the batch, if that is at most so large, else 1."""
+LARGEST, MOST_LAYERS = 2**30, 1000
 SAME_CHIP = {"a800": "A100", "h800": "H100"}
 """GPUs that are another one with slower links between them."""
 EXPORT_LINK_BYTES_PER_S = 200e9
 """Of these, one way."""
+STRATEGIES = {
+    "no_shard|^ddp$": "ddp",
+    "zero-1|distributed optimizer": "zero1",
+    "grad_op|zero-2": "zero2",
+    "full_shard|hybrid_shard|fsdp|zero-3": "zero3",
+}
+"""By words of ``sharding``, the first that match."""
 PURE = ("pure bf16", "bf16-true", "all states bf16", "as torch_dtype", "none (bfloat16)", "bf16 optimizer states")
 """Words for weights in 16 bits, without fp32 masters."""
 CHUNKED = re.compile("chunked|fused linear|no full logits|no logits|linear.cross.entropy", re.IGNORECASE)
@@ -45,12 +53,12 @@ class _Skipped(Exception):
 
 @dataclass(frozen=True)
 class Habits:
-    """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused and 2 for
-    compiled ones. Then the habits that fill blanks: ``recompute`` and ``shard``. Of memory: ``logit_bytes`` that a logit
-    takes while the loss is computed (0: the loss takes a few tokens at a time), ``step_copies`` of a moment that the
-    update makes, ``low_copy`` whether 16-bit weights stand beside their fp32 masters on every rank, ``whole_model``
-    whether all weights are gathered at once, ``half_products`` whether selective recomputation keeps
-    every second product only, ``wide_inputs`` whether layers in 4 bits keep their inputs in fp32."""
+    """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused, 2 for
+    compiled ones. ``recompute`` and ``shard`` are what it does where a row does not say. Of memory: ``logit_bytes`` that
+    a logit takes while the loss is computed, ``step_copies`` of a moment that the update makes, ``low_copy`` whether
+    16-bit weights stand beside their fp32 masters on every rank, ``whole_model`` whether all weights are gathered at
+    once, ``half_products`` whether selective recomputation keeps every second product only, ``wide_inputs`` whether
+    layers in 4 bits keep their inputs in fp32."""
 
     era: str
     attention: str
@@ -99,9 +107,9 @@ def number(text: Text, column: str) -> float | None:
 
 
 def whole(text: Text, column: str) -> int | None:
-    """The whole number in a column, or None."""
+    """The whole number in a column, or None; also of one that is larger than any that could be meant."""
     value = number(text, column)
-    return int(value) if value is not None and value == int(value) else None
+    return int(value) if value is not None and value <= LARGEST and value == int(value) else None
 
 
 def read(text: Text) -> Row | str:
@@ -131,21 +139,21 @@ def _refuse(text: Text) -> None:
     for axis in ("pp", "cp", "ep"):
         if (number(text, axis) or 1) > 1:
             raise _Skipped(f"{axis} larger than 1")
-    notes, task = said(text, "notes").lower(), said(text, "task").lower()
-    offload = said(text, "offload").lower()
+    notes, task, offload = (said(text, name).lower() for name in ("notes", "task", "offload"))
+    model, optimizer = said(text, "model").lower(), said(text, "optimizer").lower()
     rules = {
         "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
         "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
-        "experts": (number(text, "num_experts") or 1) > 1,
-        "a hybrid of attention and other blocks": "hybrid model" in notes or "mamba" in notes,
+        "experts": (number(text, "num_experts") or 1) > 1 or re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None,
+        "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}")
+        is not None,
         "latent attention": bool(re.match("(1|yes|true)", said(text, "mla").lower())),
         "offloading": offload not in ("", "none", "no"),
         "adapters other than LoRA": task == "adapter",
         "an unknown task": task not in ("pretrain", "adapter", *FINE_TUNING),
         "fine-tuning on samples that are not packed": task != "pretrain"
         and re.search("unpacked|variable.length", notes) is not None,
-        "an optimizer other than Adam": "adam" not in (said(text, "optimizer") or "adam").lower()
-        or "muon" in said(text, "optimizer").lower(),
+        "an optimizer other than Adam": "adam" not in (optimizer or "adam") or "muon" in optimizer,
     }
     for reason, refused in rules.items():
         if refused:
@@ -157,7 +165,8 @@ def _device(text: Text) -> Device:
     if not name:
         raise _Skipped("no GPU named")
     named = SAME_CHIP.get(re.sub("-.*", "", name.lower()), name)
-    for tried in (f"{named}-{memory:g}GB" if memory else named, named):
+    links = "-PCIe" if re.match("PCIe", said(text, "interconnect")) else ""
+    for tried in (f"{named}{links}", f"{named}-{memory:g}GB" if memory else named, named):
         try:
             device = find_device(tried)
         except ShardwiseError:
@@ -171,8 +180,8 @@ def _model(text: Text) -> ModelSpec:
     if missing := [name for name, size in sizes.items() if size is None]:
         raise _Skipped(f"architecture not told ({missing[0]})")
     layers, hidden, heads, ffn, vocab = (int(size or 0) for size in sizes.values())
-    if hidden % heads and not whole(text, "head_dim"):
-        raise _Skipped("heads do not divide the hidden size")
+    if layers > MOST_LAYERS or (hidden % heads and not whole(text, "head_dim")):
+        raise _Skipped("an impossible architecture")
     key_heads, head_dim = whole(text, "kv_heads") or heads, whole(text, "head_dim") or hidden // heads
     if said(text, "mlp_gated") in ("0", "no", "false"):
         # The blocks here have a gate: as many weights and as much to compute, in sizes that 64 divides as theirs do.
@@ -194,7 +203,7 @@ def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
     if world is None or world % tp:
         raise _Skipped("number of GPUs not told" if world is None else "tp does not divide the GPUs")
     dp = world // tp
-    strategy = _strategy(text, habits, guessed) if dp > 1 else "ddp"
+    strategy: Any = _strategy(text, habits, guessed) if dp > 1 else "ddp"
     shard = dp if strategy != "ddp" else 1
     if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
         shard = stated
@@ -218,15 +227,8 @@ def _strategy(text: Text, habits: Habits, guessed: list[str]) -> Any:
     stage, words = said(text, "zero_stage"), said(text, "sharding").lower()
     if stage in ("0", "1", "2", "3"):
         return "ddp" if stage == "0" else f"zero{stage}"
-    named = {
-        "no_shard": "ddp",
-        "zero-1": "zero1",
-        "distributed optimizer": "zero1",
-        "grad_op": "zero2",
-        "zero-2": "zero2",
-    }
-    for word, strategy in (named | {"full_shard": "zero3", "hybrid_shard": "zero3", "fsdp": "zero3"}).items():
-        if word in words:
+    for word, strategy in STRATEGIES.items():
+        if re.search(word, words):
             return strategy
     guessed.append("sharding")
     return habits.shard
@@ -241,8 +243,8 @@ def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
     guessed += ["mbs"] * (micro is None) + ["gbs"] * (total is None)
     share = max(1, (total or 0) // dp)
     micro = micro or (share if share <= MOST_MICRO_BATCH else 1)
-    if total is not None and total < micro * dp:
-        raise _Skipped("batch and micro-batch contradict the number of GPUs")
+    if micro * seq_len > LARGEST or (total is not None and total < micro * dp):
+        raise _Skipped("an impossible batch")
     accumulation = round(total / (micro * dp)) if total else whole(text, "grad_accum") or 1
     chunked = CHUNKED.search(said(text, "notes")) is not None
     return Batch(micro, accumulation, seq_len, CHUNK_TOKENS if chunked else micro * seq_len)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.errors import ConfigError, MissingInputError, Problem
+from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
 from shardwise.models.config import parameter_count
 from shardwise.planner.accuracy.memory import memory_of
 from shardwise.planner.accuracy.rows import Row, number, read, said
@@ -60,15 +60,17 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file with a header. Raises MissingInputError (CFG011) and ConfigError (ACC001)."""
     try:
         text = read_regular(path).decode("utf-8-sig")
-        rows = [*csv.DictReader(io.StringIO(text, newline=""), strict=True)] if "\0" not in text else None
+        if "\0" in text:
+            raise _malformed(path, "it has a NUL byte")
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        rows = [*reader]
     except OSError as error:
         what = f"cannot read {path}: {error.strerror}"
         raise MissingInputError(Problem("CFG011", what, str(path), "a CSV file of measurements")) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise _malformed(path, str(error)) from error
-    if not rows or not {"gpu", "num_gpus"} <= rows[0].keys():
-        why = "a NUL byte" if rows is None else "no columns gpu and num_gpus" if rows else "no rows"
-        raise _malformed(path, why)
+    if not {"gpu", "num_gpus", "layers"} & {*(reader.fieldnames or ())}:
+        raise _malformed(path, "its first line names no column that is known")
     return [{key: value for key, value in row.items() if isinstance(value, str)} for row in rows]
 
 
@@ -86,10 +88,14 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     for text in texts:
         total += 1
         row = read(text)
-        if isinstance(row, str):
-            skipped[row] += 1
+        try:
+            memory, expected_s = (None, None) if isinstance(row, str) else (memory_of(row), predicted_s(row))
+        except ShardwiseError as error:
+            row = f"its plan cannot be priced ({error.problems[0].code})"
+        if isinstance(row, str) or memory is None:
+            skipped[str(row)] += 1
             continue
-        memory, capacity = memory_of(row), row.cluster.device.memory_bytes
+        capacity = row.cluster.device.memory_bytes
         failed = said(text, "outcome").upper() == "OOM"
         fits[failed, memory.peak_bytes > capacity] += 1
         kind = next(kind for word, kind in KINDS.items() if word in said(text, "mem_def").lower())
@@ -97,7 +103,7 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
         if measured and not failed and "only the cap" not in said(text, "mem_def"):
             predicted = memory.allocated_bytes if kind == "memory_allocated" else memory.peak_bytes
             scores += [Score(row, group, measured, predicted, capacity) for group in ("memory", kind)]
-        seconds, expected_s = measured_s(row), predicted_s(row)
+        seconds = measured_s(row)
         if seconds and expected_s and not failed:
             full = flops_per_token(row) * row.plan.batch.seq_len * _sequences(row) / row.cluster.device.bf16_flops
             scores += [Score(row, group, seconds, expected_s, full) for group in groups_of(row)]
@@ -105,7 +111,8 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     for one in scores:
         by_group[one.group].append(one)
     names = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "memory", *sorted({*KINDS.values()}))
-    groups: dict[str, Any] = {name: summary(by_group[name]) for name in names}
+    levels = levels_of(scores)
+    groups: dict[str, Any] = {name: summary(by_group[name], levels) for name in names}
     groups["fit"] = {
         "n": fits.total(),
         "right": fits[True, True] + fits[False, False],
@@ -130,6 +137,11 @@ def predicted_s(row: Row) -> float | None:
     return None if found is None else found.step_s
 
 
+def efficiency(row: Row) -> float:
+    """What the software of a row reaches of the best, as fitted for its era."""
+    return shipped().get(f"era:{row.habits.era}", shipped()["own era"])
+
+
 def _traits(row: Row) -> Traits:
     """The program of a row as the planner's seconds see it."""
     known, habits, kernel = shipped(), row.habits, said(row.text, "attn").upper()
@@ -138,7 +150,7 @@ def _traits(row: Row) -> Traits:
     family = {"FA2": "flash2", "FA3": "cudnn"}.get(kernel, habits.attention)
     attention = family if family == "eager" else f"{family} {age}"
     return Traits(
-        known.get(f"era:{habits.era}", known["own era"]),
+        efficiency(row),
         known["step_s"],
         "compiled" if row.plan.compile else BLOCKS[max(habits.fusion, said(row.text, "mlp_gated") == "0")],
         attention if f"attention {attention}" in known else f"flash2 {age}",
@@ -170,8 +182,8 @@ def measured_s(row: Row) -> float | None:
 
 
 def flops_per_token(row: Row, definition: str = "") -> float:
-    """Operations a token by a definition in words: those of the model and full attention, unless it counts recomputation
-    (``hardware``), half of attention (``causal``) or only parameters (``8*N*s*B``)."""
+    """Operations a token by a definition in words: those of the model and full attention, unless it counts
+    recomputation (``hardware``), half of attention (``causal``) or only parameters (``8*N*s*B``)."""
     spec, words = row.spec, definition.lower().replace("non-causal", "")
     parameters, table = parameter_count(spec), spec.vocab_size * spec.hidden_size
     if "8*n*s*b" in words:
@@ -182,8 +194,8 @@ def flops_per_token(row: Row, definition: str = "") -> float:
     return again * (6.0 * blocks + attention / (2 if "causal" in words else 1)) + 6.0 * table
 
 
-def summary(scores: list[Score]) -> dict[str, Any]:
-    """The statistics of a group. ``one_source_left_out`` is null: nothing is fitted to the rows here."""
+def summary(scores: list[Score], levels: Levels) -> dict[str, Any]:
+    """The statistics of a group."""
     by_source: dict[str, list[float]] = defaultdict(list)
     shares: dict[str, list[float]] = defaultdict(list)
     for one in scores:
@@ -199,8 +211,39 @@ def summary(scores: list[Score]) -> dict[str, Any]:
         "median_signed": percentile(errors, 0.5),
         "median_over_sources": percentile([median(found) for found in by_source.values()], 0.5),
         "constant_guess_median_ape": percentile(guessed, 0.5),
-        "one_source_left_out": None,
+        "one_source_left_out": left_out(scores, levels),
     }
+
+
+Levels = dict[tuple[str, str], float]
+"""By era and source, the median of predicted / measured, had every software the efficiency of the best."""
+
+
+def levels_of(scores: list[Score]) -> Levels:
+    """Those of all seconds."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in scores:
+        if one.group in ("dense_16bit", "fine_tune"):
+            found[one.row.habits.era, one.row.source].append(_at_best(one))
+    return {key: median(ratios) for key, ratios in found.items()}
+
+
+def _at_best(one: Score) -> float:
+    return efficiency(one.row) * one.predicted / one.measured
+
+
+def left_out(scores: list[Score], levels: Levels) -> dict[str, float | None] | None:
+    """The errors where the efficiency of an era comes from other sources only: of that era if there are any, else of
+    all. None of memory, of which nothing is fitted."""
+    errors = []
+    for one in scores:
+        others = {key: level for key, level in levels.items() if key[1] != one.row.source}
+        alike = [level for (era, _), level in others.items() if era == one.row.habits.era] or [*others.values()]
+        if alike and not one.group.startswith("memory"):
+            errors.append(100 * abs(_at_best(one) / median(alike) - 1))
+    if not errors:
+        return None
+    return {"n": len(errors), "median_ape": percentile(errors, 0.5), "p90_ape": percentile(errors, 0.9)}
 
 
 def percentile(values: list[float], share: float) -> float | None:
