@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from shardwise.models.config import parameter_count
-from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Row, said
+from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Measurement, said
 from shardwise.planner.price import price
 from shardwise.spec.plan import NOT_ALLOCATED, Estimate
 
@@ -16,14 +16,14 @@ OWN_LOGIT_BYTES = 10
 
 
 @dataclass(frozen=True)
-class Memory:
+class PredictedMemory:
     """Predicted bytes: what torch's allocator has given out at most, and what the device is asked for in all."""
 
     allocated_bytes: int
     peak_bytes: int
 
 
-def memory_of(row: Row) -> Memory:
+def memory_of(row: Measurement) -> PredictedMemory:
     """The memory of a row. A batch that is not told may be accumulated, and then gradients wait."""
     if "gbs" in row.guessed:
         row = replace(row, plan=replace(row.plan, batch=replace(row.plan.batch, accumulation=2)))
@@ -32,10 +32,10 @@ def memory_of(row: Row) -> Memory:
     fullest = max(_passes_bytes(row, estimate), _update_bytes(row, estimate))
     allocated = fullest + _more_state_bytes(row)
     standing = sum(estimate.memory.get(name, 0) for name in NOT_ALLOCATED)
-    return Memory(allocated, allocated + standing)
+    return PredictedMemory(allocated, allocated + standing)
 
 
-def _passes_bytes(row: Row, estimate: Estimate) -> int:
+def _passes_bytes(row: Measurement, estimate: Estimate) -> int:
     """The highest of forward and backward. Where all logits are made at once, the step is priced again with them."""
     batch, ranks = row.plan.batch, row.plan.layout.tp
     tokens = batch.micro_batch_size * batch.seq_len
@@ -54,7 +54,7 @@ def _passes_bytes(row: Row, estimate: Estimate) -> int:
     return found + tokens * row.spec.num_hidden_layers * _token_bytes(row) // ranks
 
 
-def _token_bytes(row: Row) -> int:
+def _token_bytes(row: Measurement) -> int:
     """What each block saves for a token more, or less, than ours."""
     spec, plan = row.spec, row.plan
     if plan.remat.mode == "selective" and row.habits.half_products:
@@ -67,13 +67,13 @@ def _token_bytes(row: Row) -> int:
     return norms + (4 * (4 * spec.hidden_size + spec.intermediate_size) if small else 0)
 
 
-def _without_late_gradients(row: Row, estimate: Estimate) -> int:
+def _without_late_gradients(row: Measurement, estimate: Estimate) -> int:
     """An optimizer that updates each weight within backward leaves no gradients."""
     late = "in bwd" in said(row.text, "optimizer").lower()
     return estimate.allocated_bytes - (estimate.memory["gradients"] if late else 0)
 
 
-def _update_bytes(row: Row, estimate: Estimate) -> int:
+def _update_bytes(row: Measurement, estimate: Estimate) -> int:
     """While the optimizer runs: weights, moments, gradients, and the copies that an unfused one makes of a moment."""
     if "in bwd" in said(row.text, "optimizer").lower():
         return 0
@@ -81,7 +81,7 @@ def _update_bytes(row: Row, estimate: Estimate) -> int:
     return weights + moments + (1 + row.habits.step_copies) * moments // 2
 
 
-def _more_state_bytes(row: Row) -> int:
+def _more_state_bytes(row: Measurement) -> int:
     """What is held beside weights, gradients and moments in the dtype of the weights: as many bytes a parameter as the
     row says, else 16-bit copies of weights that are not sharded with their masters."""
     plan, detail = row.plan, said(row.text, "precision_detail")

@@ -54,8 +54,8 @@ class _Skipped(Exception):
 @dataclass(frozen=True)
 class Habits:
     """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused, 2 for
-    compiled ones. ``recompute`` and ``shard`` are what it does where a row does not say. Of memory: ``logit_bytes`` that
-    a logit takes while the loss is computed, ``step_copies`` of a moment that the update makes, ``low_copy`` whether
+    compiled ones. ``recompute`` and ``shard`` are what it does where a row does not say. Of memory: ``logit_bytes``
+    that a logit takes while the loss is computed, ``step_copies`` of a moment that the update makes, ``low_copy`` whether
     16-bit weights stand beside their fp32 masters on every rank, ``whole_model`` whether all weights are gathered at
     once, ``half_products`` whether selective recomputation keeps every second product only, ``wide_inputs`` whether
     layers in 4 bits keep their inputs in fp32."""
@@ -76,7 +76,7 @@ class Habits:
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One row. ``guessed`` names what it does not say, or what its ``inferred_fields`` say its source does not say."""
 
     text: Text
@@ -112,7 +112,7 @@ def whole(text: Text, column: str) -> int | None:
     return int(value) if value is not None and value <= LARGEST and value == int(value) else None
 
 
-def read(text: Text) -> Row | str:
+def read(text: Text) -> Measurement | str:
     """The row, or in a few words why it is skipped."""
     try:
         return _read(text)
@@ -120,7 +120,7 @@ def read(text: Text) -> Row | str:
         return str(why)
 
 
-def _read(text: Text) -> Row:
+def _read(text: Text) -> Measurement:
     _refuse(text)
     device = _device(text)
     spec = _model(text)
@@ -131,7 +131,7 @@ def _read(text: Text) -> Row:
     plan = replace(plan, model=spec.name, layout=replace(plan.layout, ranks_per_node=cluster.devices_per_node))
     if found := [*problems(spec), *techniques.check(spec, plan, cluster)]:
         raise _Skipped(f"its plan would be refused ({found[0].code})")
-    return Row(text, spec, plan, cluster, habits, tuple(guessed))
+    return Measurement(text, spec, plan, cluster, habits, tuple(guessed))
 
 
 def _refuse(text: Text) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
 from shardwise.models.config import parameter_count
 from shardwise.planner.accuracy.memory import memory_of
-from shardwise.planner.accuracy.rows import Row, number, read, said
+from shardwise.planner.accuracy.rows import Measurement, number, read, said
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed
@@ -45,7 +45,7 @@ class Score:
     """One quantity of one row: seconds, or bytes. ``full`` is what the GPU could do at its peak: the seconds that the
     model's operations would take, or the bytes it has."""
 
-    row: Row
+    row: Measurement
     group: str
     measured: float
     predicted: float
@@ -123,7 +123,7 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     return {"groups": groups, "skipped": dict(skipped.most_common()), "rows": total}, scores
 
 
-def groups_of(row: Row) -> list[str]:
+def groups_of(row: Measurement) -> list[str]:
     """The groups that the seconds of a row belong to."""
     inferred = {*said(row.text, "inferred_fields").split(), *row.guessed}
     stated = not inferred & (MATTERS | {"recompute"})
@@ -131,18 +131,18 @@ def groups_of(row: Row) -> list[str]:
     return dense + ["long"] * (row.plan.batch.seq_len >= LONG_TOKENS)
 
 
-def predicted_s(row: Row) -> float | None:
+def predicted_s(row: Measurement) -> float | None:
     """The seconds of a step of the row's plan, on its software."""
     found = timed(row.spec, row.plan, row.cluster, _traits(row)).estimate.seconds
     return None if found is None else found.step_s
 
 
-def efficiency(row: Row) -> float:
+def efficiency(row: Measurement) -> float:
     """What the software of a row reaches of the best, as fitted for its era."""
     return shipped().get(f"era:{row.habits.era}", shipped()["own era"])
 
 
-def _traits(row: Row) -> Traits:
+def _traits(row: Measurement) -> Traits:
     """The program of a row as the planner's seconds see it."""
     known, habits, kernel = shipped(), row.habits, said(row.text, "attn").upper()
     major = (row.cluster.device.capability or (8, 0))[0]
@@ -159,12 +159,12 @@ def _traits(row: Row) -> Traits:
     )
 
 
-def _sequences(row: Row) -> float:
+def _sequences(row: Measurement) -> float:
     """Sequences a step and GPU."""
     return row.plan.batch.global_batch_size(row.plan.layout.dp) / row.plan.layout.world
 
 
-def measured_s(row: Row) -> float | None:
+def measured_s(row: Measurement) -> float | None:
     """The seconds of a step that a row states: outright, or by its tokens, samples or operations a second."""
     tokens, batch = row.plan.batch.seq_len * _sequences(row), row.plan.batch
     notes = said(row.text, "notes")
@@ -181,7 +181,7 @@ def measured_s(row: Row) -> float | None:
     return None
 
 
-def flops_per_token(row: Row, definition: str = "") -> float:
+def flops_per_token(row: Measurement, definition: str = "") -> float:
     """Operations a token by a definition in words: those of the model and full attention, unless it counts
     recomputation (``hardware``), half of attention (``causal``) or only parameters (``8*N*s*B``)."""
     spec, words = row.spec, definition.lower().replace("non-causal", "")
