@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -16,7 +17,7 @@ from shardwise.data.whole import write_whole
 from shardwise.planner.accuracy.rows import said
 from shardwise.planner.accuracy.score import COLUMNS, MATTERS, Score, line, rows_of, score
 
-WORST, NOTE = 10, 110
+WORST, NOTE = 10, 320
 """How many rows are shown, and how much of their notes."""
 FIGURES = ("n", "median_ape", "p90_ape", "median_signed", "median_over_sources", "constant_guess_median_ape")
 INTRODUCTION = """# How far predictions are from published measurements
@@ -119,5 +120,5 @@ def _why(one: Score) -> str:
     words = [f"guessed here: {', '.join(guessed)}"] if guessed else []
     words += [f"not printed by its source: {', '.join(inferred)}"] if inferred else []
     words += ["figures of its GPU are not verified"] if one.row.cluster.device.verified == "no" else []
-    words += [f"it says: {' '.join(said(text, 'notes').split())[:NOTE]}"] if said(text, "notes") else []
+    words += [f"it says: {shorten(said(text, 'notes'), NOTE)}"] if said(text, "notes") else []
     return "; ".join(words) or "nothing that the row says"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import ceil
 
 from shardwise.models.config import parameter_count
 from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Measurement, said
@@ -25,33 +26,35 @@ class PredictedMemory:
 
 def memory_of(row: Measurement) -> PredictedMemory:
     """The memory of a row. A batch that is not told may be accumulated, and then gradients wait."""
-    if "gbs" in row.guessed:
-        row = replace(row, plan=replace(row.plan, batch=replace(row.plan.batch, accumulation=2)))
-    chunked = replace(row.plan, batch=replace(row.plan.batch, loss_chunk_tokens=CHUNK_TOKENS))
-    estimate = price(row.spec, chunked, row.cluster).estimate
-    fullest = max(_passes_bytes(row, estimate), _update_bytes(row, estimate))
+    batch = row.plan.batch
+    tokens, accumulation = batch.micro_batch_size * batch.seq_len, 2 if "gbs" in row.guessed else batch.accumulation
+    # In as many pieces as our loss needs to take what theirs does, or nearly.
+    pieces = max(1, round(OWN_LOGIT_BYTES / row.habits.logit_bytes)) if row.habits.logit_bytes else tokens
+    chunk = min(batch.loss_chunk_tokens, max(CHUNK_TOKENS, ceil(tokens / pieces)))
+    row = replace(row, plan=replace(row.plan, batch=replace(batch, accumulation=accumulation, loss_chunk_tokens=chunk)))
+    estimate = price(row.spec, row.plan, row.cluster).estimate
+    fullest = max(_passes_bytes(row, estimate, tokens), _update_bytes(row, estimate))
     allocated = fullest + _more_state_bytes(row)
     standing = sum(estimate.memory.get(name, 0) for name in NOT_ALLOCATED)
     return PredictedMemory(allocated, allocated + standing)
 
 
-def _passes_bytes(row: Measurement, estimate: Estimate) -> int:
-    """The highest of forward and backward. Where all logits are made at once, the step is priced again with them."""
-    batch, ranks = row.plan.batch, row.plan.layout.tp
-    tokens = batch.micro_batch_size * batch.seq_len
-    found = _without_late_gradients(row, estimate)
+def _passes_bytes(row: Measurement, estimate: Estimate, tokens: int) -> int:
+    """The highest of forward and backward."""
+    spec, ranks, found = row.spec, row.plan.layout.tp, _without_late_gradients(row, estimate)
+    own = OWN_LOGIT_BYTES / ceil(tokens / row.plan.batch.loss_chunk_tokens)
+    logits = tokens * spec.vocab_size // ranks
+    whole = row.plan.batch.loss_chunk_tokens > CHUNK_TOKENS or tokens <= CHUNK_TOKENS
+    if whole and row.habits.logit_bytes and estimate.memory["logits"] >= 0.9 * own * logits:
+        found += int((row.habits.logit_bytes - own) * logits)  # the loss is the highest moment of the step
     if row.plan.lora is not None and row.plan.sharded and "fsdp1" in said(row.text, "framework").lower():
-        # Its hooks on the inputs of frozen units hold the gradients of these to the end of backward.
-        found += 2 * tokens * row.spec.hidden_size * row.spec.num_hidden_layers
-    if batch.loss_chunk_tokens >= tokens:
-        logits = tokens * row.spec.vocab_size // ranks
-        other = price(row.spec, row.plan, row.cluster).estimate
-        if other.memory["logits"] >= 0.9 * OWN_LOGIT_BYTES * logits:  # else the peak is elsewhere in the step
-            more = int((row.habits.logit_bytes - OWN_LOGIT_BYTES) * logits)
-            found = max(found, _without_late_gradients(row, other) + more)
+        # Measured slopes are those of gradients of the inputs of frozen units that its hooks hold through backward.
+        few = replace(row.plan, batch=replace(row.plan.batch, loss_chunk_tokens=CHUNK_TOKENS))
+        backward = price(spec, few, row.cluster).estimate.allocated_bytes
+        found = max(found, backward + 2 * tokens * spec.hidden_size * spec.num_hidden_layers)
     if row.habits.whole_model and row.plan.sharded:
-        found += 2 * parameter_count(row.spec) // ranks - estimate.memory["gathered"]
-    return found + tokens * row.spec.num_hidden_layers * _token_bytes(row) // ranks
+        found += 2 * parameter_count(spec) // ranks - estimate.memory["gathered"]
+    return found + tokens * spec.num_hidden_layers * _token_bytes(row) // ranks
 
 
 def _token_bytes(row: Measurement) -> int:

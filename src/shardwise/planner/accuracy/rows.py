@@ -54,11 +54,12 @@ class _Skipped(Exception):
 @dataclass(frozen=True)
 class Habits:
     """What is known of a software stack. ``era`` is its generation; ``fusion`` 0 for eager blocks, 1 for fused, 2 for
-    compiled ones. ``recompute`` and ``shard`` are what it does where a row does not say. Of memory: ``logit_bytes``
-    that a logit takes while the loss is computed, ``step_copies`` of a moment that the update makes, ``low_copy`` whether
-    16-bit weights stand beside their fp32 masters on every rank, ``whole_model`` whether all weights are gathered at
-    once, ``half_products`` whether selective recomputation keeps every second product only, ``wide_inputs`` whether
-    layers in 4 bits keep their inputs in fp32."""
+    compiled ones. ``recompute`` and ``shard`` are what it does where a row does not say.
+
+    Of memory: ``logit_bytes`` that a logit takes while the loss is computed, ``step_copies`` of a moment that the
+    update makes, ``low_copy`` whether 16-bit weights stand beside their fp32 masters on every rank, ``whole_model``
+    whether all weights are gathered at once, ``half_products`` whether selective recomputation keeps every second
+    product only, ``wide_inputs`` whether layers in 4 bits keep their inputs in fp32."""
 
     era: str
     attention: str
@@ -166,7 +167,8 @@ def _device(text: Text) -> Device:
         raise _Skipped("no GPU named")
     named = SAME_CHIP.get(re.sub("-.*", "", name.lower()), name)
     links = "-PCIe" if re.match("PCIe", said(text, "interconnect")) else ""
-    for tried in (f"{named}{links}", f"{named}-{memory:g}GB" if memory else named, named):
+    sized = f"{named}-{memory:g}GB" if memory else named
+    for tried in (*[f"{named}{links}"] * bool(links), sized, named):
         try:
             device = find_device(tried)
         except ShardwiseError:
