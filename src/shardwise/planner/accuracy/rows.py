@@ -7,7 +7,6 @@ column that is not known never fails: the row is skipped, with a reason that is 
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -99,18 +98,18 @@ def said(text: Text, column: str) -> str:
 
 
 def number(text: Text, column: str) -> float | None:
-    """The finite number in a column, above zero, or None."""
+    """The number in a column, above zero and not larger than any that could be meant, or None."""
     try:
         value = float(said(text, column).replace(",", ""))
     except ValueError:
         return None
-    return value if 0 < value < math.inf else None
+    return value if 1 / LARGEST < value <= LARGEST else None
 
 
 def whole(text: Text, column: str) -> int | None:
-    """The whole number in a column, or None; also of one that is larger than any that could be meant."""
+    """The whole number in a column, or None."""
     value = number(text, column)
-    return int(value) if value is not None and value <= LARGEST and value == int(value) else None
+    return int(value) if value is not None and value == int(value) else None
 
 
 def read(text: Text) -> Measurement | str:
