@@ -133,6 +133,7 @@ def test_fine_tuning() -> None:
         ({"mbs": "1000000", "gbs": ""}, "an impossible batch"),
         ({"seq_len": ""}, "sequence length not told"),
         ({"num_gpus": ""}, "number of GPUs not told"),
+        ({"tp": "", "zero_stage": ""}, "layout not told"),
         ({"num_gpus": "15"}, "tp does not divide the GPUs"),
     ],
 )

@@ -19,6 +19,7 @@ from shardwise.planner.accuracy.score import (
     levels_of,
     measured_s,
     percentile,
+    predicted_s,
     rows_of,
     score,
     summary,
@@ -55,6 +56,18 @@ def test_operations_by_their_definition() -> None:
     assert flops_per_token(row, "HARDWARE estimate 8*N*s*B/(t*n)") == 8 * 6_738_415_616
     seconds = measured_s(reading(tokens_per_s_per_gpu="", tflops_per_gpu="200"))
     assert seconds == pytest.approx(flops_per_token(row) * 8192 / 200e12)
+
+
+def test_seconds_are_those_of_the_row_s_software() -> None:
+    """InternEvo broadcasts the slices of eight ranks one after another, 2.676 ms each; async tp hides traffic; blocks
+    that are compiled move fewer bytes than eager ones."""
+    row = reading(framework="InternEvo", zero_stage="1")
+    plain = replace(row, habits=replace(row.habits, broadcast_s=0.0))
+    assert predicted_s(row) == pytest.approx((predicted_s(plain) or 0) + 8 * 0.002676)
+    usual = predicted_s(reading()) or 0
+    assert (predicted_s(reading(notes="AsyncTP")) or 0) < usual
+    assert (predicted_s(reading(compile="yes")) or 0) < usual
+    assert (predicted_s(reading(framework="something else")) or 0) != usual
 
 
 def test_groups() -> None:

@@ -58,7 +58,8 @@ class Habits:
     Of memory: ``logit_bytes`` that a logit takes while the loss is computed, ``step_copies`` of a moment that the
     update makes, ``low_copy`` whether 16-bit weights stand beside their fp32 masters on every rank, ``whole_model``
     whether all weights are gathered at once, ``half_products`` whether selective recomputation keeps every second
-    product only, ``wide_inputs`` whether layers in 4 bits keep their inputs in fp32."""
+    product only, ``wide_inputs`` whether layers in 4 bits keep their inputs in fp32. Of time: ``broadcast_s`` that each
+    rank's slice of the updated weights takes where they are broadcast one after another."""
 
     era: str
     attention: str
@@ -73,6 +74,7 @@ class Habits:
     whole_model: int
     half_products: int
     wide_inputs: int
+    broadcast_s: float
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,9 @@ def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
     world, tp = whole(text, "num_gpus"), whole(text, "tp") or 1
     if world is None or world % tp:
         raise _Skipped("number of GPUs not told" if world is None else "tp does not divide the GPUs")
+    layout_columns = ("tp", "pp", "dp", "fsdp_shard", "zero_stage", "sharding")
+    if world > 1 and not any(said(text, column) for column in layout_columns):
+        raise _Skipped("layout not told")
     dp = world // tp
     strategy: Any = _strategy(text, habits, guessed) if dp > 1 else "ddp"
     shard = dp if strategy != "ddp" else 1

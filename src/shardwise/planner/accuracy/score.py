@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ def groups_of(row: Measurement) -> list[str]:
 def predicted_s(row: Measurement) -> float | None:
     """The seconds of a step of the row's plan, on its software."""
     found = timed(row.spec, row.plan, row.cluster, _traits(row)).estimate.seconds
-    return None if found is None else found.step_s
+    slices = row.plan.layout.dp_shard if row.plan.sharded and row.plan.shard.strategy == "zero1" else 0
+    return None if found is None else found.step_s + row.habits.broadcast_s * slices
 
 
 def efficiency(row: Measurement) -> float:
@@ -147,6 +149,7 @@ def _traits(row: Measurement) -> Traits:
     known, habits, kernel = shipped(), row.habits, said(row.text, "attn").upper()
     major = (row.cluster.device.capability or (8, 0))[0]
     age = "ampere" if major <= 8 else "hopper" if major == 9 else "other"
+    overlapped = re.search("async ?tp", said(row.text, "notes"), re.IGNORECASE)
     family = {"FA2": "flash2", "FA3": "cudnn"}.get(kernel, habits.attention)
     attention = family if family == "eager" else f"{family} {age}"
     return Traits(
@@ -154,7 +157,7 @@ def _traits(row: Measurement) -> Traits:
         known["step_s"],
         "compiled" if row.plan.compile else BLOCKS[max(habits.fusion, said(row.text, "mlp_gated") == "0")],
         attention if f"attention {attention}" in known else f"flash2 {age}",
-        known["tp hidden"] if habits.tp_overlap else 0.0,
+        known["tp hidden"] if habits.tp_overlap or overlapped else 0.0,
         known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
     )
 
