@@ -141,8 +141,8 @@ def _refuse(text: Text) -> None:
     for axis in ("pp", "cp", "ep"):
         if (number(text, axis) or 1) > 1:
             raise _Skipped(f"{axis} larger than 1")
-    notes, task, offload = (said(text, name).lower() for name in ("notes", "task", "offload"))
-    model, optimizer = said(text, "model").lower(), said(text, "optimizer").lower()
+    names = ("notes", "task", "offload", "model", "optimizer")
+    notes, task, offload, model, optimizer = (said(text, name).lower() for name in names)
     rules = {
         "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
         "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
@@ -309,14 +309,11 @@ def _network_bytes_per_s(links: str, each: int) -> float | None:
 def _table() -> tuple[tuple[str, Habits], ...]:
     with files("shardwise.planner.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
         rows = [*csv.DictReader(stream)]
-    kinds = {"int": int, "float": float, "str": str}
-    return tuple(
-        (
-            row["framework"],
-            Habits(**{name: kinds[str(kind)](row[name]) for name, kind in Habits.__annotations__.items()}),
-        )
-        for row in rows
-    )
+    return tuple((row.pop("framework"), Habits(**{name: _value(text) for name, text in row.items()})) for row in rows)
+
+
+def _value(text: str) -> Any:
+    return text if text[0].isalpha() else float(text) if "." in text else int(text)
 
 
 def habits_of(framework: str, device: Device) -> Habits:
