@@ -36,6 +36,7 @@ COMMANDS = {
     "train": "Train a model.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
+    "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
@@ -56,7 +57,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"shardwise.cli.{cmd_name}")
+        module = import_module(f"shardwise.cli.{cmd_name.replace('-', '_')}")
         if cmd_name == "data":
             return typer.main.get_command(module.app)
         from shardwise.cli.options import add_command

@@ -1,0 +1,268 @@
+"""How far the planner is from published measurements: errors by group of rows, and what a constant guess would score.
+
+An error is predicted / measured - 1, in per cent; the constant guess is, for each GPU, the median share of its peak (of
+its memory) that the group's rows reach. Percentiles are interpolated between the two nearest rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
+from shardwise.models.config import parameter_count
+from shardwise.planner.accuracy.memory import memory_of
+from shardwise.planner.accuracy.rows import Measurement, number, read, said
+from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.rates import Blocks, Traits
+from shardwise.planner.seconds.step import timed
+from shardwise.spec.files import read_regular
+
+LONG_TOKENS = 16_384
+MATTERS = {"mbs", "gbs", "grad_accum", "seq_len", "num_gpus", "gpu", "tp", "pp", "ac", "zero_stage", "sharding"}
+"""Columns that a row of ``dense_16bit_stated`` has from its source."""
+KINDS = {
+    "torchtitan": "memory_reserved",
+    "alloc": "memory_allocated",
+    "active": "memory_allocated",
+    "reserved": "memory_reserved",
+    "": "memory_smi",
+}
+"""Counters of memory by a word of ``mem_def``, the first that matches; torchtitan logs what is reserved."""
+BLOCKS: tuple[Blocks, ...] = ("eager", "fused", "compiled")
+EARLY = ("megatron21", "deepspeed")
+"""Eras whose full shard gathered each parameter by itself."""
+COLUMNS = ("id", "source", "group", "measured", "predicted", "error_pct", "guessed", "notes")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One quantity of one row: seconds, or bytes. ``full`` is what the GPU could do at its peak: the seconds that the
+    model's operations would take, or the bytes it has."""
+
+    row: Measurement
+    group: str
+    measured: float
+    predicted: float
+    full: float
+
+    @property
+    def error_pct(self) -> float:
+        return 100 * (self.predicted / self.measured - 1)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header. Raises MissingInputError (CFG011) and ConfigError (ACC001)."""
+    try:
+        text = read_regular(path).decode("utf-8-sig")
+        if "\0" in text:
+            raise _malformed(path, "it has a NUL byte")
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        rows = [*reader]
+    except OSError as error:
+        what = f"cannot read {path}: {error.strerror}"
+        raise MissingInputError(Problem("CFG011", what, str(path), "a CSV file of measurements")) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _malformed(path, str(error)) from error
+    if not {"gpu", "num_gpus", "layers"} & {*(reader.fieldnames or ())}:
+        raise _malformed(path, "its first line names no column that is known")
+    return [{key: value for key, value in row.items() if isinstance(value, str)} for row in rows]
+
+
+def _malformed(path: Path, why: str) -> ConfigError:
+    fix = "a CSV file with the columns that docs/accuracy.md names, and a row for each measurement"
+    return ConfigError(Problem("ACC001", f"not a table of measurements: {why}", str(path), fix))
+
+
+def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]:
+    """The report, as ``--json`` prints it, and what it rests on."""
+    scores: list[Score] = []
+    skipped: Counter[str] = Counter()
+    fits: Counter[tuple[bool, bool]] = Counter()
+    total = 0
+    for text in texts:
+        total += 1
+        row = read(text)
+        try:
+            memory, expected_s = (None, None) if isinstance(row, str) else (memory_of(row), predicted_s(row))
+        except ShardwiseError as error:
+            row = f"its plan cannot be priced ({error.problems[0].code})"
+        if isinstance(row, str) or memory is None:
+            skipped[str(row)] += 1
+            continue
+        capacity = row.cluster.device.memory_bytes
+        failed = said(text, "outcome").upper() == "OOM"
+        fits[failed, memory.peak_bytes > capacity] += 1
+        kind = next(kind for word, kind in KINDS.items() if word in said(text, "mem_def").lower())
+        measured = (number(text, "peak_mem_gib") or 0) * 2**30
+        if measured and not failed and "only the cap" not in said(text, "mem_def"):
+            predicted = memory.allocated_bytes if kind == "memory_allocated" else memory.peak_bytes
+            scores += [Score(row, group, measured, predicted, capacity) for group in ("memory", kind)]
+        seconds = measured_s(row)
+        if seconds and expected_s and not failed:
+            full = flops_per_token(row) * row.plan.batch.seq_len * _sequences(row) / row.cluster.device.bf16_flops
+            scores += [Score(row, group, seconds, expected_s, full) for group in groups_of(row)]
+    by_group: dict[str, list[Score]] = defaultdict(list)
+    for one in scores:
+        by_group[one.group].append(one)
+    names = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "memory", *sorted({*KINDS.values()}))
+    levels = levels_of(scores)
+    groups: dict[str, Any] = {name: summary(by_group[name], levels) for name in names}
+    groups["fit"] = {
+        "n": fits.total(),
+        "right": fits[True, True] + fits[False, False],
+        "false_does_not_fit": fits[False, True],
+        "oom": fits[True, True] + fits[True, False],
+        "missed_oom": fits[True, False],
+    }
+    return {"groups": groups, "skipped": dict(skipped.most_common()), "rows": total}, scores
+
+
+def groups_of(row: Measurement) -> list[str]:
+    """The groups that the seconds of a row belong to."""
+    inferred = {*said(row.text, "inferred_fields").split(), *row.guessed}
+    stated = not inferred & (MATTERS | {"recompute"})
+    dense = ["dense_16bit", *["dense_16bit_stated"] * stated] if said(row.text, "task") == "pretrain" else ["fine_tune"]
+    return dense + ["long"] * (row.plan.batch.seq_len >= LONG_TOKENS)
+
+
+def predicted_s(row: Measurement) -> float | None:
+    """The seconds of a step of the row's plan, on its software."""
+    found = timed(row.spec, row.plan, row.cluster, _traits(row)).estimate.seconds
+    slices = row.plan.layout.dp_shard if row.plan.sharded and row.plan.shard.strategy == "zero1" else 0
+    return None if found is None else found.step_s + row.habits.broadcast_s * slices
+
+
+def efficiency(row: Measurement) -> float:
+    """What the software of a row reaches of the best, as fitted for its era."""
+    return shipped().get(f"era:{row.habits.era}", shipped()["own era"])
+
+
+def _traits(row: Measurement) -> Traits:
+    """The program of a row as the planner's seconds see it."""
+    known, habits, kernel = shipped(), row.habits, said(row.text, "attn").upper()
+    major = (row.cluster.device.capability or (8, 0))[0]
+    age = "ampere" if major <= 8 else "hopper" if major == 9 else "other"
+    overlapped = re.search("async ?tp", said(row.text, "notes"), re.IGNORECASE)
+    family = {"FA2": "flash2", "FA3": "cudnn"}.get(kernel, habits.attention)
+    attention = family if family == "eager" else f"{family} {age}"
+    return Traits(
+        efficiency(row),
+        known["step_s"],
+        "compiled" if row.plan.compile else BLOCKS[max(habits.fusion, said(row.text, "mlp_gated") == "0")],
+        attention if f"attention {attention}" in known else f"flash2 {age}",
+        known["tp hidden"] if habits.tp_overlap or overlapped else 0.0,
+        known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
+    )
+
+
+def _sequences(row: Measurement) -> float:
+    """Sequences a step and GPU."""
+    return row.plan.batch.global_batch_size(row.plan.layout.dp) / row.plan.layout.world
+
+
+def measured_s(row: Measurement) -> float | None:
+    """The seconds of a step that a row states: outright, or by its tokens, samples or operations a second."""
+    tokens, batch = row.plan.batch.seq_len * _sequences(row), row.plan.batch
+    notes = said(row.text, "notes")
+    if "truncation" in notes:
+        return None  # samples are shorter than seq_len: it bounds memory, not time
+    if step_s := number(row.text, "step_time_s"):
+        return step_s * (batch.accumulation if "MICRO-iteration" in notes else 1)
+    if rate := number(row.text, "tokens_per_s_per_gpu"):
+        return tokens / rate
+    if rate := number(row.text, "samples_per_s"):
+        return batch.global_batch_size(row.plan.layout.dp) / rate
+    if rate := number(row.text, "tflops_per_gpu"):
+        return flops_per_token(row, said(row.text, "tflops_def")) * tokens / (rate * 1e12)
+    return None
+
+
+def flops_per_token(row: Measurement, definition: str = "") -> float:
+    """Operations a token by a definition in words: those of the model and full attention, unless it counts
+    recomputation (``hardware``), half of attention (``causal``) or only parameters (``8*N*s*B``)."""
+    spec, words = row.spec, definition.lower().replace("non-causal", "")
+    parameters, table = parameter_count(spec), spec.vocab_size * spec.hidden_size
+    if "8*n*s*b" in words:
+        return 8.0 * parameters
+    blocks = parameters - table * (1 if spec.tie_word_embeddings else 2)
+    attention = 12.0 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * row.plan.batch.seq_len
+    again = 4 / 3 if "hardware" in words and row.plan.remat.mode == "full" else 1.0
+    return again * (6.0 * blocks + attention / (2 if "causal" in words else 1)) + 6.0 * table
+
+
+def summary(scores: list[Score], levels: Levels) -> dict[str, Any]:
+    """The statistics of a group."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    shares: dict[str, list[float]] = defaultdict(list)
+    for one in scores:
+        by_source[one.row.source].append(abs(one.error_pct))
+        shares[one.row.cluster.device.name].append(one.full / one.measured)
+    guess = {name: median(found) for name, found in shares.items()}
+    guessed = [100 * abs(one.full / guess[one.row.cluster.device.name] / one.measured - 1) for one in scores]
+    errors = [one.error_pct for one in scores]
+    return {
+        "n": len(scores),
+        "median_ape": percentile([abs(error) for error in errors], 0.5),
+        "p90_ape": percentile([abs(error) for error in errors], 0.9),
+        "median_signed": percentile(errors, 0.5),
+        "median_over_sources": percentile([median(found) for found in by_source.values()], 0.5),
+        "constant_guess_median_ape": percentile(guessed, 0.5),
+        "one_source_left_out": left_out(scores, levels),
+    }
+
+
+Levels = dict[tuple[str, str], float]
+"""By era and source, the median of predicted / measured, had every software the efficiency of the best."""
+
+
+def levels_of(scores: list[Score]) -> Levels:
+    """Those of all seconds."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in scores:
+        if one.group in ("dense_16bit", "fine_tune"):
+            found[one.row.habits.era, one.row.source].append(_at_best(one))
+    return {key: median(ratios) for key, ratios in found.items()}
+
+
+def _at_best(one: Score) -> float:
+    return efficiency(one.row) * one.predicted / one.measured
+
+
+def left_out(scores: list[Score], levels: Levels) -> dict[str, float | None] | None:
+    """The errors where the efficiency of an era comes from other sources only: of that era if there are any, else of
+    all. None of memory, of which nothing is fitted."""
+    errors = []
+    for one in scores:
+        others = {key: level for key, level in levels.items() if key[1] != one.row.source}
+        alike = [level for (era, _), level in others.items() if era == one.row.habits.era] or [*others.values()]
+        if alike and not one.group.startswith("memory"):
+            errors.append(100 * abs(_at_best(one) / median(alike) - 1))
+    if not errors:
+        return None
+    return {"n": len(errors), "median_ape": percentile(errors, 0.5), "p90_ape": percentile(errors, 0.9)}
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """The value below which this share of ``values`` is, to a hundredth; None of none."""
+    if not values:
+        return None
+    ordered, at = sorted(values), share * (len(values) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return round(ordered[low] + (at - low) * (ordered[high] - ordered[low]), 2)
+
+
+def line(one: Score) -> dict[str, Any]:
+    """A score as a row of ``--rows``; seconds, or GiB."""
+    unit = 2.0**30 if one.group.startswith("memory") else 1.0
+    found = [said(one.row.text, "id"), one.row.source, one.group, one.measured / unit, one.predicted / unit]
+    return dict(
+        zip(COLUMNS, [*found, one.error_pct, " ".join(one.row.guessed), said(one.row.text, "notes")], strict=True)
+    )

@@ -1,0 +1,156 @@
+"""Rows of published measurements are read as the plan that they describe, or skipped with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.models.config import parameter_count
+from shardwise.planner.accuracy.rows import Measurement, habits_of, read
+from shardwise.spec.cluster import find_device
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Optim, Precision, Remat, Shard
+from tests.planner.accuracy.published import ROW, changed
+
+
+def reading(**values: str) -> Measurement:
+    found = read(changed(**values))
+    assert isinstance(found, Measurement), found
+    return found
+
+
+def test_a_row_by_hand() -> None:
+    """16 GPUs, tp 2: eight data-parallel ranks; 64 sequences are 2 x 4 x 8. All logits at once: 2 x 2048 tokens."""
+    row = reading()
+    assert row.plan.layout == Layout(dp_shard=8, tp=2, ranks_per_node=8)
+    assert row.plan.batch == Batch(2, 4, 2048, 4096)
+    assert row.plan.shard == Shard("zero3") and row.plan.remat == Remat("full")
+    assert row.plan.precision == Precision("bf16", "fp32", "fp32") and row.plan.optim == Optim()
+    assert (row.cluster.nodes, row.cluster.devices_per_node) == (2, 8)
+    assert row.cluster.device == find_device("A100-SXM-80GB")
+    assert row.cluster.network_bytes_per_s == 4 * 100e9 / 8
+    assert parameter_count(row.spec) == pytest.approx(6.74e9, rel=1e-3)
+    assert (row.habits.era, row.guessed, row.source) == ("fsdp2", (), "a")
+
+
+def test_what_is_blank_is_guessed_and_named() -> None:
+    """64 sequences over eight ranks are eight each. torchtitan recomputes some, and shards everything."""
+    row = reading(mbs="", ac="", zero_stage="", interconnect="")
+    assert row.guessed == ("sharding", "mbs", "recompute")
+    assert row.plan.batch == Batch(8, 1, 2048, 8 * 2048)
+    assert row.plan.remat.mode == "selective" and row.plan.shard.strategy == "zero3"
+    assert row.cluster.network_bytes_per_s == 8 * 25e9, "what the table says of a node of A100"
+
+
+@pytest.mark.parametrize(
+    ("stage", "sharding", "shards", "layout"),
+    [
+        ("0", "", "ddp", Layout(dp_replicate=8, tp=2, ranks_per_node=8)),
+        ("1", "ZeRO-1 over 4 ranks", "zero1", Layout(dp_replicate=2, dp_shard=4, tp=2, ranks_per_node=8)),
+        ("", "SHARD_GRAD_OP", "zero2", Layout(dp_shard=8, tp=2, ranks_per_node=8)),
+        ("", "NO_SHARD(ddp)", "ddp", Layout(dp_replicate=8, tp=2, ranks_per_node=8)),
+        ("", "DDP (distributed optimizer = ZeRO-1 default)", "zero1", Layout(dp_shard=8, tp=2, ranks_per_node=8)),
+    ],
+)
+def test_how_weights_are_sharded(stage: str, sharding: str, shards: str, layout: Layout) -> None:
+    row = reading(zero_stage=stage, sharding=sharding)
+    assert (row.plan.shard.strategy, row.plan.layout) == (shards, layout)
+
+
+@pytest.mark.parametrize(
+    ("links", "bytes_per_s"),
+    [
+        ("1600 Gbps/node RoCE", 200e9),
+        ("8x200Gb/s HDR IB per node", 200e9),
+        ("NVLink; 400 Gb/s RDMA per GPU", 8 * 50e9),
+        ("2 Tb/s RoCE per node", 250e9),
+    ],
+)
+def test_links_between_nodes(links: str, bytes_per_s: float) -> None:
+    assert reading(interconnect=links).cluster.network_bytes_per_s == bytes_per_s
+
+
+def test_gpus_by_their_other_names() -> None:
+    """An A800 is an A100 with slower links; the memory tells which A100; PCIe has no NVLink."""
+    assert reading(gpu="A100", gpu_mem_gb="40").cluster.device.name == "A100-SXM-40GB"
+    assert reading(gpu="A100-80GB", gpu_mem_gb="", interconnect="PCIe").cluster.device.name == "A100-PCIe-80GB"
+    export = reading(gpu="A800", gpu_mem_gb="80").cluster
+    assert (export.device.memory_bytes, export.link_bytes_per_s) == (find_device("A100").memory_bytes, 200e9)
+
+
+def test_a_block_without_a_gate_has_as_many_weights() -> None:
+    """GPT-2's 4 h = 16384, two matrices, are 10944 = 171 x 64 wide with three: 0.2 % more."""
+    row = reading(mlp_gated="0", ffn="16384", model="GPT", params_b="6.7", tp="1")
+    assert row.spec.intermediate_size == 10944
+    assert 3 * row.spec.intermediate_size == pytest.approx(2 * 16384, rel=3e-3)
+
+
+def test_whether_embeddings_are_tied_follows_from_the_parameters() -> None:
+    """A table of 128,256 x 2,048 is 0.26 billion."""
+    sizes = {"layers": "16", "hidden": "2048", "kv_heads": "8", "ffn": "8192", "vocab": "128256", "head_dim": "64"}
+    assert reading(**sizes, model="", params_b="1.24").spec.tie_word_embeddings
+    assert not reading(**sizes, model="", params_b="1.5").spec.tie_word_embeddings
+
+
+def test_fine_tuning() -> None:
+    row = reading(
+        task="qlora", tp="1", precision_detail="frozen base NF4; adapters fp32", notes="packed; LoRA r8 on q,k,v,o"
+    )
+    assert row.plan.lora == Lora(8, frozen="bf16", nf4=True) and row.plan.precision.weights == "fp32"
+    moments = {"precision_detail": "pure bf16 weights, grads and Adam moments", "optimizer": "AdamW8bit"}
+    pure = reading(task="full-ft", tp="1", **moments)
+    assert pure.plan.precision.weights == "bf16" and pure.plan.optim.name == "adamw8bit"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"pp": "2"}, "pp larger than 1"),
+        ({"cp": "4"}, "cp larger than 1"),
+        ({"ep": "8"}, "ep larger than 1"),
+        ({"precision": "mxfp8"}, "8-bit or 4-bit products"),
+        ({"precision": "int4?"}, "an unknown precision"),
+        ({"gpu": "H9000"}, "unknown GPU"),
+        ({"gpu": ""}, "no GPU named"),
+        ({"layers": ""}, "architecture not told (layers)"),
+        ({"layers": "thirty"}, "architecture not told (layers)"),
+        ({"layers": "1e9"}, "an impossible architecture"),
+        ({"layers": "1e300"}, "architecture not told (layers)"),
+        ({"hidden": "nan"}, "architecture not told (hidden)"),
+        ({"heads": "33"}, "an impossible architecture"),
+        ({"kv_heads": "5"}, "its plan would be refused (PLAN008)"),
+        ({"num_experts": "8"}, "experts"),
+        ({"model": "Qwen3-30B-A3B"}, "experts"),
+        ({"notes": "hybrid model"}, "a hybrid of attention and other blocks"),
+        ({"offload": "optimizer CPU"}, "offloading"),
+        ({"verified": "reference"}, "a reference, not a measurement"),
+        ({"kind": "reference"}, "a reference, not a measurement"),
+        ({"task": "sft", "notes": "Alpaca unpacked"}, "fine-tuning on samples that are not packed"),
+        ({"task": "adapter"}, "adapters other than LoRA"),
+        ({"task": "rlhf"}, "an unknown task"),
+        ({"optimizer": "Muon (hybrid with Adam)"}, "an optimizer other than Adam"),
+        ({"mbs": "", "gbs": ""}, "several GPUs with neither micro-batch nor batch told"),
+        ({"gbs": "8"}, "an impossible batch"),
+        ({"mbs": "1000000", "gbs": ""}, "an impossible batch"),
+        ({"seq_len": ""}, "sequence length not told"),
+        ({"num_gpus": ""}, "number of GPUs not told"),
+        ({"tp": "", "zero_stage": ""}, "layout not told"),
+        ({"num_gpus": "15"}, "tp does not divide the GPUs"),
+    ],
+)
+def test_what_is_skipped_and_why(values: dict[str, str], reason: str) -> None:
+    assert read(changed(**values)) == reason
+
+
+@pytest.mark.parametrize("column", ROW)
+def test_no_column_must_be_there(column: str) -> None:
+    """Without it the row is read, with what is usual in its place, or skipped for a reason."""
+    found = read({name: value for name, value in ROW.items() if name != column})
+    assert isinstance(found, Measurement | str)
+
+
+def test_software_by_the_words_of_its_name() -> None:
+    a100, h100 = find_device("A100"), find_device("H100")
+    assert habits_of("Megatron-LM", a100).era == "megatron21"
+    assert habits_of("Megatron-LM", h100).era == "megatron23", "that of 2021 knows no H100"
+    assert habits_of("HF SFTTrainer + foak-fast-kernels-liger", a100).logit_bytes == 0
+    assert habits_of("something new", a100) == habits_of("", a100)
