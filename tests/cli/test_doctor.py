@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 
 from shardwise.cli import doctor
 from shardwise.cli.app import main
-from shardwise.errors import Problem
+from shardwise.errors import ConfigError, Problem
 from shardwise.launch import local
 from shardwise.launch.doctor import ranks
 from shardwise.launch.doctor.ranks import Found
+from shardwise.launch.worker import LAUNCHER, STORE
+from shardwise.runtime.faults.outcome import read_exit
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.measured import Measured, Pointwise, Product
@@ -116,3 +119,32 @@ def test_why_ranks_ended(capfd: pytest.CaptureFixture[str]) -> None:
     assert "train" not in capfd.readouterr().err
     assert doctor._told(local.Ended(1, killed), doctor.Options(json=True)) == 1
     assert json.loads(capfd.readouterr().out)["error"]["problems"][0]["code"] == "RUN004"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711"), "peer_lost", "BUG001"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "error", "MEM001"),
+        (OSError(errno.ENOSPC, "No space left on device", "cluster.yaml"), "error", "OUT003"),
+        (ConfigError(Problem("RUN001", "another world")), "error", "RUN001"),
+    ],
+)
+def test_a_rank_leaves_its_cause_for_the_launcher(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, kind: str, code: str
+) -> None:
+    """What follows from another rank's end never hides why that one ended."""
+
+    def fail(*given: object) -> Found:
+        raise error
+
+    monkeypatch.setattr(ranks, "measure", fail)
+    monkeypatch.setattr(doctor, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(doctor.signal, "signal", lambda *given: None)
+    places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", LAUNCHER: "1", STORE: f"{tmp_path}/store"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    ended, out, err = shardwise("doctor", "run.device=cpu")
+    outcome = read_exit(tmp_path)
+    assert outcome is not None and (outcome.kind, outcome.exit_code) == (kind, ended) and (out, err) == ("", "")
+    assert outcome.problems[0]["code"] == code

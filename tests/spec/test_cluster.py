@@ -95,6 +95,17 @@ def test_a_cluster_is_read_back_from_what_it_is_called(nodes: int, count: int, n
     assert parse_cluster(str(found)) == found
 
 
+@given(st.text(max_size=30) | st.text("0123456789xX* +HhLlSsGgBbTt/.nodegpuIiNDR-", max_size=24))
+def test_any_text_is_a_cluster_or_an_error_that_says_what_to_write(text: str) -> None:
+    try:
+        found = parse_cluster(text)
+    except ConfigError as error:
+        [problem] = error.problems
+        assert problem.code in ("CLU001", "CLU002") and problem.fix
+    else:
+        assert found.world >= 1 and (found.kind == "cpu" or parse_cluster(str(found)) == found)
+
+
 def test_what_is_assumed_is_said() -> None:
     def said(text: str) -> str:
         return "; ".join(parse_cluster(text).assumptions)
@@ -131,6 +142,9 @@ def test_other_sizes_of_a_cluster_keep_a_network_that_was_given() -> None:
         ("8xH100+fast", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("2x8xH100+0Gb/node", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8xTPUv4", "CLU002", "known: "),
+        ("9" * 5000 + "xH100", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("2x8xH100+" + "9" * 5000 + "Gb", "CLU001", "write [NODESx]DEVICESxNAME"),
+        ("2x8xH100+" + "9" * 5000 + "x1Gb", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("2x8xH100+", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("2x8xH100+8xIB", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("2x8xH100+400", "CLU001", "write [NODESx]DEVICESxNAME"),

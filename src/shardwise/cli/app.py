@@ -3,14 +3,11 @@ asked."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,15 +15,8 @@ from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.cli import interrupt
-from shardwise.cli.show import defect, out_of_memory, print_error
-from shardwise.errors import (
-    UNWRITABLE,
-    MissingInputError,
-    OutputError,
-    Problem,
-    ShardwiseError,
-    UsageError,
-)
+from shardwise.cli.show import explained, print_error
+from shardwise.errors import Problem, ShardwiseError, UsageError
 from shardwise.launch.worker import is_worker, speak_in_turn
 
 Refused: type[Any] = typer.BadParameter.__mro__[2]
@@ -132,35 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        told = _impossible(error) or _full(error) or out_of_memory(error) or _defect(error)
+        told = explained(error)
         print_error(told, as_json=as_json)
         return told.exit_code
-
-
-def _full(error: Exception) -> ShardwiseError | None:
-    """The problem of a disk that is full or was made read-only, wherever it was raised: the output's, or a cache's."""
-    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
-        return None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
-    where = str(error.filename or "the output, a cache or a temporary file")
-    fixes = {errno.EFBIG: "raise `ulimit -f`", errno.EROFS: "a directory on a disk that can be written"}
-    fix = fixes.get(error.errno, "make room there")
-    return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, fix))
-
-
-def _impossible(error: Exception) -> ShardwiseError | None:
-    """The problem of a path that no file system accepts, wherever it was raised."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-        return None
-    name = str(error.filename)
-    shown = name if len(name) <= 80 else f"{name[:80]}... ({len(name):,} characters)"
-    what = f"no file can be opened as {shown}: {error.strerror}"
-    return MissingInputError(Problem("CFG011", what, "a path in the recipe or on the command line", "another path"))
-
-
-def _defect(error: Exception) -> ShardwiseError:
-    """Write the traceback to a file: on the screen it would hide the message."""
-    descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write("".join(traceback.format_exception(error)))
-    return defect(error, Path(name), "report it with that file; --debug prints the traceback")

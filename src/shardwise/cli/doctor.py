@@ -18,8 +18,8 @@ from typer import Argument, Option
 from shardwise.cli import interrupt
 from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import Common, recipe_file, sort_words
-from shardwise.cli.show import defect, note, out_of_memory, print_error, print_json, say
-from shardwise.errors import UNWRITABLE, OutputError, Problem, ShardwiseError, TrainingError
+from shardwise.cli.show import explained, note, print_error, print_json, say
+from shardwise.errors import Problem, TrainingError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.worker import (
     by_our_launcher,
@@ -108,27 +108,13 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
             traceback.print_exc()
         from shardwise.runtime.faults.guard import GONE, SILENT
 
-        told = error if isinstance(error, ShardwiseError) else _full(error) or out_of_memory(error) or _defect(error)
+        told = explained(error)
         kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
         problems = [asdict(problem) for problem in told.problems]
         place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
         outcome = Exit(kind, told.exit_code, told.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
         write_exit(launcher_directory() or Path(), outcome)
         return told.exit_code
-
-
-def _full(error: Exception) -> ShardwiseError | None:
-    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
-        return None
-    what = f"{error.strerror}: not everything was written"
-    return OutputError(Problem("OUT003", what, str(error.filename or "the output"), "make room there"))
-
-
-def _defect(error: Exception) -> ShardwiseError:
-    descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write("".join(traceback.format_exception(error)))
-    return defect(error, Path(name), "report it with that file; --debug prints the traceback")
 
 
 def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:

@@ -7,12 +7,24 @@ import io
 import json
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import NO_ROOM, Problem, ShardwiseError, TrainingError, first_line, no_memory
+from shardwise.errors import (
+    NO_ROOM,
+    UNWRITABLE,
+    MissingInputError,
+    OutputError,
+    Problem,
+    ShardwiseError,
+    TrainingError,
+    first_line,
+    no_memory,
+)
 
 
 def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
@@ -40,6 +52,42 @@ def out_of_memory(error: Exception) -> ShardwiseError | None:
     fix = "stop other programs on this machine, raise the limit of the container, the job or the shell (`ulimit -v`)"
     problem = Problem("MEM001", f"out of memory: {said}", "this process", f"{fix}, or use a machine with more")
     return None if said is None else TrainingError(problem)
+
+
+def explained(error: Exception) -> ShardwiseError:
+    """An error that nothing else explains, as one to be shown: of a path, a disk or memory, else a defect of ours."""
+    if isinstance(error, ShardwiseError):
+        return error
+    return _impossible(error) or _full(error) or out_of_memory(error) or _defect(error)
+
+
+def _full(error: Exception) -> ShardwiseError | None:
+    """The problem of a disk that is full or was made read-only, wherever it was raised: the output's, or a cache's."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it closes it
+    where = str(error.filename or "the output, a cache or a temporary file")
+    fixes = {errno.EFBIG: "raise `ulimit -f`", errno.EROFS: "a directory on a disk that can be written"}
+    fix = fixes.get(error.errno, "make room there")
+    return OutputError(Problem("OUT003", f"{error.strerror}: not everything was written", where, fix))
+
+
+def _impossible(error: Exception) -> ShardwiseError | None:
+    """The problem of a path that no file system accepts, wherever it was raised."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        return None
+    name = str(error.filename)
+    shown = name if len(name) <= 80 else f"{name[:80]}... ({len(name):,} characters)"
+    what = f"no file can be opened as {shown}: {error.strerror}"
+    return MissingInputError(Problem("CFG011", what, "a path in the recipe or on the command line", "another path"))
+
+
+def _defect(error: Exception) -> ShardwiseError:
+    """Write the traceback to a file: on the screen it would hide the message."""
+    descriptor, name = tempfile.mkstemp(prefix="shardwise-", suffix=".traceback")
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write("".join(traceback.format_exception(error)))
+    return defect(error, Path(name), "report it with that file; --debug prints the traceback")
 
 
 def visible(text: str) -> str:

@@ -25,17 +25,18 @@ CPU_PROCESS_BYTES = 300 * 2**20
 """The memory of a process before it holds anything of the model: Python, torch and our own code, without pages that
 processes share."""
 
-_TIMES = r"\s*[x*×]\s*"
+_TIMES, _COUNT = r"\s*[x*×]\s*", r"\d{1,9}"
 _MACHINES = re.compile(
-    rf"(?:(?:(?P<nodes>\d+){_TIMES})?(?P<count>\d+)(?:{_TIMES}|\s+))?(?P<name>[a-z].*|\d{{3,}}[^x*×]*)", re.IGNORECASE
+    rf"(?:(?:(?P<nodes>{_COUNT}){_TIMES})?(?P<count>{_COUNT})(?:{_TIMES}|\s+))?(?P<name>[a-z].*|\d{{3,}}[^x*×]*)",
+    re.IGNORECASE,
 )
-_COUNT_LAST = re.compile(rf"(?P<name>[a-z].*\d.*?|\d{{3,}}|cpus?){_TIMES}(?P<count>\d+)", re.IGNORECASE)
+_COUNT_LAST = re.compile(rf"(?P<name>[a-z].*\d.*?|\d{{3,}}|cpus?){_TIMES}(?P<count>{_COUNT})", re.IGNORECASE)
 """``H100x8``. The name has a digit before the x, which `RTX 4090` has not."""
 _RATE = re.compile(
-    rf"(?:(?P<cards>\d+){_TIMES})?(?P<rate>\d+(?:\.\d+)?)\s*(?P<scale>[GgTt])(?P<unit>[bB][eE]|b(?:it)?|B|)"
+    rf"(?:(?P<cards>{_COUNT}){_TIMES})?(?P<rate>\d+(?:\.\d+)?)\s*(?P<scale>[GgTt])(?P<unit>[bB][eE]|b(?:it)?|B|)"
     r"(?:ps|/s)?(?:\s*/\s*(?P<each>node|gpu))?"
 )
-_CARDS = re.compile(rf"(?:(?P<cards>\d+){_TIMES})?(?P<name>EDR|HDR|NDR|XDR)", re.IGNORECASE)
+_CARDS = re.compile(rf"(?:(?P<cards>{_COUNT}){_TIMES})?(?P<name>EDR|HDR|NDR|XDR)", re.IGNORECASE)
 _CARD_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
 _SYNTAX = "[NODESx]DEVICESxNAME[+NETWORK], for example 8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE or 4x8xH100+IB"
 
