@@ -9,10 +9,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.answer import answered, as_json, change_lines, head_lines, page_lines, plan_lines
 from shardwise.cli.decide import beyond, cluster_of, far
 from shardwise.cli.length import read_asked
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
+from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned
 from shardwise.cli.show import note, print_json, say
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     asked = read_asked(options.tokens, options.price, cluster)
     if options.cluster in (None, LOCAL) and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
-    answer = answered(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
+    answer = planned(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
     for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:

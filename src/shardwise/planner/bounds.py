@@ -19,7 +19,7 @@ from shardwise.techniques import optim
 
 
 @dataclass
-class Bounds:
+class LowerBounds:
     """Those of the plans of one model on one cluster."""
 
     spec: ModelSpec

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.bounds import Bounds
+from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import LARGER_CHUNKS, candidates, chunk_of
 from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
@@ -94,8 +94,8 @@ class Search:
     pinned: bool = True
 
     @cached_property
-    def bounds(self) -> Bounds:
-        return Bounds(self.spec, self.cluster)
+    def bounds(self) -> LowerBounds:
+        return LowerBounds(self.spec, self.cluster)
 
     @cached_property
     def all(self) -> list[Plan]:

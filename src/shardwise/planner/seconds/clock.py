@@ -47,7 +47,7 @@ class Elapsed:
         return self.at_s, self.busy_s, self.exposed_s, self.sent_s
 
 
-class Clock(Folding):
+class StepClock(Folding):
     """``hidden``: the share of what is sent between kernels that others run beside."""
 
     def __init__(self, rates: Rates, wires: Wires, hidden: float = 0.0) -> None:

@@ -13,7 +13,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
-from shardwise.planner.seconds.clock import Clock, Elapsed
+from shardwise.planner.seconds.clock import Elapsed, StepClock
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.wires import wires_of
@@ -85,7 +85,7 @@ def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> floa
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:
     """What the forward and backward passes of all micro-batches come to, and what is sent after them."""
     share = traits.network if plan.sharded else None
-    clock = Clock(rates, wires_of(plan.layout, cluster, share), traits.hidden)
+    clock = StepClock(rates, wires_of(plan.layout, cluster, share), traits.hidden)
     step = Step(clock, costed, plan, Passes.of(costed, plan, cluster.kind, rates))
     count = plan.batch.accumulation
     played = min(count, PLAYED)

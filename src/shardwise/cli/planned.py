@@ -19,7 +19,7 @@ from shardwise.spec.recipe import Parallel, Recipe
 
 
 @dataclass(frozen=True)
-class Answer:
+class Planned:
     """``plans``: the best of each kind, among them the chosen one, by seconds. ``remedies`` make it fit, where it does
     not; where it does, ``alternatives`` change it."""
 
@@ -32,7 +32,7 @@ class Answer:
     alternatives: list[Remedy]
 
 
-def answered(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Answer:
+def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
     """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
     search = Search(recipe, spec, cluster)
     chosen = told(search.chosen, recipe)
@@ -44,7 +44,7 @@ def answered(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *,
     length, able = run_length(recipe, chosen, cluster, asked), fits(chosen)
     needed = [] if able else remedies(recipe, spec, cluster, chosen)
     others = alternatives(recipe, spec, cluster) if able else []
-    return Answer(spec, cluster, chosen, plans, length, needed, others)
+    return Planned(spec, cluster, chosen, plans, length, needed, others)
 
 
 def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
@@ -54,7 +54,7 @@ def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
     return sorted(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: Planned) -> dict[str, Any]:
     """The answer for a program."""
     spec, cluster, chosen = answer.spec, answer.cluster, answer.chosen
     return {
@@ -74,7 +74,7 @@ def _changes(found: list[Remedy]) -> list[dict[str, Any]]:
     return [{"change": each.change, "price": each.price, "plan": asdict(each.plan)} for each in found]
 
 
-def head_lines(answer: Answer) -> list[str]:
+def head_lines(answer: Planned) -> list[str]:
     """What was asked and what was assumed."""
     lines = [render.title(answer.spec, answer.cluster)]
     if answer.spec.hf_model is not None:
@@ -84,7 +84,7 @@ def head_lines(answer: Answer) -> list[str]:
     return [*lines, ""]
 
 
-def page_lines(answer: Answer, explain: str | None) -> list[str]:
+def page_lines(answer: Planned, explain: str | None) -> list[str]:
     """The verdict, a step, the run, then what :func:`plan_lines` tells."""
     spec, cluster, chosen = answer.spec, answer.cluster, answer.chosen
     waits = step_time.bottleneck(chosen)
@@ -123,7 +123,7 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
     return [*lines, *(["why", *reasons, ""] if reasons else [])]
 
 
-def change_lines(answer: Answer) -> list[str]:
+def change_lines(answer: Planned) -> list[str]:
     """What would make it fit, or would change it."""
     if answer.remedies:
         return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), ""]
