@@ -18,6 +18,7 @@ import pytest
 from shardwise.cli import train
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
+from shardwise.cli.render import label
 from shardwise.errors import ConfigError, OutputError, Problem
 from shardwise.launch import keys, owner, rundir
 from shardwise.launch.local import Ended
@@ -27,6 +28,7 @@ from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
+from shardwise.spec.units import show_bytes
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -102,12 +104,16 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     )
     for setting in ("DDP over 16", "ZeRO-1 over 16", "ZeRO-2 over 16", "ZeRO-3 over 16", "ZeRO-3 over 8, 2 replicas"):
         assert setting in out
-    assert out.splitlines()[3].split("  ")[-3:] == ["sent in the node", "over the network", "on the wire"]
+    lines = out.splitlines()
+    head = lines.index("the best plan of each kind, by the time of a step") + 1
+    assert lines[head].split("  ")[-2:] == ["sent in the node", "over the network"]
     assert "does not fit" in out and "memory of the fullest rank" in out and "all-gather" in out
     plan = load_plan("plan.yaml")
+    assert lines[3].startswith(f"It fits: {label(plan)}, ") and lines[5].startswith("a step  ")
+    assert any(line.startswith(">  ") and label(plan) in line for line in lines[head:])
     assert (plan.layout.world, plan.batch.seq_len, plan.batch.global_batch_size(plan.layout.dp)) == (16, 4096, 64)
     _, shown, _ = shardwise("plan", "--plan", "plan.yaml")
-    assert f"{plan.estimate.peak_bytes:,}" in shown
+    assert label(plan) in shown and show_bytes(plan.estimate.peak_bytes) in shown
     for more in ("recipe.yaml", "--cluster=8xH100", "--seq-len=9"):
         code, _, err = shardwise("plan", "--plan", "plan.yaml", more)
         assert code == 2 and "unchanged" in err

@@ -146,7 +146,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             ("plan", "--explain", "everything"),
             2,
             "error[CLI001]: nothing to explain about `everything`\nwhere: --explain\n"
-            "fix:   one of memory, network, why, keys\n",
+            "fix:   one of memory, network, time, why, keys\n",
         ),
         (
             ("plan", "--cluster", "8xH101"),
@@ -364,7 +364,7 @@ def test_a_plan_is_written_over_nothing(shardwise: Run) -> None:
     [
         (["dp_shard=2"], 2, "ZeRO-1 over 2"),
         (["dp_replicate=2"], 2, "DDP over 2"),
-        (["dp_shard=1"], 2, "DDP over 2"),
+        (["dp_shard=1", "tp=1"], 2, "DDP over 2"),
         (["dp_replicate=2"], 4, "ZeRO-1"),
         (["dp_shard=3"], 2, None),
         (["dp_shard=4", "strategy=zero3"], 1, None),

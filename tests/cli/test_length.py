@@ -12,22 +12,22 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from shardwise.cli import decide, work
-from shardwise.cli import plan as command
+from shardwise.cli import work
 from shardwise.cli.app import main
 from shardwise.cli.decide import with_history
 from shardwise.cli.length import Asked, length_lines, run_length, show_duration
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
+from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of
+from shardwise.planner import search
 from shardwise.planner.length import Length
 from shardwise.planner.seconds.history import FILE, past_runs, remember
 from shardwise.runtime.report.report import Report
-from shardwise.spec.cluster import local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_plan, load_recipe
 from shardwise.spec.plan import Batch, Estimate, Plan, Seconds, Shard
-from shardwise.spec.recipe import Recipe
 
 Run = Callable[..., tuple[int, str, str]]
 QUICK = ["train.global_batch_size=8"]
@@ -41,14 +41,11 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    choose = decide.choose
 
-    def timed(recipe: Recipe, *given: object) -> Plan:
-        plan = choose(recipe, *given)  # type: ignore[arg-type]
+    def in_two_seconds(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         return replace(plan, estimate=replace(plan.estimate, seconds=SECONDS))
 
-    for place in (decide, command):
-        monkeypatch.setattr(place, "choose", timed)
+    monkeypatch.setattr(search, "timed", in_two_seconds)
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(list(words))

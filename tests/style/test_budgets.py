@@ -13,12 +13,12 @@ PACKAGE_LINES = {
     "distributed": 500,
     "methods": 450,
     "techniques": 4_200,
-    "planner": 3_320,
+    "planner": 3_560,
     "runtime": 4_800,
     "prove": 1_000,
     "launch": 1_300,
-    "interop": 700,
-    "cli": 2_000,
+    "interop": 200,
+    "cli": 2_260,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write

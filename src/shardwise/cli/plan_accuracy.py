@@ -49,7 +49,8 @@ packed are as long as `seq_len` where memory is compared, and its seconds are no
 
 @dataclass
 class Options(Common):
-    """Compare what the planner predicts with measurements of a CSV file: memory, whether it fits, seconds."""
+    """Compare what the planner predicts with published measurements, of a CSV file: memory, whether it fits,
+    seconds."""
 
     path: Annotated[Path, Argument(metavar="FILE.csv", help="Measurements, one a row (docs/accuracy.md).")]
     rows: Annotated[Path | None, Option("--rows", help="Write every comparison to this CSV file.")] = None

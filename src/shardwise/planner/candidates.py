@@ -25,11 +25,15 @@ LARGER_CHUNKS = (2**28, 2**27)
 once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
 
 
-def candidates(recipe: Recipe, spec: ModelSpec, cluster: Cluster, *, pinned: bool = True) -> list[Plan]:
-    """Every legal plan; with ``pinned`` false whatever the recipe says of the split of the ranks. Raises ConfigError
-    with what makes the recipe's pins illegal, where that leaves none."""
+def candidates(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, *, pinned: bool = True
+) -> tuple[list[Plan], list[Problem]]:
+    """Every legal plan, and what is wrong with others that is the recipe's to mend; with ``pinned`` false whatever the
+    recipe says of the split of the ranks. Raises ConfigError with what makes the recipe's pins illegal, where that
+    leaves none."""
     found: list[Plan] = []
     refused: list[Problem] = []
+    unsuited: list[Problem] = []
     whole: int | None = None
     for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned):
         ranks = degree.layout.tp
@@ -45,13 +49,13 @@ def candidates(recipe: Recipe, spec: ModelSpec, cluster: Cluster, *, pinned: boo
         try:
             whole = whole or (batch(recipe.train, dp, ranks)[2] if legal else None)
         except ConfigError as error:  # another degree may suit the batch
-            refused += error.problems
+            unsuited += error.problems
             continue
         for plan in legal:
             found += _with_batches(plan, recipe.train, spec, cluster.kind, whole or 0)
-    if not found and refused:
-        raise ConfigError(*dict.fromkeys(refused))
-    return found
+    if not found and (problems := refused + unsuited):
+        raise ConfigError(*dict.fromkeys(problems))
+    return found, refused
 
 
 def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:

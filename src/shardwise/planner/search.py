@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import LARGER_CHUNKS, candidates, chunk_of
@@ -100,13 +101,19 @@ class Search:
     @cached_property
     def all(self) -> list[Plan]:
         """Every legal plan, by its bound."""
-        found = candidates(self.recipe, self.spec, self.cluster, pinned=self.pinned)
+        found, _ = self._candidates
         return sorted(found, key=lambda plan: (self.bounds.seconds(plan), simplicity(plan)))
 
     @cached_property
+    def _candidates(self) -> tuple[list[Plan], list[Problem]]:
+        return candidates(self.recipe, self.spec, self.cluster, pinned=self.pinned)
+
+    @cached_property
     def chosen(self) -> Plan:
-        """The plan to run, with why."""
+        """The plan to run, with why. Raises ConfigError where none fits and the recipe's pins rule out others."""
         fitting = self.fastest(self.all) or self.fastest(self.all, TIGHT)
+        if not fitting and (refused := self._candidates[1]):
+            raise ConfigError(*dict.fromkeys(refused))
         if not fitting:
             smallest = self.smallest(self.all)
             share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
@@ -194,8 +201,9 @@ class Search:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
         step = show_seconds(seconds(self._with_larger_chunks(best)).step_s)
-        if name(fastest) != name(best):
-            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}, and simpler"
+        if fastest is not best:
+            other = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
+            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{other}, and simpler"
         reason = f"searched: {step} a step, the fastest that fits"
         slower = [plan for plan in fitting if kind(plan) != kind(best)]
         if slower:
