@@ -10,7 +10,7 @@ beat (planner/bounds.py), until that is longer than the best that was found: few
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from shardwise.errors import ConfigError, Problem
@@ -93,6 +93,7 @@ class Search:
     spec: ModelSpec
     cluster: Cluster
     pinned: bool = True
+    made: dict[tuple[str, Plan], Plan] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def bounds(self) -> LowerBounds:
@@ -177,13 +178,9 @@ class Search:
 
     def _once(self, what: str, plan: Plan, make: Callable[[], Plan]) -> Plan:
         key = what, plan
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    @cached_property
-    def _made(self) -> dict[tuple[str, Plan], Plan]:
-        return {}
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def _with_larger_chunks(self, plan: Plan) -> Plan:
         """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
@@ -223,6 +220,6 @@ class Search:
         if plan.layout.tp > 1 and not self.recipe.parallel.tp:
             found["layout.tp"] = "searched: no plan without it fits, or is as fast"
         why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}
-        order = [field.name for field in fields(plan)]
+        order = [each.name for each in fields(plan)]
         ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
         return replace(plan, why={key: why[key] for key in ordered})
