@@ -199,8 +199,8 @@ class Search:
         fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
         step = show_seconds(seconds(self._with_larger_chunks(best)).step_s)
         if fastest is not best:
-            other = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
-            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{other}, and simpler"
+            differs = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
+            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{differs}, and simpler"
         reason = f"searched: {step} a step, the fastest that fits"
         slower = [plan for plan in fitting if kind(plan) != kind(best)]
         if slower:
