@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.models.load import load_spec
 from shardwise.planner.remedy import remedies
-from shardwise.planner.search import MARGIN, choose, could_fit
+from shardwise.planner.search import MARGIN, Search, choose
 from shardwise.spec.cluster import Device, parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
@@ -110,4 +110,7 @@ def test_the_glance_never_hides_what_fits() -> None:
         machines = parse_cluster(cluster)
         for words in (["lora=16"], ["seq_len=512"], ["lora=16", "lora.frozen=nf4"]):
             asked = load_recipe(None, [MODEL, *words])
-            assert could_fit(asked, SEVENTY_B, machines, MARGIN) or share(choose(asked, SEVENTY_B, machines)) > MARGIN
+            assert (
+                Search(asked, SEVENTY_B, machines).could_fit(MARGIN)
+                or share(choose(asked, SEVENTY_B, machines)) > MARGIN
+            )

@@ -45,7 +45,7 @@ def recipe(*patterns: str) -> Recipe:
     return Recipe(
         model=Model(frozen=list(patterns)),
         train=Train(seq_len=2048, global_batch_size=8),
-        parallel=Parallel(strategy="ddp"),
+        parallel=Parallel(strategy="ddp", tp=1),
     )
 
 

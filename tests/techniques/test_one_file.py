@@ -17,8 +17,8 @@ from shardwise.errors import ConfigError
 from shardwise.methods.loss import logits
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
-from shardwise.planner import search, sheets
-from shardwise.planner.search import MARGIN, choose, settings
+from shardwise.planner import candidates, sheets
+from shardwise.planner.search import MARGIN, Search, choose
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
@@ -37,7 +37,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line in ORDER and the field of the plan."""
     at = techniques.ORDER.index(techniques.freeze) + 1
     monkeypatch.setattr(techniques, "ORDER", (*techniques.ORDER[:at], narrow, *techniques.ORDER[at:]))
-    monkeypatch.setattr(search, "Plan", PlanWithNarrow)
+    monkeypatch.setattr(candidates, "Plan", PlanWithNarrow)
 
 
 def recipe(**sections: object) -> RecipeWithNarrow:
@@ -62,8 +62,8 @@ def test_the_search_tries_its_choices_in_order_and_says_why() -> None:
     found = choose(recipe(), SPEC, fitting(small.estimate.peak_bytes))
     assert isinstance(found, PlanWithNarrow) and found.narrow
     assert found.why["narrow"] == "derived: frozen weights as they are do not fit"
-    rows = settings(recipe(), SPEC, fitting(small.estimate.peak_bytes), found)
-    assert len(rows) > 3 and all(isinstance(row, PlanWithNarrow) and row.narrow for row in rows)
+    rows = Search(recipe(), SPEC, fitting(small.estimate.peak_bytes), pinned=False).families()
+    assert len(rows) > 3 and all(isinstance(row, PlanWithNarrow) for row in rows)
 
 
 def test_its_check_refuses_a_pin() -> None:

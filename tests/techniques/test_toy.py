@@ -10,7 +10,7 @@ import pytest
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner import search, sheets
+from shardwise.planner import candidates, sheets
 from shardwise.planner.search import MARGIN, choose
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
@@ -34,7 +34,7 @@ EVEN = replace(UNTIED, intermediate_size=28)
 def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line in ORDER and the field of the plan."""
     monkeypatch.setattr(techniques, "ORDER", spread_ranks.ORDER)
-    monkeypatch.setattr(search, "Plan", PlanWithSpread)
+    monkeypatch.setattr(candidates, "Plan", PlanWithSpread)
 
 
 def recipe(**sections: object) -> RecipeWithSpread:

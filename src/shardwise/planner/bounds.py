@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.seconds.rates import own_traits
+from shardwise.planner.passes import recomputed
+from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.planner.seconds.step import bound_s
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.plan import BYTES, Batch, Plan
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques import optim
 
 
@@ -24,41 +25,60 @@ class LowerBounds:
 
     spec: ModelSpec
     cluster: Cluster
+    states: dict[object, int] = field(default_factory=dict)
+    sizes: dict[object, tuple[int, int, int]] = field(default_factory=dict)
+    computed_s: dict[object, float] = field(default_factory=dict)
+    larger: dict[object, tuple[int, float]] = field(default_factory=dict)
 
     def stand(self, plan: Plan, share: float) -> bool:
         """Whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of large
         models need no more to be ruled out."""
-        state = sum(optim.state_bytes(self._costed(plan), plan).values())
-        _, weights, trained = self.least(plan)
+        key = plan.layout.fsdp, _alike(plan)
+        if key not in self.states:
+            self.states[key] = sum(optim.state_bytes(self._costed(plan), plan).values())
+        _, weights, trained = self._sizes(plan)
         gathered = weights * BYTES[plan.precision.compute] if plan.shard.strategy in ("zero1", "zero2") else 0
         slices = plan.layout.fsdp if plan.sharded else 1
         gradients = trained * BYTES[plan.precision.weights] // slices
-        return state + max(gradients, gathered) <= share * self.cluster.device.memory_bytes
+        return self.states[key] + max(gradients, gathered) <= share * self.cluster.device.memory_bytes
 
     def _costed(self, plan: Plan) -> Sheet:
         return techniques.cost(sheet_of(self.spec, plan), plan)
 
-    def seconds(self, plan: Plan) -> float:
-        """Seconds that the plan needs at least: of all that is computed, or of all that is sent of the weights and
-        their gradients, whichever is more."""
-        computed_s, weights, trained = self.least(plan)
+    def roughly(self, plan: Plan) -> float:
+        """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their
+        gradients, whichever is more, which is found in next to no time; or what larger micro-batches compute, which no
+        GPU computes faster in smaller ones."""
+        flops, weights, trained = self._sizes(plan)
+        sequences = plan.batch.micro_batch_size * plan.batch.accumulation
+        rates = rates_of(plan, self.cluster, own_traits())
+        computed_s = flops * sequences * plan.batch.seq_len / rates.best_flops_per_s
+        micro, larger_s = self.larger.get(_alike(plan), (0, 0.0))
+        if plan.batch.micro_batch_size < micro:
+            computed_s = max(computed_s, larger_s)
         return max(computed_s, self._sent_s(plan, weights, trained))
 
-    def least(self, plan: Plan) -> tuple[float, int, int]:
-        """Seconds that are computed at least, and the numbers in all weights and in those that are trained, before they
-        are sharded: what plans that differ in the dial alone have in common."""
-        key = plan.layout.tp, plan.remat, plan.compile, plan.batch, plan.sharded
-        if key not in self._known:
-            costed = self._costed(plan)
-            units = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
-            sizes = [(prod(map(int, weight.shape)) * times, weight.trained) for weight, times in units]
-            computed_s = bound_s(costed, plan, self.cluster, own_traits())
-            self._known[key] = computed_s, sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
-        return self._known[key]
+    def seconds(self, plan: Plan) -> float:
+        """The same with all kernels, and with what is sent between them."""
+        key, group = (plan.batch, _alike(plan)), _alike(plan)
+        if key not in self.computed_s:
+            self.computed_s[key] = bound_s(self._costed(plan), plan, self.cluster, own_traits())
+            if self.cluster.kind == "cuda":
+                larger = plan.batch.micro_batch_size, self.computed_s[key]
+                self.larger[group] = max(self.larger.get(group, (0, 0.0)), larger)
+        return max(self.computed_s[key], self.roughly(plan))
 
-    @cached_property
-    def _known(self) -> dict[object, tuple[float, int, int]]:
-        return {}
+    def _sizes(self, plan: Plan) -> tuple[int, int, int]:
+        """Operations of products a token, and the numbers in all weights and in those that are trained, before they are
+        sharded: what plans have in common that differ in the dial and in their micro-batches."""
+        key = _alike(plan)
+        if key not in self.sizes:
+            costed = self._costed(plan)
+            weights = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
+            counts = [(prod(map(int, weight.shape)) * times, weight.trained) for weight, times in weights]
+            flops = sum(times * _flops(unit) for unit, times in costed.repeated())
+            self.sizes[key] = flops, sum(n for n, _ in counts), sum(n for n, trained in counts if trained)
+        return self.sizes[key]
 
     def _sent_s(self, plan: Plan, weights: int, trained: int) -> float:
         """Seconds for which the dial keeps the fuller of its streams busy, at least."""
@@ -73,3 +93,15 @@ class LowerBounds:
             reduces * wires.seconds("reduce_scatter", "fsdp", reduced),
             wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp),
         )
+
+
+def _alike(plan: Plan) -> object:
+    """What plans have in common that compute the same in micro-batches of another size, and shard it over others."""
+    return plan.remat, plan.compile, replace(techniques.inside(plan), batch=Batch())
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _flops(unit: Unit) -> int:
+    """Operations of a unit's products for one token, recomputation included."""
+    again = [op for i, op in enumerate(recomputed(unit)) if i not in unit.saved_ops] if unit.recompute else []
+    return sum(op.flops for op in (*unit.forward, *again, *unit.backward) if op.kind == "matmul" and op.per == "b*s")

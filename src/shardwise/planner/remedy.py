@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.search import MARGIN, choose, could_fit
+from shardwise.planner.search import MARGIN, Search
 from shardwise.spec.cluster import Cluster, devices
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
@@ -112,7 +112,7 @@ def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Reme
     faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
     fit, are left out."""
     found = (
-        _replanned(change, recipe, spec, 1.0)
+        _replanned(change, recipe, spec, None)
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     )
     return [remedy for remedy in found if remedy and _share(remedy.plan) <= 1]
@@ -165,9 +165,10 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     if cross_check(other, lambda key: key):
         return None
     try:
-        if share is not None and not could_fit(other, spec, machines, share):
+        search = Search(other, spec, machines)
+        if share is not None and not search.could_fit(share):
             return None
-        plan = choose(other, spec, machines)
+        plan = search.chosen
     except ConfigError:
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
@@ -39,12 +40,6 @@ KINDS = (*STRATEGIES, "hybrid", "tp")
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
     return Search(recipe, spec, cluster).chosen
-
-
-def could_fit(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float) -> bool:
-    """Whether ``share`` of the memory is enough for the smallest plan."""
-    search = Search(recipe, spec, cluster)
-    return any(peak_share(search.priced(plan)) <= share for plan in search.smallest_ones(search.all))
 
 
 def fits(plan: Plan) -> bool:
@@ -95,15 +90,13 @@ class Search:
     pinned: bool = True
     made: dict[tuple[str, Plan], Plan] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def bounds(self) -> LowerBounds:
-        return LowerBounds(self.spec, self.cluster)
+    def __post_init__(self) -> None:
+        self.bounds = LowerBounds(self.spec, self.cluster)
 
     @cached_property
     def all(self) -> list[Plan]:
-        """Every legal plan, by its bound."""
-        found, _ = self._candidates
-        return sorted(found, key=lambda plan: (self.bounds.seconds(plan), simplicity(plan)))
+        """Every legal plan, simpler ones first; of those that are as simple, in the order of techniques' choices."""
+        return sorted(self._candidates[0], key=simplicity)
 
     @cached_property
     def _candidates(self) -> tuple[list[Plan], list[Problem]]:
@@ -139,17 +132,26 @@ class Search:
         return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
 
     def fastest(self, plans: list[Plan], share: float = MARGIN) -> list[Plan]:
-        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds; ``plans`` are
-        in the order of their bounds."""
-        found: list[Plan] = []
-        best_s = float("inf")
-        for plan in plans:
-            if self.bounds.seconds(plan) > (1 + TIE) * best_s:
+        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds, in the order
+        of ``plans``. Each plan is looked at when no other has a lower bound: at first a rough one, then a better one,
+        then its price."""
+        found: dict[int, Plan] = {}
+        best_s, bounds = float("inf"), self.bounds
+        standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
+        waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
+        heapify(waiting)
+        while waiting:
+            bound_s, looked, i = heappop(waiting)
+            if bound_s > (1 + TIE) * best_s:
                 break
-            if self.bounds.stand(plan, share) and peak_share(priced := self.priced(plan)) <= share:
-                found.append(self._timed(priced))
-                best_s = min(best_s, seconds(found[-1]).step_s)
-        return found
+            if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
+                heappush(waiting, (rough_s, 0, i))
+            elif not looked:
+                heappush(waiting, (bounds.seconds(plans[i]), 1, i))
+            elif peak_share(priced := self.priced(plans[i])) <= share:
+                found[i] = self._timed(priced)
+                best_s = min(best_s, seconds(found[i]).step_s)
+        return [found[i] for i in sorted(found)]
 
     def simplest(self, plans: list[Plan]) -> Plan:
         """Of plans with seconds, the simplest of those that are as fast as the fastest."""
@@ -159,6 +161,11 @@ class Search:
     def smallest(self, plans: list[Plan]) -> Plan:
         """The plan whose fullest rank holds the least."""
         return min(map(self.priced, self.smallest_ones(plans)), key=lambda plan: plan.estimate.peak_bytes)
+
+    def could_fit(self, share: float) -> bool:
+        """Whether ``share`` of the memory is enough for the smallest plan."""
+        small = [plan for plan in self.smallest_ones(self.all) if self.bounds.stand(plan, share)]
+        return any(peak_share(self.priced(plan)) <= share for plan in small)
 
     def smallest_ones(self, plans: list[Plan]) -> list[Plan]:
         """Of each split of the ranks the plan with the most recomputation and the smallest micro-batch."""
@@ -216,7 +223,8 @@ class Search:
             found["batch.micro_batch_size"] = "searched, with the step's sequences as they are"
         if self.recipe.recompute.mode == "auto":
             none = "activations fit" if fits(plan) else "activations are not what does not fit"
-            found["remat.mode"] = f"searched: {none}" if plan.remat.mode == "none" else "searched: less does not fit"
+            less = "with less no plan fits, or none is as fast"
+            found["remat.mode"] = f"searched: {none if plan.remat.mode == 'none' else less}"
         if plan.layout.tp > 1 and not self.recipe.parallel.tp:
             found["layout.tp"] = "searched: no plan without it fits, or is as fast"
         why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}

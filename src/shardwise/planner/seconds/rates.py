@@ -72,6 +72,12 @@ class Rates:
     multiprocessors: int
     measured: Measured | None = None
 
+    @property
+    def best_flops_per_s(self) -> float:
+        """That of no product is higher."""
+        known = _of_dtype(self.measured, self.dtype) if self.measured else ()
+        return max((2.0 * one.m * one.n * one.k / one.seconds for one in known), default=self.flops_per_s)
+
     def product_s(self, groups: int, m: int, n: int, k: int) -> float:
         """``groups`` products of m x k by k x n."""
         flops, moved = 2.0 * groups * m * n * k, BYTES[self.dtype] * groups * (m * k + k * n + m * n)
