@@ -87,7 +87,7 @@ def head_lines(answer: Planned) -> list[str]:
 def page_lines(answer: Planned, explain: str | None) -> list[str]:
     """The verdict, a step, the run, then what :func:`plan_lines` tells."""
     spec, cluster, chosen = answer.spec, answer.cluster, answer.chosen
-    waits = step_time.bottleneck(chosen)
+    waits = step_time.bottleneck(chosen, cluster)
     return [
         render.sentence(chosen),
         "",

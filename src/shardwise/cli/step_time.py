@@ -56,7 +56,7 @@ def parts(found: Seconds) -> list[tuple[str, float]]:
     return [("computes", found.compute_s), *waits, *((name, part) for name, part in others if part)]
 
 
-def bottleneck(plan: Plan) -> str | None:
+def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
     """Whether a step waits for the links, in words, and what would help."""
     if plan.layout.world == 1:
         return None
@@ -68,19 +68,23 @@ def bottleneck(plan: Plan) -> str | None:
         return f"the links are not the bottleneck: {share:.0%} of a step waits for them, {sending}"
     axis = max(found.exposed_s, key=lambda name: found.exposed_s[name])
     across = any(t.axis == axis and t.link == "network" for t in plan.estimate.traffic)
-    link = "the network between nodes" if across else "the links inside a node"
-    head = f"{link} {'is' if across else 'are'} {'the bottleneck' if share >= MUCH else 'a part of it'}"
-    return f"{head}: {share:.0%} of a step waits, most for {axis}; {_help(plan, across, axis)}"
+    link, verb = ("the network between nodes", "is") if across else ("the links inside a node", "are")
+    head = f"{link} {verb} {'the bottleneck' if share >= MUCH else 'a part of it'}"
+    help_ = " or ".join(_help(plan, cluster, across, axis))
+    return f"{head}: {share:.0%} of a step waits, most for {axis}; {help_} would help"
 
 
-def _help(plan: Plan, across: bool, axis: str) -> str:
+def _help(plan: Plan, cluster: Cluster, across: bool, axis: str) -> list[str]:
     """What would make a step wait less for this axis."""
-    faster = "faster links between nodes" if across else "GPUs with NVLink"
     if axis == "tp":
-        return f"fewer ranks a tensor-parallel group, or {faster}, would help"
-    if plan.shard.strategy == "zero3" and plan.batch.accumulation > 1:
-        return f"fewer, larger micro-batches (weights are gathered for each), or {faster}, would help"
-    return f"more sequences a step (train.global_batch_size), or {faster}, would help"
+        ours = "fewer ranks a tensor-parallel group"
+    elif plan.shard.strategy == "zero3" and plan.batch.accumulation > 1:
+        ours = "fewer, larger micro-batches (weights are gathered for each)"
+    else:
+        ours = "more sequences a step (train.global_batch_size)"
+    if across:
+        return [ours, "faster links between nodes"]
+    return [ours] if cluster.device.peer_bytes_per_s or cluster.kind == "cpu" else [ours, "GPUs with NVLink"]
 
 
 def time_lines(plan: Plan) -> list[str]:
