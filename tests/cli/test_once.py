@@ -33,7 +33,7 @@ def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_plan(counts: Path) -> None:
     assert main(["plan", *WORDS, "run.nproc=2"]) == 0
-    assert counted(counts) == {"start: resolve": 1, "start: choose": 1}
+    assert counted(counts) == {"start: resolve": 1}  # it searches for more plans than the one that would run
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

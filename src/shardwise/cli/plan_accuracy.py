@@ -14,8 +14,8 @@ from typer import Argument, Option
 from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say, visible
 from shardwise.data.whole import write_whole
-from shardwise.planner.accuracy.rows import said
-from shardwise.planner.accuracy.score import COLUMNS, MATTERS, Score, line, rows_of, score
+from shardwise.interop.accuracy.rows import said
+from shardwise.interop.accuracy.score import COLUMNS, MATTERS, Score, line, rows_of, score
 
 WORST, NOTE = 10, 320
 """How many rows are shown, and how much of their notes."""
@@ -41,7 +41,7 @@ Columns are found by name, in any order, and others are ignored. Needed: `gpu`, 
 usually does.
 
 The software of a row is not this one. Where it is known to differ, that is taken into account, as a trait that it has
-or has not (planner/accuracy/traits.csv); no figure is fitted to a model or to a table. A block without a gate is priced
+or has not (interop/accuracy/traits.csv); no figure is fitted to a model or to a table. A block without a gate is priced
 as one with a gate and as many weights; adapters are priced on all linear layers. Allocated memory is compared with what
 the planner says that torch has allocated, any other counter with the whole peak. The samples of a batch that is not
 packed are as long as `seq_len` where memory is compared, and its seconds are not."""

@@ -9,7 +9,6 @@ beat (planner/bounds.py), until that is longer than the best that was found: few
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -88,7 +87,8 @@ class Search:
     spec: ModelSpec
     cluster: Cluster
     pinned: bool = True
-    made: dict[tuple[str, Plan], Plan] = field(default_factory=dict, init=False, repr=False)
+    prices: dict[Plan, Plan] = field(default_factory=dict, init=False, repr=False)
+    times: dict[Plan, Plan] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.bounds = LowerBounds(self.spec, self.cluster)
@@ -112,7 +112,7 @@ class Search:
             smallest = self.smallest(self.all)
             share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
             reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
-            return self._explained(self._timed(smallest), reason)
+            return self._explained(self.timed(smallest), reason)
         best = self.simplest(fitting)
         if not fits(best):
             reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the fastest below {TIGHT:.0%}"
@@ -128,7 +128,7 @@ class Search:
             if fitting := self.fastest(own):
                 found.append(self._with_larger_chunks(self.simplest(fitting)))
             elif own:
-                found.append(self._timed(self.smallest(own)))
+                found.append(self.timed(self.smallest(own)))
         return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
 
     def fastest(self, plans: list[Plan], share: float = MARGIN) -> list[Plan]:
@@ -149,7 +149,7 @@ class Search:
             elif not looked:
                 heappush(waiting, (bounds.seconds(plans[i]), 1, i))
             elif peak_share(priced := self.priced(plans[i])) <= share:
-                found[i] = self._timed(priced)
+                found[i] = self.timed(priced)
                 best_s = min(best_s, seconds(found[i]).step_s)
         return [found[i] for i in sorted(found)]
 
@@ -178,16 +178,16 @@ class Search:
         return list(found.values())
 
     def priced(self, plan: Plan) -> Plan:
-        return self._once("priced", plan, lambda: price(self.spec, plan, self.cluster))
+        """The plan with its estimate of memory and traffic, made once."""
+        if plan not in self.prices:
+            self.prices[plan] = price(self.spec, plan, self.cluster)
+        return self.prices[plan]
 
-    def _timed(self, priced: Plan) -> Plan:
-        return self._once("timed", priced, lambda: timed(self.spec, priced, self.cluster))
-
-    def _once(self, what: str, plan: Plan, make: Callable[[], Plan]) -> Plan:
-        key = what, plan
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+    def timed(self, priced: Plan) -> Plan:
+        """The same with seconds."""
+        if priced not in self.times:
+            self.times[priced] = timed(self.spec, priced, self.cluster)
+        return self.times[priced]
 
     def _with_larger_chunks(self, plan: Plan) -> Plan:
         """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
@@ -196,7 +196,7 @@ class Search:
             chunk, reasons = chunk_of(self.spec, most, tokens)
             larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
             if fits(priced := self.priced(larger)):
-                return self._timed(priced)
+                return self.timed(priced)
         return plan
 
     def _reason(self, best: Plan, fitting: list[Plan]) -> str:

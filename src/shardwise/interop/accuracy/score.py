@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
+from shardwise.interop.accuracy.memory import memory_of
+from shardwise.interop.accuracy.rows import Measurement, number, read, said
 from shardwise.models.config import parameter_count
-from shardwise.planner.accuracy.memory import memory_of
-from shardwise.planner.accuracy.rows import Measurement, number, read, said
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed

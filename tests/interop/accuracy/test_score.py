@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, MissingInputError
-from shardwise.planner.accuracy.memory import memory_of
-from shardwise.planner.accuracy.rows import Measurement, read
-from shardwise.planner.accuracy.score import (
+from shardwise.interop.accuracy.memory import memory_of
+from shardwise.interop.accuracy.rows import Measurement, read
+from shardwise.interop.accuracy.score import (
     Score,
     efficiency,
     flops_per_token,
@@ -26,7 +26,7 @@ from shardwise.planner.accuracy.score import (
     summary,
 )
 from shardwise.planner.price import price
-from tests.planner.accuracy.published import changed
+from tests.interop.accuracy.published import changed
 
 
 def reading(**values: str) -> Measurement:

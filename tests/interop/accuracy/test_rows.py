@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.interop.accuracy.rows import Measurement, habits_of, read
 from shardwise.models.config import parameter_count
-from shardwise.planner.accuracy.rows import Measurement, habits_of, read
 from shardwise.spec.cluster import find_device
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Precision, Remat, Shard
-from tests.planner.accuracy.published import ROW, changed
+from tests.interop.accuracy.published import ROW, changed
 
 
 def reading(**values: str) -> Measurement:

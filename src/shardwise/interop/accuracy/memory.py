@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from math import ceil
 
+from shardwise.interop.accuracy.rows import CHUNK_TOKENS, Measurement, said
 from shardwise.models.config import parameter_count
-from shardwise.planner.accuracy.rows import CHUNK_TOKENS, Measurement, said
 from shardwise.planner.price import price
 from shardwise.spec.plan import NOT_ALLOCATED, Estimate
 
