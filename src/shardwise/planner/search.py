@@ -168,13 +168,12 @@ class Search:
         return any(peak_share(self.priced(plan)) <= share for plan in small)
 
     def smallest_ones(self, plans: list[Plan]) -> list[Plan]:
-        """Of each split of the ranks the plan with the most recomputation and the smallest micro-batch."""
+        """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch."""
         found: dict[object, Plan] = {}
         for plan in plans:
-            split, least = (plan.layout, plan.shard), (-MODES.index(plan.remat.mode), plan.batch.micro_batch_size)
-            other = found.get(split)
-            if other is None or least < (-MODES.index(other.remat.mode), other.batch.micro_batch_size):
-                found[split] = plan
+            alike = plan.layout, plan.shard, plan.remat
+            other = found.get(alike, plan)
+            found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
         return list(found.values())
 
     def priced(self, plan: Plan) -> Plan:

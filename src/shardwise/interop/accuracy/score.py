@@ -159,6 +159,7 @@ def _traits(row: Measurement) -> Traits:
         attention if f"attention {attention}" in known else f"flash2 {age}",
         known["tp hidden"] if habits.tp_overlap or overlapped else 0.0,
         known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
+        bool(habits.step_copies),
     )
 
 

@@ -33,7 +33,7 @@ CPU_FLOPS, CPU_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 8e-6
 class Traits:
     """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
     ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
-    cards' rate that sharded weights reach."""
+    cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation."""
 
     efficiency: float
     step_s: float
@@ -41,6 +41,7 @@ class Traits:
     attention: str = "auto"
     hidden: float = 0.0
     network: float | None = None
+    unfused: bool = False
 
 
 def own_traits() -> Traits:

@@ -24,6 +24,9 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
+UNFUSED = 23
+"""Of clipping (a norm, a product) 3, of decay 2, of the moments 8, of the square root, its correction and epsilon 6, of
+the update 4."""
 PLAYED = 4
 """Micro-batches that are played: the first, two that are like all others, the last."""
 
@@ -44,7 +47,7 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
     slower = 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
-    optimizer_s = slower * optimizer(costed, plan, rates)
+    optimizer_s = slower * optimizer(costed, plan, rates, unfused=traits.unfused)
     exposed = {axis: slower * seconds for axis, seconds in now.exposed_s.items() if seconds > 1e-12}
     passes_s = slower * max(now.at_s["compute"], now.host_s)
     host_s = traits.step_s if cluster.kind == "cuda" else 0.0
@@ -70,16 +73,16 @@ def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> floa
     """Seconds that the step takes at least: all that is computed, and what is sent between kernels, without a wait."""
     rates = rates_of(plan, cluster, traits)
     passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
-    total_s = 0.0
+    device_s = host_s = 0.0
     for unit, times in costed.repeated():
         for which in (Passes.forward, Passes.backward):
             for piece in folded_pass(which, passes, unit):
                 if isinstance(piece, Span):
                     sent = sum(n * wires.seconds(s.kind, s.axis, s.bytes) for s, n in piece.sent.items())
-                    computed = max(sum(piece.busy_ns.values()), piece.host_ns) / 1e9
-                    total_s += times * (computed + (1 - traits.hidden) * sent)
+                    device_s += times * (sum(piece.busy_ns.values()) / 1e9 + (1 - traits.hidden) * sent)
+                    host_s += times * piece.host_ns / 1e9
     fixed_s = traits.step_s if cluster.kind == "cuda" else 0.0
-    return plan.batch.accumulation * total_s + optimizer(costed, plan, rates) + fixed_s
+    return plan.batch.accumulation * max(device_s, host_s) + optimizer(costed, plan, rates, unfused=traits.unfused) + fixed_s
 
 
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:
@@ -103,13 +106,17 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
     return clock.now
 
 
-def optimizer(costed: Sheet, plan: Plan, rates: Rates) -> float:
-    """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments."""
+def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
+    """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
+    fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in
+    memory."""
     numbers = sum(times * _trained(unit, costed.place) for unit, times in costed.repeated())
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
     moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
     moved = numbers * (weight + 2 * weight + 4 * moment + weight)  # the norm reads gradients a first time
+    if unfused:
+        moved = numbers * weight * UNFUSED
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
     if not rates.cuda:
         return kernels * rates.pointwise_s(moved / kernels) if kernels else 0.0

@@ -1,0 +1,237 @@
+"""What the field agrees on, reproduced by plans or overruled by their own figures. The claims are those that
+practitioners publish of strategies, memory and links; P is parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cli.step_time import mfu, tokens_per_s
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.load import load_spec
+from shardwise.planner.price import price
+from shardwise.planner.search import MARGIN, Search, fits, kind, peak_share, seconds
+from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.sheets import sheet_of
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from shardwise.spec.recipe import Recipe
+from shardwise.techniques import cost as costed
+from shardwise.techniques import optim
+
+GIB, GB = 2**30, 1e9
+EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")
+FOUR_HUNDRED_B = load_spec("meta-llama/Llama-3.1-405B")
+ONE_B = load_spec("meta-llama/Llama-3.2-1B")
+SIXTEEN = {"seq_len": 4096, "micro_batch_size": 1, "gradient_accumulation_steps": 16, "global_batch_size": None}
+
+
+KNOWN: dict[str, Search] = {}
+
+
+def plans(spec: ModelSpec, cluster: str, **sections: object) -> Search:
+    """The search for a recipe with these sections, made once."""
+    recipe = Recipe.model_validate({"train": {"seq_len": 4096, "global_batch_size": 64}, **sections})
+    key = f"{spec.name} {cluster} {sections}"
+    return KNOWN.setdefault(key, Search(recipe, spec, parse_cluster(cluster)))
+
+
+def families(search: Search) -> dict[str, Plan]:
+    return {kind(plan): plan for plan in search.families()}
+
+
+def state_bytes(spec: ModelSpec, plan: Plan) -> int:
+    """Weights, gradients and moments of a rank."""
+    held = optim.state_bytes(costed(sheet_of(spec, plan), plan), plan)
+    return held["weights"] + held["moments"] + held["weights"]
+
+
+def sharded(spec: ModelSpec, ranks: int, strategy: str = "zero3", replicas: int = 1) -> Plan:
+    layout = Layout(dp_replicate=replicas, dp_shard=ranks, ranks_per_node=8)
+    if strategy == "ddp":
+        layout = Layout(dp_replicate=ranks, ranks_per_node=8)
+    return Plan(layout, Batch(1, 1, 4096, 512), Shard(strategy), Precision("bf16"), model=spec.name)  # type: ignore[arg-type]
+
+
+def sent_bytes(spec: ModelSpec, plan: Plan, cluster: Cluster) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for traffic in price(spec, plan, cluster).estimate.traffic:
+        found[traffic.kind] = found.get(traffic.kind, 0) + traffic.bytes
+    return found
+
+
+def test_1_state_that_fits_one_gpu_is_replicated() -> None:
+    """DDP, or ZeRO-1 where its gathers in bf16 are less than an all-reduce in fp32."""
+    assert kind(plans(ONE_B, "8xH100").chosen) in ("ddp", "zero1")
+
+
+def test_2_adapters_whose_base_fits_are_replicated() -> None:
+    for method in ({"rank": 16}, {"rank": 16, "frozen": "nf4"}):
+        chosen = plans(EIGHT_B, "8xH100", lora=method).chosen
+        assert kind(chosen) == "ddp"
+        assert sum(t.bytes for t in chosen.estimate.traffic) < 0.4 * GB
+
+
+def test_3_an_8b_on_eight_cards_of_32_gb_is_fully_sharded_without_tp() -> None:
+    chosen = plans(EIGHT_B, "8xRTX-5090", train=SIXTEEN).chosen
+    assert kind(chosen) == "zero3" and chosen.remat.mode != "none" and chosen.compile and fits(chosen)
+    assert state_bytes(EIGHT_B, chosen) / GIB == pytest.approx(15.0, abs=0.1)
+
+
+def test_3b_where_96_gb_hold_more_it_is_not() -> None:
+    search = plans(EIGHT_B, "8xRTX-PRO-6000", train=SIXTEEN)
+    found, chosen = families(search), search.chosen
+    assert kind(chosen) in ("zero1", "zero2") and fits(found["zero3"])
+    assert seconds(chosen).step_s < seconds(found["zero3"]).step_s
+    few, many = (sum(t.bytes for t in plan.estimate.traffic) for plan in (chosen, found["zero3"]))
+    assert few < 60 * GB and many > 600 * GB
+
+
+def test_6_a_70b_on_one_node_of_four() -> None:
+    """ZeRO-2 keeps 141 GB of weights on a card of 96, ZeRO-3 282 GB of state a card: neither fits."""
+    found = families(plans(SEVENTY_B, "4xRTX-PRO-6000"))
+    assert not any(fits(plan) for plan in found.values())
+    assert 2 * parameter_count(SEVENTY_B) / GB == pytest.approx(141, abs=1)
+    assert state_bytes(SEVENTY_B, sharded(SEVENTY_B, 4)) / GB == pytest.approx(282, rel=0.01)
+    packed = plans(SEVENTY_B, "4xRTX-PRO-6000", optim={"name": "adamw8bit"}).chosen
+    assert not fits(packed) and peak_share(packed) > 1
+
+
+def test_14_7b_to_30b_on_a_few_nodes() -> None:
+    """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits."""
+    once = plans(EIGHT_B, "2x8xA100+400Gb/node", train={"seq_len": 4096, "global_batch_size": 16}).chosen
+    often = plans(EIGHT_B, "2x8xH200+400Gb/node", train={"seq_len": 4096, "global_batch_size": 1024}).chosen
+    assert kind(once) in ("zero1", "zero2", "zero3", "hybrid") and kind(often) in ("zero1", "zero2", "hybrid")
+
+
+def test_15_what_fits_one_device_takes_no_technique() -> None:
+    chosen = plans(ONE_B, "1xH100").chosen
+    assert (kind(chosen), chosen.remat.mode, chosen.layout.world) == ("ddp", "none", 1) and fits(chosen)
+
+
+@pytest.mark.parametrize("cluster", ["16x8xH100+3.2Tb/node", "16x8xL40S+100Gb/node"])
+def test_16_where_tensor_parallelism_starts_to_pay(cluster: str) -> None:
+    """At no number of parameters: where shards over all ranks are too large, or their gathers too slow. On 16 nodes a
+    1B does without, a 405B does not, and no larger model takes a smaller degree."""
+    train = {"seq_len": 4096, "global_batch_size": 512}
+    degrees = [
+        plans(spec, cluster, train=train).chosen.layout.tp for spec in (ONE_B, EIGHT_B, SEVENTY_B, FOUR_HUNDRED_B)
+    ]
+    assert degrees == sorted(degrees) and degrees[0] == 1 < degrees[-1]
+
+
+def test_11_tensor_parallelism_stays_in_the_node() -> None:
+    for cluster in ("4x8xH100+400Gb/node", "4x8xL40S+100Gb/node"):
+        assert max(plan.layout.tp for plan in plans(SEVENTY_B, cluster).all) == 8
+
+
+def test_17_an_8b_is_not_comfortable_with_ddp_on_32_gb() -> None:
+    ddp = families(plans(EIGHT_B, "8xRTX-5090"))["ddp"]
+    assert peak_share(ddp) > 3 and 32 * GB / 16 == 2e9
+
+
+@pytest.mark.parametrize(("billions", "gib"), [(70.55, 131), (405.85, 755)])
+def test_18_hybrid_shards_of_eight_do_not_hold_large_models(billions: float, gib: int) -> None:
+    spec = SEVENTY_B if billions < 100 else FOUR_HUNDRED_B
+    assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert state_bytes(spec, sharded(spec, 8, replicas=2)) / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_19_full_shard_is_not_capped_at_200_tflops() -> None:
+    """Published runs of FSDP reach 408 to 428 TFLOP/s on an H100; a plan of 7 B over 64 is in that range."""
+    train, parallel = {"seq_len": 8192, "global_batch_size": 128}, {"strategy": "zero3", "tp": 1}
+    search = plans(EIGHT_B, "8x8xH100+3.2Tb/node", train=train, parallel=parallel)
+    share = mfu(EIGHT_B, search.chosen, search.cluster)
+    assert share is not None and 300 < share * 989 < 550
+
+
+@pytest.mark.parametrize(("spec", "gb"), [(EIGHT_B, 16), (SEVENTY_B, 141), (FOUR_HUNDRED_B, 811)])
+def test_23_24_an_all_reduce_in_bf16(spec: ModelSpec, gb: int) -> None:
+    """Its payload, and at most how long it takes between nodes of one rank: a ring moves 2 (n - 1) / n of it."""
+    payload = 2 * parameter_count(spec)
+    assert payload / GB == pytest.approx(gb, rel=0.01)
+    cluster = parse_cluster("2x1xH100+400Gb/node")
+    layout = Layout(dp_replicate=2, ranks_per_node=1)
+    took_s = wires_of(layout, cluster, share=1.0).seconds("all_reduce", "loss", payload)
+    assert took_s == pytest.approx(payload / 50e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "times"), [(8, 1, 2.9), (64, 1, 3.8), (8, 2, 4.3), (64, 2, 7.2)])
+def test_25_memory_of_zero_against_ddp(ranks: int, stage: int, times: float) -> None:
+    """Of 16 bytes a parameter, in bf16 with fp32 masters: 2 + 2 + 12, of which stage 1 cuts 12 and stage 2 14."""
+    cut = {1: 12, 2: 14}[stage]
+    assert 16 / (16 - cut + cut / ranks) == pytest.approx(times, abs=0.06)
+    whole, slices = (state_bytes(EIGHT_B, sharded(EIGHT_B, ranks, strategy)) for strategy in ("ddp", "zero3"))
+    assert whole / slices == pytest.approx(ranks, rel=0.01), "and each component here shrinks as often"
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_26_communication_of_zero_against_ddp(m: int) -> None:
+    """In one dtype: with m micro-batches zero3 sends 1.5 m of ddp's, zero2 (1 + m) / 2, zero1 as much. The ends are
+    gathered once, which the plan counts."""
+    cluster, sent = parse_cluster("8xH100"), {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        plan = replace(
+            sharded(EIGHT_B, 8, strategy), precision=Precision("bf16", "fp32", "bf16"), batch=Batch(1, m, 4096, 512)
+        )
+        found = sent_bytes(EIGHT_B, plan, cluster)
+        sent[strategy] = 2 * (found.get("all_reduce", 0)) + found.get("all_gather", 0) + found.get("reduce_scatter", 0)
+    ratio = {strategy: size / sent["ddp"] for strategy, size in sent.items()}
+    assert ratio["zero1"] == pytest.approx(1, rel=0.01) and ratio["zero2"] == pytest.approx((1 + m) / 2, rel=0.01)
+    ends = 2 * EIGHT_B.vocab_size * EIGHT_B.hidden_size / parameter_count(EIGHT_B)
+    assert ratio["zero3"] == pytest.approx(m * (1.5 - ends / 2), rel=0.02)
+
+
+def test_27_hybrid_shard_of_a_70b_over_two_nodes() -> None:
+    """Every node sends its gradients once: 141 GB in bf16, 282 in fp32; 5.6 and 11.3 s at 25 GB/s."""
+    cluster = parse_cluster("2x8xH100+200Gb/node")
+    plan = sharded(SEVENTY_B, 8, replicas=2)
+    layout = plan.layout
+    for width, gb, took_s in ((2, 141, 5.6), (4, 282, 11.3)):
+        a_rank = width * parameter_count(SEVENTY_B) // 8
+        assert 8 * a_rank / GB == pytest.approx(gb, rel=0.01)
+        wires = wires_of(layout, cluster, share=1.0)
+        assert wires.seconds("all_reduce", "dp_replicate", a_rank) == pytest.approx(took_s, rel=0.02)
+
+
+def test_28_exposed_communication() -> None:
+    """5 s of compute and 5.6 of network are half, without overlap; a plan says what is exposed, which is less."""
+    assert pytest.approx(0.53, abs=0.01) == 5.6 / (5 + 5.6) and pytest.approx(0.74, abs=0.01) == 5.6 / (2 + 5.6)
+    found = seconds(families(plans(EIGHT_B, "4x8xH100+100Gb/node"))["zero3"])
+    assert 0 < found.exposed_s["dp_shard"] < found.sent_s["dp_shard"]
+
+
+def test_29_traffic_of_tensor_parallelism() -> None:
+    """Two all-reduces a layer forward and two backward of tokens x hidden, or their halves under sequence
+    parallelism."""
+    tokens, d, layers = 4096, EIGHT_B.hidden_size, EIGHT_B.num_hidden_layers
+    plan = Plan(
+        Layout(tp=8, ranks_per_node=8), Batch(1, 1, tokens, 512), precision=Precision("bf16"), model=EIGHT_B.name
+    )
+    found = sent_bytes(EIGHT_B, plan, parse_cluster("8xH100"))
+    stream = 2 * tokens * d
+    assert found["all_reduce"] == pytest.approx(4 * layers * stream, rel=0.03), "and one of each end"
+    with_sp = sent_bytes(EIGHT_B, replace(plan, sequence_parallel=True), parse_cluster("8xH100"))
+    halves = with_sp["all_gather"] + with_sp["reduce_scatter"]
+    assert halves == pytest.approx(2 * found["all_reduce"], rel=0.3), "gathered for weights' gradients once more"
+
+
+def test_31_tensor_parallelism_over_pcie() -> None:
+    """Not 14 times slower than over NVLink, but as many times as the links are."""
+    layout = Layout(tp=8, ranks_per_node=8)
+    took_s = {}
+    for name in ("H100", "L40S"):
+        took_s[name] = wires_of(layout, parse_cluster(f"8x{name}")).seconds("all_reduce", "tp", 2**28)
+    assert 7 < took_s["L40S"] / took_s["H100"] < 30
+
+
+def test_34_an_8b_on_eight_pcie_cards_is_not_held_to_2000_tokens_a_second() -> None:
+    for name, least in (("RTX-5090", 5_000), ("RTX-PRO-6000", 12_000)):
+        search = plans(EIGHT_B, f"8x{name}", train=SIXTEEN)
+        assert tokens_per_s(search.chosen) > least
+
+
+def test_35_the_margin() -> None:
+    assert MARGIN == 0.8

@@ -1,0 +1,137 @@
+"""What ``auto`` takes is as fast as the best of all plans, by its own seconds; and bounds are below what they bound."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+import pytest
+
+from shardwise.models.config import ModelSpec
+from shardwise.models.load import load_spec
+from shardwise.planner.bounds import LowerBounds
+from shardwise.planner.candidates import candidates
+from shardwise.planner.price import price
+from shardwise.planner.search import MARGIN, TIE, Search, fits, kind, peak_share, seconds
+from shardwise.planner.seconds.step import timed
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+MODELS = {"1B": "meta-llama/Llama-3.2-1B", "8B": "meta-llama/Llama-3.1-8B", "70B": "meta-llama/Llama-3.1-70B"}
+METHODS: dict[str, dict[str, object]] = {
+    "full": {},
+    "bf16": {"precision": {"weights": "bf16"}},
+    "8-bit": {"optim": {"name": "adamw8bit"}},
+    "lora": {"lora": {"rank": 16}},
+    "qlora": {"lora": {"rank": 16, "frozen": "nf4"}},
+}
+CLUSTERS = (
+    "1x4090",
+    "2x4090",
+    "8x5090",
+    "8xL40S",
+    "4xA100",
+    "8xRTX-PRO-6000",
+    "1xH100",
+    "8xH100",
+    "2x8xH100+100Gb/node",
+    "4x8xH100+10Gb/node",
+    "2x8xH200+400Gb/node",
+    "64x8xH100+400Gb/node",
+)
+Case = tuple[str, str, str, int, int]
+
+
+def generated(count: int) -> list[Case]:
+    """Cases at random, but always the same: model, method, cluster, tokens of a sequence, sequences a step."""
+    random, found = Random(24), list[Case]()
+    while len(found) < count:
+        model, method, cluster = (random.choice([*names]) for names in (MODELS, METHODS, CLUSTERS))
+        world = parse_cluster(cluster).world
+        case = model, method, cluster, random.choice((2048, 4096, 8192)), world * random.choice((1, 2, 4))
+        if case not in found:
+            found.append(case)
+    return found
+
+
+THREE: list[Case] = [
+    ("8B", "lora", "4x8xH100+10Gb/node", 4096, 32),
+    ("70B", "full", "2x8xH100+400Gb/node", 4096, 32),
+    ("70B", "full", "2x8xRTX-PRO-6000+200Gb/node", 4096, 64),
+]
+
+
+@cache
+def spec_of(model: str) -> ModelSpec:
+    return load_spec(MODELS[model])
+
+
+def asked(case: Case) -> tuple[Recipe, ModelSpec, Cluster]:
+    model, method, cluster, seq_len, batch = case
+    train = {"seq_len": seq_len, "global_batch_size": batch}
+    return Recipe.model_validate({"train": train, **METHODS[method]}), spec_of(model), parse_cluster(cluster)
+
+
+def every(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
+    """All legal plans, priced, and those that fit with seconds."""
+    found = [price(spec, plan, cluster) for plan in candidates(recipe, spec, cluster)[0]]
+    return [timed(spec, plan, cluster) if fits(plan) else plan for plan in found]
+
+
+@pytest.mark.parametrize("case", THREE, ids=str)
+def test_the_choice_is_as_fast_as_the_best_of_all(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.matrix(6)
+@pytest.mark.parametrize("case", generated(30), ids=str)
+def test_generated(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
+    recipe, spec, cluster = asked(case)
+    plans, chosen = every(recipe, spec, cluster), Search(recipe, spec, cluster).chosen
+    fitting = [plan for plan in plans if fits(plan)]
+    assert fits(chosen) is bool(fitting)
+    if fitting:
+        best_s = min(seconds(plan).step_s for plan in fitting)
+        assert seconds(chosen).step_s <= (1 + TIE) * best_s
+    else:
+        least = min(plan.estimate.peak_bytes for plan in plans)
+        assert chosen.estimate.peak_bytes <= 1.02 * least or MARGIN < peak_share(chosen) < 1
+
+
+@pytest.mark.parametrize("case", [THREE[0], ("1B", "full", "8xH100", 4096, 64)], ids=str)
+def test_bounds_are_below_what_they_bound(case: Case) -> None:
+    """In whatever order they are asked: what is known of one plan bounds others."""
+    recipe, spec, cluster = asked(case)
+    plans = candidates(recipe, spec, cluster)[0]
+    Random(1).shuffle(plans)
+    bounds = LowerBounds(spec, cluster)
+    for plan in plans[:60]:
+        rough_s, bound_s = bounds.roughly(plan), bounds.seconds(plan)
+        priced = timed(spec, price(spec, plan, cluster), cluster)
+        assert rough_s <= bound_s * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9)
+        share = peak_share(priced)
+        assert bounds.stand(plan, share)
+
+
+def test_the_table_and_the_reason_agree() -> None:
+    """The chosen plan is in the table, and nothing that fits above it is faster by more than runs differ."""
+    for case in THREE[:1], THREE[2:]:
+        recipe, spec, cluster = asked(case[0])
+        search = Search(recipe, spec, cluster)
+        plans = [plan for plan in search.families() if fits(plan)]
+        of_its_kind = next(plan for plan in plans if kind(plan) == kind(search.chosen))
+        assert of_its_kind.estimate == search.chosen.estimate
+        assert seconds(search.chosen).step_s <= (1 + TIE) * seconds(plans[0]).step_s
+        assert search.chosen.why["shard.strategy"].startswith("searched: ")
+
+
+def test_adapters_on_slow_links_are_replicated_between_nodes() -> None:
+    """ZeRO-3 over four nodes with 10 Gb/s gathers for half a minute what replicas need not send."""
+    recipe, spec, cluster = asked(THREE[0])
+    found = {kind(plan): seconds(plan).step_s for plan in Search(recipe, spec, cluster).families()}
+    assert min(found["hybrid"], found["ddp"]) < 1 < 20 < found["zero3"]
