@@ -77,15 +77,17 @@ def run(options: Options) -> None:
 
 def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
     """The report in Markdown."""
-    fit, skipped = report["groups"]["fit"], report["skipped"]
+    fit, ordered, skipped = report["groups"]["fit"], report["groups"]["pairs"], report["skipped"]
     heads = ("group", "rows", "median", "p90", "signed", "over sources", "constant guess", "one source left out")
-    groups = [(name, *_figures(found)) for name, found in report["groups"].items() if name != "fit"]
+    groups = [(name, *_figures(found)) for name, found in report["groups"].items() if "median_ape" in found]
     said_not = f"{fit['false_does_not_fit']} that ran are said not to fit"
     missed = f"{fit['missed_oom']} of {fit['oom']} that ran out of memory are said to fit"
     parts = [
         INTRODUCTION.format(name=name, rows=report["rows"], read=report["rows"] - sum(skipped.values())),
         _table(heads, groups),
         f"**Fit**: of {fit['n']} rows {fit['right']} are right. {said_not}, and {missed}.",
+        f"**Order**: of {ordered['n']} pairs of rows of one source, model and set of GPUs whose speed differs by more "
+        f"than 10 %, {ordered['right']} are ordered right.",
         "## The largest errors\n\n" + _table(("row", "what", "error", "why"), _worst(scores)),
         "## Skipped rows\n\n" + _table(("rows", "why"), [(count, why) for why, count in skipped.items()]),
         READING,

@@ -19,6 +19,7 @@ from shardwise.interop.accuracy.score import (
     left_out,
     levels_of,
     measured_s,
+    pairs,
     percentile,
     predicted_s,
     rows_of,
@@ -76,6 +77,18 @@ def test_groups() -> None:
     assert groups_of(reading(inferred_fields="dp layers")) == ["dense_16bit", "dense_16bit_stated"]
     assert groups_of(reading(inferred_fields="gbs")) == groups_of(reading(ac="")) == ["dense_16bit"]
     assert groups_of(reading(task="lora", tp="1", seq_len="16384")) == ["fine_tune", "long"]
+
+
+def test_pairs_by_hand() -> None:
+    """Of one model on the same GPUs, at 1.0, 1.05, 2.0 and 4.0 s for as many tokens, five pairs differ by more than a
+    tenth; the slowest is predicted to be the fastest, and is wrong beside each of the other three."""
+    found = [
+        Score(reading(), "dense_16bit", measured, predicted, 1.0)
+        for measured, predicted in ((1.0, 1.1), (1.05, 1.0), (2.0, 1.9), (4.0, 0.5))
+    ]
+    elsewhere = Score(reading(group="b"), "dense_16bit", 9.0, 1.0, 1.0)
+    assert pairs([*found, elsewhere]) == {"n": 5, "right": 2, "share": 0.4}
+    assert pairs([elsewhere])["share"] is None
 
 
 def test_percentiles_are_interpolated() -> None:
@@ -155,7 +168,7 @@ def test_a_report_counts_every_row() -> None:
     groups = report["groups"]
     assert {name: groups[name]["n"] for name in groups} == {
         "dense_16bit": 3, "dense_16bit_stated": 3, "fine_tune": 0, "long": 0,
-        "memory": 3, "memory_allocated": 1, "memory_reserved": 1, "memory_smi": 1, "fit": 5,
+        "memory": 3, "memory_allocated": 1, "memory_reserved": 1, "memory_smi": 1, "fit": 5, "pairs": 0,
     }  # fmt: skip
     assert groups["fit"] == {"n": 5, "right": 4, "false_does_not_fit": 0, "oom": 2, "missed_oom": 1}
     assert all(one.predicted > 0 and one.measured > 0 for one in scores)

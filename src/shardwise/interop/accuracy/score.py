@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from shardwise.planner.seconds.step import timed
 from shardwise.spec.files import read_regular
 
 LONG_TOKENS = 16_384
+PAIR = 0.1
 MATTERS = {"mbs", "gbs", "grad_accum", "seq_len", "num_gpus", "gpu", "tp", "pp", "ac", "zero_stage", "sharding"}
 """Columns that a row of ``dense_16bit_stated`` has from its source."""
 KINDS = {
@@ -36,6 +38,8 @@ KINDS = {
 }
 """Counters of memory by a word of ``mem_def``, the first that matches; torchtitan logs what is reserved."""
 BLOCKS: tuple[Blocks, ...] = ("eager", "fused", "compiled")
+OWN_LOGIT_BYTES = 28
+"""What our loss moves of a logit; others move what a logit takes in memory twice, written and read."""
 EARLY = ("megatron21", "deepspeed")
 """Eras whose full shard gathered each parameter by itself."""
 COLUMNS = ("id", "source", "group", "measured", "predicted", "error_pct", "guessed", "notes")
@@ -121,6 +125,7 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
         "oom": fits[True, True] + fits[True, False],
         "missed_oom": fits[True, False],
     }
+    groups["pairs"] = pairs(one for one in scores if one.group in ("dense_16bit", "fine_tune"))
     return {"groups": groups, "skipped": dict(skipped.most_common()), "rows": total}, scores
 
 
@@ -160,6 +165,7 @@ def _traits(row: Measurement) -> Traits:
         known["tp hidden"] if habits.tp_overlap or overlapped else 0.0,
         known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
         bool(habits.step_copies),
+        2 * habits.logit_bytes / OWN_LOGIT_BYTES if habits.logit_bytes else 1.0,
     )
 
 
@@ -248,6 +254,24 @@ def left_out(scores: list[Score], levels: Levels) -> dict[str, float | None] | N
     if not errors:
         return None
     return {"n": len(errors), "median_ape": percentile(errors, 0.5), "p90_ape": percentile(errors, 0.9)}
+
+
+def pairs(scores: Iterable[Score]) -> dict[str, Any]:
+    """Of pairs of rows of one source, model, kind of GPU and number of GPUs whose tokens a second differ by more than
+    ``PAIR``, the share whose order is predicted."""
+    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for one in scores:
+        plan, row = one.row.plan, one.row
+        tokens = plan.batch.seq_len * _sequences(row)
+        key = row.source, row.spec.name, row.cluster.device.name, plan.layout.world, said(row.text, "task")
+        alike[key].append((tokens / one.measured, tokens / one.predicted))
+    right = [
+        (mine[0] > other[0]) == (mine[1] > other[1])
+        for found in alike.values()
+        for mine, other in combinations(found, 2)
+        if max(mine[0], other[0]) > (1 + PAIR) * min(mine[0], other[0])
+    ]
+    return {"n": len(right), "right": sum(right), "share": round(sum(right) / len(right), 3) if right else None}
 
 
 def percentile(values: list[float], share: float) -> float | None:

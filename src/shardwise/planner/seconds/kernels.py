@@ -18,6 +18,7 @@ from shardwise.spec.sheet import KEPT_UNITS, SEND, Dim, Op, Sheet, Unit
 SUM = "aten.sum"
 """A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
 EMPTY = ("aten.empty", "aten.new_empty")
+LOOK_UP = "aten.embedding"
 ATTENTION_BACKWARD = "shardwise.attention_backward"
 
 
@@ -65,7 +66,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         groups, m, n, k = (number(dim, sizes) for dim in op.dims)
         return _timed(rates.product_s(groups, m, n, k), rates, "products")
     moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
-    if op.kind == "elementwise" and op.name == "aten.embedding":
+    if op.name == LOOK_UP:
         moved = 2 * sum(number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
     extra = rates.product_s(*(number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _pointwise([moved], rates)
@@ -89,7 +90,7 @@ def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
     """The operations between two that are not fused."""
     run: list[int] = []
     for i, op in enumerate(ops):
-        if op.kind in ("matmul", "attention", SEND) or op.dims:
+        if op.kind in ("matmul", "attention", SEND) or op.dims or op.name == LOOK_UP:
             if run:
                 yield run
             run = []
@@ -114,6 +115,7 @@ def _fused(run: list[int], ops: tuple[Op, ...], unit: Unit, kept: Set[int], size
     touched = {tensor for op in inside for tensor in (*op.reads, *op.writes)}
     later = {tensor for op in ops[run[-1] + 1 :] for tensor in (*op.reads, *op.writes)} | kept
     read = sum(unit.tensors[tensor].bytes(*sizes) for tensor in touched - made)
+    read += sum(number(dim, sizes) for op in inside if op.weight and not op.reads for dim in op.read)  # a cast of it
     sums = [op for op in inside if op.name.startswith(SUM) and op.allocates and _small(op, unit)]
     summed = {tensor for op in sums for tensor in op.allocates}
     wrote = {tensor for op in inside for tensor in (*op.allocates, *op.writes)} & later - summed
@@ -150,7 +152,8 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     chunks = -(-tokens // chunk)
     narrow, wide = BYTES[plan.precision.compute], max(4, BYTES[plan.precision.compute])
     # Logits are made, widened, their maximum and sum are read, and their gradient is made and narrowed.
-    moved = [chunk * vocabulary * size for size in (narrow + wide, 2 * wide, 2 * wide, wide + narrow)]
+    passes = narrow + wide, 2 * wide, 2 * wide, wide + narrow
+    moved = [round(rates.logits * chunk * vocabulary * size) for size in passes]
     if chunks > 1 and products > 2:
         moved.append(2 * 4 * vocabulary * hidden)
     each = rates.product_s(1, chunk, vocabulary, hidden)

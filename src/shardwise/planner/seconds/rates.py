@@ -33,7 +33,8 @@ CPU_FLOPS, CPU_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 8e-6
 class Traits:
     """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
     ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
-    cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation."""
+    cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
+    ``logits``: bytes that the loss moves of a logit, as a share of ours."""
 
     efficiency: float
     step_s: float
@@ -42,6 +43,7 @@ class Traits:
     hidden: float = 0.0
     network: float | None = None
     unfused: bool = False
+    logits: float = 1.0
 
 
 def own_traits() -> Traits:
@@ -72,6 +74,7 @@ class Rates:
     bytes_share: float
     multiprocessors: int
     measured: Measured | None = None
+    logits: float = 1.0
 
     @property
     def best_flops_per_s(self) -> float:
@@ -169,6 +172,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
         bytes_share=share,
         multiprocessors=device.multiprocessors,
         measured=cluster.measured,
+        logits=traits.logits,
         **fixed,  # type: ignore[arg-type]
     )
 

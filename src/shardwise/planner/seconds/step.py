@@ -82,7 +82,11 @@ def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> floa
                     device_s += times * (sum(piece.busy_ns.values()) / 1e9 + (1 - traits.hidden) * sent)
                     host_s += times * piece.host_ns / 1e9
     fixed_s = traits.step_s if cluster.kind == "cuda" else 0.0
-    return plan.batch.accumulation * max(device_s, host_s) + optimizer(costed, plan, rates, unfused=traits.unfused) + fixed_s
+    return (
+        plan.batch.accumulation * max(device_s, host_s)
+        + optimizer(costed, plan, rates, unfused=traits.unfused)
+        + fixed_s
+    )
 
 
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:

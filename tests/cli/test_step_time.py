@@ -1,0 +1,99 @@
+"""A step in words: what it is made of, what it waits for, and what the plan is called elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cli.step_time import bottleneck, mfu, named_elsewhere, parts, step_lines, time_lines, tokens_per_s
+from shardwise.models.load import load_spec
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Estimate, Plan, Precision, Seconds, Shard, Traffic
+
+H100S, L40S = parse_cluster("2x8xH100+400Gb/node"), parse_cluster("8xL40S")
+PLAN = Plan(Layout(dp_shard=16, ranks_per_node=8), Batch(2, 4, 1024), Shard("zero3"), Precision("bf16"))
+
+
+def with_seconds(plan: Plan, axis: str, link: str, waits_s: float) -> Plan:
+    made = Seconds(1 + waits_s, 0.8, 0.5, 0.1, 0.15, {axis: waits_s}, {axis: 2.0}, 0.15, 0.05, 0.9, 1.5, "a guess")
+    return replace(plan, estimate=Estimate(traffic=(Traffic(axis, "all_gather", "weights", 1, 1, link),), seconds=made))
+
+
+def test_a_step_is_its_parts() -> None:
+    plan = with_seconds(PLAN, "dp_shard", "network", 0.25)
+    found = plan.estimate.seconds
+    assert found is not None and sum(part for _, part in parts(found)) == pytest.approx(found.step_s)
+    assert tokens_per_s(plan) == pytest.approx(2 * 4 * 16 * 1024 / 1.25)
+    told = time_lines(plan)
+    assert [line.split("  ")[1] for line in told][:3] == ["products", "attention", "pointwise"]
+    assert any("waits for dp_shard" in line and "of 2.0 s of sending" in line for line in told)
+
+
+def test_the_lines_of_a_step() -> None:
+    spec = load_spec("meta-llama/Llama-3.2-1B")
+    first, second = step_lines(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), H100S)
+    assert first.startswith("a step  1.2 s (900.0 ms to 1.5 s: a guess)") and "tokens/s · MFU " in first
+    assert second.split(" · ")[1] == "waits for dp_shard 250.0 ms"
+    unknown = replace(H100S, device=replace(H100S.device, bf16_flops=0.0))
+    assert mfu(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), unknown) is None
+
+
+def test_mfu_does_not_count_what_is_recomputed() -> None:
+    spec = load_spec("meta-llama/Llama-3.2-1B")
+    plan = with_seconds(PLAN, "dp_shard", "node", 0.0)
+    tokens = 2 * 4 * 16 * 1024
+    blocks = 16 * (2 * 2048**2 + 2 * 512 * 2048 + 3 * 2048 * 8192)
+    attention = 3.5 * 4 * 16 * 32 * 64 * 1024 / 2
+    flops = tokens * (6 * (blocks + 2048 * 128_256) + attention)
+    for mode in ("none", "full"):
+        found = mfu(spec, replace(plan, remat=replace(plan.remat, mode=mode)), H100S)  # type: ignore[arg-type]
+        assert found == pytest.approx(flops / 16 / 989e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("axis", "link", "waits_s", "cluster", "words"),
+    [
+        ("dp_shard", "node", 0.01, H100S, "the links are not the bottleneck: 1%"),
+        ("dp_shard", "network", 1.0, H100S, "the network between nodes is the bottleneck: 50%"),
+        ("dp_shard", "network", 0.2, H100S, "the network between nodes is a part of it: 17%"),
+        ("tp", "node", 0.5, H100S, "most for tp; fewer ranks a tensor-parallel group would help"),
+        ("tp", "node", 0.5, L40S, "fewer ranks a tensor-parallel group or GPUs with NVLink would help"),
+        (
+            "dp_shard",
+            "network",
+            1.0,
+            H100S,
+            "fewer, larger micro-batches (weights are gathered for each) or faster",
+        ),
+    ],
+)
+def test_whether_the_links_are_the_bottleneck(
+    axis: str, link: str, waits_s: float, cluster: object, words: str
+) -> None:
+    assert words in (bottleneck(with_seconds(PLAN, axis, link, waits_s), cluster) or "")  # type: ignore[arg-type]
+
+
+def test_more_sequences_help_where_gradients_are_sent_once() -> None:
+    plan = with_seconds(replace(PLAN, shard=Shard("zero1")), "dp_shard", "network", 1.0)
+    assert "more sequences a step" in (bottleneck(plan, H100S) or "")
+    assert bottleneck(with_seconds(Plan(), "dp_shard", "node", 0.0), parse_cluster("1xH100")) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "words"),
+    [
+        (Layout(dp_replicate=8), "ddp", ("DistributedDataParallel", "stage 0")),
+        (Layout(dp_shard=8), "zero1", ("stage 1", "--use-distributed-optimizer")),
+        (Layout(dp_shard=8), "zero2", ("SHARD_GRAD_OP", "stage 2")),
+        (Layout(dp_shard=8), "zero3", ("fully_shard", "stage 3")),
+        (Layout(dp_replicate=2, dp_shard=4), "zero3", ("HYBRID_SHARD", "MiCS")),
+        (Layout(dp_shard=4, tp=2), "zero1", ("--tensor-model-parallel-size", "within it", "stage 1")),
+        (Layout(tp=8), "ddp", ("tp 8: Megatron's",)),
+        (Layout(), "ddp", ("one device",)),
+    ],
+)
+def test_what_it_is_called_elsewhere(layout: Layout, strategy: str, words: tuple[str, ...]) -> None:
+    told = named_elsewhere(replace(PLAN, layout=layout, shard=Shard(strategy)))  # type: ignore[arg-type]
+    assert told.startswith("elsewhere  ") and all(word in told for word in words)

@@ -1,0 +1,127 @@
+"""When things happen: the host, the device and collectives beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.planner.events import Compute, Copy, Send
+from shardwise.planner.seconds.clock import StepClock
+from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.spans import Span, fold
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from tests.planner.seconds.test_rates import PLAIN
+
+LAYOUT = Layout(dp_shard=8, ranks_per_node=8)
+MS = 1_000_000
+"""Nanoseconds."""
+
+
+def clock(contention: float = 0.0, hidden: float = 0.0) -> StepClock:
+    made = StepClock(PLAIN, wires_of(LAYOUT, parse_cluster("8xH100")), hidden)
+    made.contention = contention
+    return made
+
+
+def computed(device_ms: float, host_ms: float = 0.0) -> Span:
+    return fold([Compute(1, round(device_ms * MS), round(host_ms * MS))])
+
+
+def gather(stream: str = "gather", size: int = 10**9) -> Send:
+    return Send("all_gather", "fsdp", "weights", size, stream)
+
+
+def test_a_device_that_is_slower_than_the_host_sets_the_pace() -> None:
+    made = clock()
+    for _ in range(10):
+        made.play(computed(2, 1), None)
+    assert made.now.at_s["compute"] == pytest.approx(10 * 2e-3 + 7e-6) and made.now.host_s == pytest.approx(10e-3)
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
+    made = clock()
+    for _ in range(10):
+        made.play(computed(1, 2), None)
+    assert made.now.at_s["compute"] == pytest.approx(20e-3, rel=0.1)
+
+
+def test_a_collective_that_is_over_in_time_is_hidden() -> None:
+    made = clock()
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.add(gather())
+    made.record("gather", "there")
+    made.play(computed(1e3 * took_s + 5), None)
+    made.wait("compute", "there")
+    assert (not made.now.exposed_s and made.now.sent_s["dp_shard"] == pytest.approx(took_s)) or made.now.sent_s
+    assert made.now.at_s["compute"] == pytest.approx(took_s + 5e-3, rel=1e-3)
+
+
+def test_what_is_left_of_a_collective_is_exposed() -> None:
+    made = clock()
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.add(gather())
+    made.record("gather", "there")
+    made.play(computed(1), None)
+    made.wait("compute", "there")
+    (exposed_s,) = made.now.exposed_s.values()
+    assert exposed_s == pytest.approx(took_s - 1e-3, rel=1e-2) and made.now.at_s["compute"] == pytest.approx(took_s)
+
+
+def test_collectives_of_a_stream_follow_one_another_and_wait_for_what_they_are_told() -> None:
+    made = clock()
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.play(computed(3), None)
+    made.record("compute", "ready")
+    made.wait("gather", "ready")
+    made.add(gather())
+    made.add(gather())
+    assert made.now.at_s["gather"] == pytest.approx(3e-3 + 2 * took_s, rel=1e-2)
+    made.add(gather("reduce"))
+    assert made.now.at_s["reduce"] == pytest.approx(took_s, rel=1e-2), "another stream does not wait"
+
+
+def test_a_hidden_collective_slows_the_kernels_beside_it() -> None:
+    """By a share of its own time, and of theirs at most."""
+    made = clock(contention=0.2)
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.add(gather())
+    made.play(computed(1e3 * took_s * 10), None)
+    assert made.now.at_s["compute"] == pytest.approx(10 * took_s + 0.2 * took_s, rel=1e-2)
+    short = clock(contention=0.2)
+    short.add(gather())
+    short.play(computed(1), None)
+    assert short.now.at_s["compute"] == pytest.approx(1.2e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.75])
+def test_what_is_sent_between_kernels_is_waited_for(hidden: float) -> None:
+    made = clock(hidden=hidden)
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.play(fold([Compute(1, MS), gather("compute"), gather("compute")]), None)
+    assert made.now.at_s["compute"] == pytest.approx(1e-3 + 2 * (1 - hidden) * took_s, rel=1e-2)
+    assert sum(made.now.exposed_s.values()) == pytest.approx(2 * (1 - hidden) * took_s)
+
+
+def test_copies_into_flat_buffers_are_computed() -> None:
+    made = clock()
+    made.add(Copy("device", "device", 10**9))
+    assert made.now.at_s["compute"] == pytest.approx(2e9 / 5e11, rel=1e-2)
+    assert made.now.busy_s["copies"] == pytest.approx(2e9 / 5e11)
+
+
+def test_time_may_go_on_as_it_went_between_two_moments() -> None:
+    made = clock()
+    made.play(computed(1), None)
+    first = made.now.copy()
+    made.play(computed(2), None)
+    second = made.now.copy()
+    made.now.goes_on(first, second, 5)
+    assert made.now.at_s["compute"] == pytest.approx(1e-3 + 6 * 2e-3, rel=1e-2)
+    assert made.now.busy_s["products"] == pytest.approx(13e-3)
+
+
+def test_a_clock_needs_no_more_than_rates_and_wires() -> None:
+    cpu = StepClock(replace(PLAIN, cuda=False), wires_of(LAYOUT, parse_cluster("8xCPU")))
+    assert cpu.contention == 0.0
