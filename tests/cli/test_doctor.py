@@ -148,3 +148,14 @@ def test_a_rank_leaves_its_cause_for_the_launcher(
     outcome = read_exit(tmp_path)
     assert outcome is not None and (outcome.kind, outcome.exit_code) == (kind, ended) and (out, err) == ("", "")
     assert outcome.problems[0]["code"] == code
+
+
+def test_with_a_recipe_it_says_what_a_step_takes_here(as_rank: Run) -> None:
+    """Of what was measured: products at the rate of the one that was."""
+    model = ("model.path=meta-llama/Llama-3.2-1B", "train.seq_len=128")
+    code, out, _ = as_rank("doctor", *model)
+    assert code == 0 and "the recipe here: DDP over 1\n" in out and "a step  " in out and "what doctor measured" in out
+    _, text, _ = as_rank("doctor", *model, "--json")
+    assert json.loads(text)["step"][0] == "the recipe here: DDP over 1"
+    _, out, _ = as_rank("doctor", "train.seq_len=128")
+    assert "the recipe here" not in out

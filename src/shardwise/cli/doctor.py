@@ -15,7 +15,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli import interrupt
+from shardwise.cli import interrupt, render, step_time
 from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import Common, recipe_file, sort_words
 from shardwise.cli.show import explained, note, print_error, print_json, say
@@ -30,8 +30,10 @@ from shardwise.launch.worker import (
     set_up_torch,
     started,
 )
+from shardwise.models.resolve import resolve, with_adapter
+from shardwise.planner.search import choose
 from shardwise.runtime.faults.outcome import Exit, Kind, write_exit
-from shardwise.spec.cluster import crowding
+from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.cluster_file import dump_cluster
 from shardwise.spec.load import read_recipe
 from shardwise.spec.recipe import Recipe
@@ -42,8 +44,8 @@ class Options(Common):
     """Describe and measure this machine, and say what is below what it should give.
 
     It measures products, attention, memory, the disk, and what ranks send one another, on the ranks that `shardwise
-    train` would start, in some 20 seconds. Keys of a recipe may follow (--nproc 4); run.nodes=2 prints how to start it
-    on several machines.
+    train` would start, in some 20 seconds. With a recipe it says what a step of it takes here. Keys of a recipe may
+    follow (--nproc 4); run.nodes=2 prints how to start it on several machines.
     """
 
     arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
@@ -138,15 +140,31 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     measured = as_measured(cluster, found.measured, said)
     if options.out:
         options.out.write_text(dump_cluster(measured, (said, machine.versions)), encoding="utf-8")
+    machines = ("run.nproc=", "run.device=", "run.nodes=")  # of which the file tells
+    again = [word for word in again if not word.startswith(machines)]
+    named = recipe.model.path is not None or recipe.model.config is not None
+    step = _step(recipe, measured) if named else []
     if options.json:
-        facts = {"machine": asdict(machine), "cluster": asdict(measured), "wrong": wrong}
+        facts = {"machine": asdict(machine), "cluster": asdict(measured), "wrong": wrong, "step": step}
         print_json(facts | {"compared": [asdict(line) for line in lines]})
         return 0
     say(*machine_lines(machine, cluster), "", *table(lines), "")
     say(*(f"wrong: {text}" for text in wrong or ()), *([] if wrong else ["nothing is below what it should be"]), "")
-    machines = ("run.nproc=", "run.device=", "run.nodes=")  # of which the file tells
-    again = [word for word in again if not word.startswith(machines)]
+    say(*step, *[""] * bool(step))
     plan = shlex.join(["shardwise", "plan", *again, "--cluster", str(options.out or "cluster.yaml")])
     first = "" if options.out else shlex.join(["shardwise", "doctor", *again, "-o", "cluster.yaml"]) + " && "
     say(f"written: {options.out}        next: {plan}" if options.out else f"next: {first}{plan}")
     return 0
+
+
+def _step(recipe: Recipe, measured: Cluster) -> list[str]:
+    """A step of the recipe on what was measured: its plan, what it computes, and what it waits for."""
+    asked = with_adapter(recipe)
+    spec = resolve(asked)
+    plan = choose(asked, spec, measured)
+    waits = step_time.bottleneck(plan, measured)
+    return [
+        f"the recipe here: {render.label(plan)}",
+        *step_time.step_lines(spec, plan, measured),
+        *[waits] * bool(waits),
+    ]

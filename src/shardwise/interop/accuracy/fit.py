@@ -20,12 +20,13 @@ import numpy as np
 from shardwise.errors import ShardwiseError
 from shardwise.interop.accuracy.rows import Measurement, read, said
 from shardwise.interop.accuracy.score import groups_of, measured_s, predicted_s, rows_of
-from shardwise.planner.seconds.constants import replaced, rows
+from shardwise.planner.seconds.constants import replaced, rows, shipped
 
 Values = dict[str, float]
 NOISE = 0.08
 """In logs, of a row that the model describes: larger residuals count less and less."""
 STEP, ROUNDS, QUANTILE = 0.02, 4, 0.8
+SLOW = shipped()["band slow"]
 FOLLOWS = {"H200-SXM": "H100-SXM-80GB", "GH200": "H100-SXM-80GB", "V100-SXM2-32GB": "V100-SXM2-16GB"}
 """Devices with the chip of another."""
 
@@ -125,6 +126,13 @@ def band(data: list[tuple[Measurement, float]], left: Any) -> Values:
     return found
 
 
+def covered(data: list[tuple[Measurement, float]], left: Any, values: Values) -> float:
+    """The share of rows that lie in the band of what is predicted without their source."""
+    words = [" fine-tune" if "fine_tune" in groups_of(row) else "" for row, _ in data]
+    width = np.array([np.hypot(values[f"band source{each}"], values[f"band row{each}"]) for each in words])
+    return float(np.mean((left <= width) & (-left <= SLOW * width)))
+
+
 def main() -> None:
     """Fit, say how far each constant moved, and write."""
     parser = argparse.ArgumentParser(description="Fit the constants behind seconds to published measurements.")
@@ -144,6 +152,7 @@ def main() -> None:
         moved = np.log(values[name] / prior) / sigma
         print(f"{name:34} {before:12.4g} -> {values[name]:12.4g}   {moved:+.2f} sigma from its prior")
     print({name: round(value, 3) for name, value in values.items() if name.startswith("band")})
+    print(f"{covered(data, left, values):.0%} of the rows lie in the band of what is predicted without their source")
     if given.out:
         text = io.StringIO()
         writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")

@@ -1,0 +1,35 @@
+"""The measurement of predicted against measured seconds: its table, and its cases, each of which can be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.app import main
+
+SECONDS: dict[str, Any] = run_path(str(Path(__file__).parents[2] / "bench" / "seconds.py"))
+Pair = SECONDS["Pair"]
+
+
+def test_the_table_by_hand() -> None:
+    """Ratios of 0.8, 1.0, 1.1 and 1.5: a median of 1.05, quartiles of 0.95 and 1.2."""
+    times = (("b", 1.6, 2.0), ("a", 1.0, 1.0), ("b", 2.2, 2.0), ("a", 1.5, 1.0))
+    lines = SECONDS["told"]([Pair(case, predicted, measured, 0.5, {}) for case, predicted, measured in times])
+    assert lines[1].split() == ["b", "1.600", "s", "2.000", "s", "0.80", "0.5"]
+    assert lines[-2] == "ratio: median 1.05, quartiles 0.95 and 1.20, of 4"
+    assert lines[-1] == "order as predicted: a < b; the measured one"
+    swapped = SECONDS["told"]([Pair("a", 1.0, 3.0, 0.5, {}), Pair("b", 2.0, 1.0, 0.5, {})])
+    assert swapped[-1] == "order as predicted: a < b; measured b < a"
+
+
+@pytest.mark.parametrize("case", SECONDS["CASES"])
+def test_each_case_is_what_its_name_says(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SECONDS["CASES"][case], "--cluster", "2xCPU", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)["plan"]
+    tp, strategy, adapters = plan["layout"]["tp"], plan["shard"]["strategy"], plan["lora"]
+    assert tp == (2 if case == "tp" else 1) and (adapters is not None) is (case == "lora")
+    assert case in ("quickstart", "tp") or strategy == ("zero3" if case == "zero3" else "ddp")
