@@ -2,8 +2,8 @@
 
     python bench/seconds.py [--rounds 2] [--steps 16] [--case quickstart ...] [--json FILE]
 
-For each recipe in turn, and that for some rounds: ``shardwise doctor`` measures the machine, ``shardwise plan`` predicts
-the time of a step from what it found, and ``shardwise train`` takes some; what was measured is the median of the run's
+For each recipe in turn, for some rounds: ``shardwise doctor`` measures the machine, ``shardwise plan`` predicts the
+time of a step from what it found, and ``shardwise train`` takes some; what was measured is the median of the run's
 steps after the first ones, as its report says. Everything happens in directories of its own, so that no earlier run
 corrects a plan. ``load`` is the machine's, before each.
 """

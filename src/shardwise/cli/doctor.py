@@ -162,9 +162,6 @@ def _step(recipe: Recipe, measured: Cluster) -> list[str]:
     asked = with_adapter(recipe)
     spec = resolve(asked)
     plan = choose(asked, spec, measured)
+    lines = [f"the recipe here: {render.label(plan)}", *step_time.step_lines(spec, plan, measured)]
     waits = step_time.bottleneck(plan, measured)
-    return [
-        f"the recipe here: {render.label(plan)}",
-        *step_time.step_lines(spec, plan, measured),
-        *[waits] * bool(waits),
-    ]
+    return [*lines, waits] if waits else lines
