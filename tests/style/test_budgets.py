@@ -13,16 +13,16 @@ PACKAGE_LINES = {
     "distributed": 500,
     "methods": 450,
     "techniques": 4_200,
-    "planner": 3_120,
+    "planner": 3_100,
     "runtime": 4_800,
     "prove": 1_000,
     "launch": 1_300,
-    "interop": 640,
-    "cli": 2_260,
+    "interop": 650,
+    "cli": 2_270,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write
-them, 320 to planner and 260 to cli, which tell the seconds of a plan."""
+them, 300 to planner and 270 to cli, which tell the seconds of a plan."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -27,7 +27,7 @@ NOISE = 0.08
 """In logs, of a row that the model describes: larger residuals count less and less."""
 STEP, ROUNDS, QUANTILE = 0.02, 4, 0.8
 SLOW = shipped()["band slow"]
-FOLLOWS = {"H200-SXM": "H100-SXM-80GB", "GH200": "H100-SXM-80GB", "V100-SXM2-32GB": "V100-SXM2-16GB"}
+FOLLOWS = {"H200-SXM": "H100-SXM-80GB", "V100-SXM2-32GB": "V100-SXM2-16GB"}
 """Devices with the chip of another."""
 
 
