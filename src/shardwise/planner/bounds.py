@@ -69,8 +69,8 @@ class LowerBounds:
         return max(self.computed_s[key], self.roughly(plan))
 
     def _sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """Operations of products a token, the bytes of all weights as they are gathered (codes of four bits stay codes),
-        and the numbers in those that are trained, before they are sharded: what plans have in common that differ in the
+        """Operations of products a token, the bytes of all weights as they are gathered (four-bit codes stay so), and
+        the numbers in those that are trained, before they are sharded: what plans have in common that differ in the
         dial and in their micro-batches."""
         key = _alike(plan)
         if key not in self.sizes:
