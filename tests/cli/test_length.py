@@ -231,6 +231,19 @@ def test_a_history_that_cannot_be_read_stops_no_plan() -> None:
     assert found.basis.startswith("the table; earlier runs cannot be read: ")
 
 
+def test_a_torn_history_corrects_by_what_is_whole_and_says_so() -> None:
+    for measured_s in (3.0, 3.0, 3.0):
+        remember(PLAN, HERE, 2.0, measured_s, state_directory())
+    file = state_directory() / FILE
+    whole = file.read_text()
+    file.write_text(whole + whole.splitlines()[0][:40])
+    found = with_history(PLAN, HERE).estimate.seconds
+    assert found is not None and found.step_s == pytest.approx(3.0)
+    assert found.basis.startswith("3 earlier runs like it") and f"(1 line of {FILE} could not be read)" in found.basis
+    file.write_text(whole[:40])
+    assert with_history(PLAN, HERE) == PLAN
+
+
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "named"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cli.step_time import mfu, tokens_per_s
+from shardwise.cli.step_time import mfu, time_lines, tokens_per_s
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.load import load_spec
 from shardwise.planner.price import price
@@ -16,7 +16,7 @@ from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from shardwise.spec.plan import Batch, Estimate, Plan, Precision, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import cost as costed
 from shardwise.techniques import optim
@@ -68,9 +68,11 @@ def test_1_state_that_fits_one_gpu_is_replicated() -> None:
 
 
 def test_2_adapters_whose_base_fits_are_replicated() -> None:
-    for method in ({"rank": 16}, {"rank": 16, "frozen": "nf4"}):
-        chosen = plans(EIGHT_B, "8xH100", lora=method).chosen
-        assert kind(chosen) == "ddp"
+    """16 GB in bf16 on cards of 80; 5 GB in four bits on cards of 24."""
+    nf4 = {"rank": 16, "frozen": "nf4"}
+    for cluster, method in (("8xH100", {"rank": 16}), ("8xH100", nf4), ("8xRTX-4090", nf4)):
+        chosen = plans(EIGHT_B, cluster, lora=method).chosen
+        assert kind(chosen) == "ddp" and fits(chosen)
         assert sum(t.bytes for t in chosen.estimate.traffic) < 0.4 * GB
 
 
@@ -100,10 +102,15 @@ def test_6_a_70b_on_one_node_of_four() -> None:
 
 
 def test_14_7b_to_30b_on_a_few_nodes() -> None:
-    """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits."""
+    """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits. A 32B is fully sharded too;
+    pairs of tensor parallelism in the node beside that are worth less than a tenth of a step."""
     once = plans(EIGHT_B, "2x8xA100+400Gb/node", train={"seq_len": 4096, "global_batch_size": 16}).chosen
     often = plans(EIGHT_B, "2x8xH200+400Gb/node", train={"seq_len": 4096, "global_batch_size": 1024}).chosen
     assert kind(once) in ("zero1", "zero2", "zero3", "hybrid") and kind(often) in ("zero1", "zero2", "hybrid")
+    search = plans(load_spec("Qwen2.5-32B"), "4x8xH100+3.2Tb/node")
+    assert search.chosen.shard.strategy == "zero3" and search.chosen.layout.tp <= 2
+    plain = families(search)["zero3"]
+    assert fits(plain) and seconds(plain).step_s < 1.1 * seconds(search.chosen).step_s
 
 
 def test_15_what_fits_one_device_takes_no_technique() -> None:
@@ -111,7 +118,7 @@ def test_15_what_fits_one_device_takes_no_technique() -> None:
     assert (kind(chosen), chosen.remat.mode, chosen.layout.world) == ("ddp", "none", 1) and fits(chosen)
 
 
-@pytest.mark.parametrize("cluster", ["16x8xH100+3.2Tb/node", "16x8xL40S+100Gb/node"])
+@pytest.mark.parametrize("cluster", ["16x8xH100+3.2Tb/node", "16x8xH100+400Gb/node", "16x8xL40S+100Gb/node"])
 def test_16_where_tensor_parallelism_starts_to_pay(cluster: str) -> None:
     """At no number of parameters: where shards over all ranks are too large, or their gathers too slow. On 16 nodes a
     1B does without, a 405B does not, and no larger model takes a smaller degree."""
@@ -128,8 +135,13 @@ def test_11_tensor_parallelism_stays_in_the_node() -> None:
 
 
 def test_17_an_8b_is_not_comfortable_with_ddp_on_32_gb() -> None:
-    ddp = families(plans(EIGHT_B, "8xRTX-5090"))["ddp"]
-    assert peak_share(ddp) > 3 and 32 * GB / 16 == 2e9
+    """State is 16 bytes a parameter, of which the card holds those of 2 B: a 1.7B's fits, a 3.2B's does not."""
+    assert peak_share(families(plans(EIGHT_B, "8xRTX-5090"))["ddp"]) > 3
+    capacity = parse_cluster("8xRTX-5090").device.memory_bytes
+    for model, billions in (("SmolLM2-1.7B", 1.71), ("Llama-3.2-3B", 3.21)):
+        spec = load_spec(model)
+        state = state_bytes(spec, sharded(spec, 8, "ddp"))
+        assert state / GB == pytest.approx(16 * billions, rel=0.01) and (state < capacity) is (billions < 2)
 
 
 @pytest.mark.parametrize(("billions", "gib"), [(70.55, 131), (405.85, 755)])
@@ -147,15 +159,21 @@ def test_19_full_shard_is_not_capped_at_200_tflops() -> None:
     assert share is not None and 300 < share * 989 < 550
 
 
-@pytest.mark.parametrize(("spec", "gb"), [(EIGHT_B, 16), (SEVENTY_B, 141), (FOUR_HUNDRED_B, 811)])
-def test_23_24_an_all_reduce_in_bf16(spec: ModelSpec, gb: int) -> None:
-    """Its payload, and at most how long it takes between nodes of one rank: a ring moves 2 (n - 1) / n of it."""
+@pytest.mark.parametrize(
+    ("spec", "gb", "published_s"),
+    [(EIGHT_B, 16, (0.3, 0.6, 1.3)), (SEVENTY_B, 141, (2.8, 5.6, 11)), (FOUR_HUNDRED_B, 811, (16, 32, 65))],
+)
+def test_23_24_an_all_reduce_in_bf16(spec: ModelSpec, gb: int, published_s: tuple[float, ...]) -> None:
+    """Its payload, and how long it takes between two nodes of one rank at 50, 25 and 12.5 GB/s: a ring moves
+    2 (n - 1) / n of it, which is all of it once."""
     payload = 2 * parameter_count(spec)
     assert payload / GB == pytest.approx(gb, rel=0.01)
-    cluster = parse_cluster("2x1xH100+400Gb/node")
     layout = Layout(dp_replicate=2, ranks_per_node=1)
-    took_s = wires_of(layout, cluster, share=1.0).seconds("all_reduce", "loss", payload)
-    assert took_s == pytest.approx(payload / 50e9, rel=0.01)
+    for gbit, published in zip((400, 200, 100), published_s, strict=True):
+        cluster = parse_cluster(f"2x1xH100+{gbit}Gb/node")
+        took_s = wires_of(layout, cluster, share=1.0).seconds("all_reduce", "loss", payload)
+        assert took_s == pytest.approx(payload / (gbit * GB / 8), rel=0.01)
+        assert took_s == pytest.approx(published, rel=0.1), "published figures are rounded"
 
 
 @pytest.mark.parametrize(("ranks", "stage", "times"), [(8, 1, 2.9), (64, 1, 3.8), (8, 2, 4.3), (64, 2, 7.2)])
@@ -197,10 +215,14 @@ def test_27_hybrid_shard_of_a_70b_over_two_nodes() -> None:
 
 
 def test_28_exposed_communication() -> None:
-    """5 s of compute and 5.6 of network are half, without overlap; a plan says what is exposed, which is less."""
-    assert pytest.approx(0.53, abs=0.01) == 5.6 / (5 + 5.6) and pytest.approx(0.74, abs=0.01) == 5.6 / (2 + 5.6)
+    """t / (t + c) where nothing overlaps, which for 5.6 s sent and 5 computed is half; what a plan exposes is less, and
+    it tells both."""
     found = seconds(families(plans(EIGHT_B, "4x8xH100+100Gb/node"))["zero3"])
-    assert 0 < found.exposed_s["dp_shard"] < found.sent_s["dp_shard"]
+    sent_s, exposed_s = found.sent_s["dp_shard"], found.exposed_s["dp_shard"]
+    assert 0 < exposed_s / found.step_s < sent_s / (sent_s + found.compute_s) < 1
+    alone = replace(found, sent_s={"dp_shard": 5.6}, exposed_s={"dp_shard": 5.6}, compute_s=5.0, step_s=10.6)
+    told = "\n".join(time_lines(replace(sharded(EIGHT_B, 32), estimate=Estimate(seconds=alone))))
+    assert "53%" in told and "of 5.6 s of sending" in told
 
 
 def test_29_traffic_of_tensor_parallelism() -> None:
@@ -218,20 +240,30 @@ def test_29_traffic_of_tensor_parallelism() -> None:
     assert halves == pytest.approx(2 * found["all_reduce"], rel=0.3), "gathered for weights' gradients once more"
 
 
-def test_31_tensor_parallelism_over_pcie() -> None:
-    """Not 14 times slower than over NVLink, but as many times as the links are."""
+@pytest.mark.parametrize(("name", "times"), [("RTX-PRO-6000", 470 / 40), ("L40S", 470 / 20)])
+def test_31_tensor_parallelism_over_pcie(name: str, times: float) -> None:
+    """Not 14 times slower than over NVLink whatever the cards: as many times as the links are, which on PCIe 5 is 12,
+    near the 7 to 10 that others measured, and on PCIe 4 twice that."""
     layout = Layout(tp=8, ranks_per_node=8)
-    took_s = {}
-    for name in ("H100", "L40S"):
-        took_s[name] = wires_of(layout, parse_cluster(f"8x{name}")).seconds("all_reduce", "tp", 2**28)
-    assert 7 < took_s["L40S"] / took_s["H100"] < 30
+    pcie_s, nvlink_s = (
+        wires_of(layout, parse_cluster(f"8x{each}")).seconds("all_reduce", "tp", 2**28) for each in (name, "H100")
+    )
+    assert pcie_s / nvlink_s == pytest.approx(times, rel=0.2)
 
 
-def test_34_an_8b_on_eight_pcie_cards_is_not_held_to_2000_tokens_a_second() -> None:
-    for name, least in (("RTX-5090", 5_000), ("RTX-PRO-6000", 12_000)):
-        search = plans(EIGHT_B, f"8x{name}", train=SIXTEEN)
-        assert tokens_per_s(search.chosen) > least
+@pytest.mark.parametrize(("name", "at_35_percent"), [("RTX-5090", 11_400), ("RTX-PRO-6000", 27_400)])
+def test_34_an_8b_on_eight_pcie_cards_is_not_held_to_2000_tokens_a_second(name: str, at_35_percent: int) -> None:
+    """That would be 2 to 6 % of what the cards compute; the plan is several times as fast."""
+    search = plans(EIGHT_B, f"8x{name}", train=SIXTEEN)
+    share, speed = mfu(EIGHT_B, search.chosen, search.cluster), tokens_per_s(search.chosen)
+    assert share is not None and 0.35 / share * speed == pytest.approx(at_35_percent, rel=0.1)
+    assert 0.02 < 2_000 / speed * share < 0.065 and speed > 2.5 * 2_000
 
 
 def test_35_the_margin() -> None:
-    assert MARGIN == 0.8
+    """An estimate of four fifths of the memory is taken, one above it is not while another stays below."""
+    plan = sharded(EIGHT_B, 8)
+    at, above = (replace(plan, estimate=Estimate(peak_bytes=peak, capacity_bytes=1000)) for peak in (800, 801))
+    assert MARGIN == 0.8 and fits(at) and not fits(above)
+    tight = plans(EIGHT_B, "8xRTX-5090", train=SIXTEEN)
+    assert peak_share(tight.chosen) <= MARGIN and all(fits(plan) for plan in tight.fastest(tight.all))

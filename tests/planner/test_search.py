@@ -46,7 +46,7 @@ def test_where_all_fit_the_fastest_is_chosen() -> None:
     assert (plan.shard.strategy, plan.batch.accumulation) == ("zero1", 4)
     assert seconds(plan).step_s == min(seconds(other).step_s for other in found.values())
     assert plan.why["shard.strategy"].startswith("searched: ") and "; ddp over 8: " in plan.why["shard.strategy"]
-    assert [*found][:4] == ["zero1", "ddp", "zero2", "zero3"]
+    assert [each for each in found if each != "tp"] == ["zero1", "ddp", "zero2", "zero3"]
     cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
     plan = choose(asked, ONE_B, cpus)
     assert (plan.shard.strategy, plan.layout.dp_replicate) == ("ddp", 2)

@@ -36,8 +36,8 @@ class LowerBounds:
         key = plan.layout.fsdp, _alike(plan)
         if key not in self.states:
             self.states[key] = sum(optim.state_bytes(self._costed(plan), plan).values())
-        _, weights, trained = self._sizes(plan)
-        gathered = weights * BYTES[plan.precision.compute] if plan.shard.strategy in ("zero1", "zero2") else 0
+        _, gathered, trained = self._sizes(plan)
+        gathered *= plan.shard.strategy in ("zero1", "zero2")
         slices = plan.layout.fsdp if plan.sharded else 1
         gradients = trained * BYTES[plan.precision.weights] // slices
         return self.states[key] + max(gradients, gathered) <= share * self.cluster.device.memory_bytes
@@ -49,14 +49,14 @@ class LowerBounds:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their
         gradients, whichever is more, which is found in next to no time; or what larger micro-batches compute, which no
         GPU computes faster in smaller ones."""
-        flops, weights, trained = self._sizes(plan)
+        flops, gathered, trained = self._sizes(plan)
         sequences = plan.batch.micro_batch_size * plan.batch.accumulation
         rates = rates_of(plan, self.cluster, own_traits())
         computed_s = flops * sequences * plan.batch.seq_len / rates.best_flops_per_s
         micro, larger_s = self.larger.get(_alike(plan), (0, 0.0))
         if plan.batch.micro_batch_size < micro:
             computed_s = max(computed_s, larger_s)
-        return max(computed_s, self._sent_s(plan, weights, trained))
+        return max(computed_s, self._sent_s(plan, gathered, trained))
 
     def seconds(self, plan: Plan) -> float:
         """The same with all kernels, and with what is sent between them."""
@@ -69,22 +69,24 @@ class LowerBounds:
         return max(self.computed_s[key], self.roughly(plan))
 
     def _sizes(self, plan: Plan) -> tuple[int, int, int]:
-        """Operations of products a token, and the numbers in all weights and in those that are trained, before they are
-        sharded: what plans have in common that differ in the dial and in their micro-batches."""
+        """Operations of products a token, the bytes of all weights as they are gathered (four-bit codes stay so), and
+        the numbers in those that are trained, before they are sharded: what plans have in common that differ in the
+        dial and in their micro-batches."""
         key = _alike(plan)
         if key not in self.sizes:
             costed = self._costed(plan)
             weights = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
-            counts = [(prod(map(int, weight.shape)) * times, weight.trained) for weight, times in weights]
+            counts = [(prod(map(int, weight.shape)) * times, weight) for weight, times in weights]
             flops = sum(times * _flops(unit) for unit, times in costed.repeated())
-            self.sizes[key] = flops, sum(n for n, _ in counts), sum(n for n, trained in counts if trained)
+            gathered = sum(n * BYTES[weight.used_as] for n, weight in counts)
+            self.sizes[key] = flops, gathered, sum(n for n, weight in counts if weight.trained)
         return self.sizes[key]
 
-    def _sent_s(self, plan: Plan, weights: int, trained: int) -> float:
+    def _sent_s(self, plan: Plan, gathered: int, trained: int) -> float:
         """Seconds for which the dial keeps the fuller of its streams busy, at least."""
         layout, strategy, m = plan.layout, plan.shard.strategy, plan.batch.accumulation
         wires = wires_of(layout, self.cluster)
-        gathered, reduced = weights * BYTES[plan.precision.compute], trained * BYTES[plan.precision.reduce]
+        reduced = trained * BYTES[plan.precision.reduce]
         if strategy == "ddp":
             return wires.seconds("all_reduce", "loss", reduced)
         gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m

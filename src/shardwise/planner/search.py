@@ -208,7 +208,7 @@ class Search:
             differs = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
             return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{differs}, and simpler"
         reason = f"searched: {step} a step, the fastest that fits"
-        slower = [plan for plan in fitting if kind(plan) != kind(best)]
+        slower = self.fastest([plan for plan in self.all if kind(plan) != kind(best)])
         if slower:
             other = self._with_larger_chunks(min(slower, key=lambda plan: seconds(plan).step_s))
             reason += f"; {name(other)}: {show_seconds(seconds(other).step_s)}"

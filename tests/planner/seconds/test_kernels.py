@@ -93,6 +93,20 @@ def test_fused_runs_read_and_write_what_stands_at_their_ends() -> None:
         assert less_ns < 0.6 * eager_ns
 
 
+def test_a_sum_over_tokens_is_a_kernel_of_its_own() -> None:
+    """Backward, in rows of hidden states: the gate reads 3 and writes 2 of 4 rows each, rotation 2 (1 + 1/4), a sum 3.
+    A norm reads two gradients of its output, that of the sum beside it and its input, and writes one; the gradient of
+    its weight reads those four again. With two norms that are 7 kernels."""
+    (block,) = sheet().blocks
+    row = 2 * B * S * 2048
+    rows = 5 * 4 + 2 * 1.25 + 3 + 2 * ((4 + 1) + 4)
+    compiled = replace(PLAIN, blocks="compiled")
+    found = [t for t in durations(block, "backward", compiled, B, S) if t.kind == "pointwise" and t.host_ns]
+    assert sum(t.host_ns for t in found) == 7 * 7_000
+    took_s = sum(t.device_ns for t in found) / 1e9 - 7 * PLAIN.gap_s
+    assert took_s == pytest.approx(rows * row / 1e12, rel=1e-2)
+
+
 def test_replicas_cast_their_weights_in_every_pass() -> None:
     """Of fp32 masters 4 bytes are read and 2 written; FSDP2 casts slices before it gathers them."""
     plan = replace(PLAN, layout=Layout(dp_replicate=8, ranks_per_node=8), shard=Shard("ddp"))

@@ -1,0 +1,50 @@
+"""A search is quick and small: 405 B on 16,384 GPUs takes less than twice what ``import torch`` takes, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+MEASURED = """
+import json, resource, sys
+from pathlib import Path
+used = resource.getrusage(resource.RUSAGE_SELF)
+held = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+print(json.dumps({"s": used.ru_utime + used.ru_stime, "kib": int(held[0]), "torch": "torch" in sys.modules} | told))
+"""
+"""The processor time of a process, which other processes hardly change, and its largest size: that of ``getrusage``
+would be its parent's, where that was larger when it started the process."""
+SEARCHED = """
+import sys
+from shardwise.models.load import load_spec
+from shardwise.planner.search import choose, fits
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.recipe import Recipe
+model, cluster, seq_len, batch = sys.argv[1:]
+recipe = Recipe.model_validate({"train": {"seq_len": int(seq_len), "global_batch_size": int(batch)}})
+plan = choose(recipe, load_spec(model), parse_cluster(cluster))
+told = {"fits": fits(plan), "world": plan.layout.world, "sequences": plan.batch.global_batch_size(plan.layout.dp)}
+"""
+
+
+@cache
+def measured(program: str, *words: str) -> dict[str, float]:
+    """What a process that runs ``program`` tells, and what it took: the faster of two."""
+    command = [sys.executable, "-c", program + MEASURED, *words]
+    ran = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=120) for _ in range(2)]
+    found: list[dict[str, float]] = [json.loads(done.stdout) for done in ran]
+    return min(found, key=lambda each: each["s"])
+
+
+@pytest.mark.parametrize("sequences", [2_048, 16_384])
+def test_a_search_over_16384_gpus(sequences: int) -> None:
+    """2,048 sequences leave one degree of tensor parallelism to search, 16,384 all of them."""
+    torch = measured("import torch; told = {}")
+    found = measured(SEARCHED, "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node", "8192", str(sequences))
+    assert (found["fits"], found["world"], found["sequences"]) == (True, 16_384, sequences)
+    assert torch["torch"] and not found["torch"]
+    assert found["kib"] < 500 * 1024 and found["s"] <= 2 * torch["s"]
