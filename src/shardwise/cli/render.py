@@ -197,9 +197,6 @@ def summary(plan: Plan) -> list[str]:
         shares = [f"{name} {show_bytes(memory[name])}" for name in MEMORY_CATEGORIES if memory.get(name)]
         lines.append(f"memory  {verdict(plan.estimate)} per rank")
         lines.append(f"        {' · '.join(shares)}")
-    if found := plan.estimate.seconds:
-        low, high = show_seconds(found.low_s), show_seconds(found.high_s)
-        lines.append(f"step    {show_seconds(found.step_s)} ({low} to {high}: {found.basis})")
     if plan.estimate.traffic:
         sent = (f"{_words(t.kind)} of {t.category} {show_payload(t.bytes)} ({t.axis})" for t in plan.estimate.traffic)
         lines.append(f"traffic per step and rank: {' · '.join(sent)}")
