@@ -93,7 +93,8 @@ def test_torn_and_foreign_lines_are_passed_over_and_counted(tmp_path: Path) -> N
     found = past_runs(H100, tmp_path)
     assert [r.measured_s for r in found.runs] == [3.0, 5.0]
     assert found.unread == len(bad) + 1
-    newer = good.replace(b'"predictor": 1', b'"predictor": 2')  # of other predictions: neither counted nor damaged
+    current = b'"predictor": %d' % history.PREDICTOR
+    newer = good.replace(current, b'"predictor": 1000')  # of other predictions: neither counted nor damaged
     (tmp_path / FILE).write_bytes(newer)
     assert past_runs(H100, tmp_path) == PastRuns()
 
@@ -192,7 +193,7 @@ def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:
     card = Cluster(Device("RTX 4090", 24 * 2**30), link_bytes_per_s=1.0)
     remember(DDP, card, 0.5, 0.6, tmp_path)
     assert json.loads((tmp_path / FILE).read_text()) == {
-        "predictor": 1,
+        "predictor": history.PREDICTOR,
         "machine": "1x1xRTX 4090 (cuda, 24 GiB)",
         "model": "llama",
         "strategy": "ddp",

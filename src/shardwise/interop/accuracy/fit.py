@@ -119,6 +119,8 @@ def band(data: list[tuple[Measurement, float]], left: Any) -> Values:
     found, sources = {}, np.array([row.source for row, _ in data])
     tuned = np.array(["fine_tune" in groups_of(row) for row, _ in data])
     for mine, words in ((~tuned, ""), (tuned, " fine-tune")):
+        if not mine.any():
+            continue  # the file has none: what was known stays
         medians = {source: np.median(left[mine & (sources == source)]) for source in {*sources[mine]}}
         within = np.abs(left[mine] - np.array([medians[source] for source in sources[mine]]))
         found[f"band source{words}"] = float(np.quantile(np.abs([*medians.values()]), QUANTILE))
