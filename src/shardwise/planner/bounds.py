@@ -83,18 +83,18 @@ class LowerBounds:
         return self.sizes[key]
 
     def _sent_s(self, plan: Plan, gathered: int, trained: int) -> float:
-        """Seconds for which the dial keeps the fuller of its streams busy, at least."""
+        """Seconds for which the dial keeps the links of its weights busy, at least; on GPUs, gathers and reductions
+        share them."""
         layout, strategy, m = plan.layout, plan.shard.strategy, plan.batch.accumulation
         wires = wires_of(layout, self.cluster)
         reduced = trained * BYTES[plan.precision.reduce]
         if strategy == "ddp":
             return wires.seconds("all_reduce", "loss", reduced)
         gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
-        return max(
-            gathers * wires.seconds("all_gather", "fsdp", gathered),
-            reduces * wires.seconds("reduce_scatter", "fsdp", reduced),
-            wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp),
-        )
+        gathered_s = gathers * wires.seconds("all_gather", "fsdp", gathered)
+        reduced_s = reduces * wires.seconds("reduce_scatter", "fsdp", reduced)
+        sliced_s = gathered_s + reduced_s if self.cluster.kind == "cuda" else max(gathered_s, reduced_s)
+        return max(sliced_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
 
 
 def _alike(plan: Plan) -> object:

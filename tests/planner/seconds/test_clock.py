@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.planner.events import Compute, Copy, Send
 from shardwise.planner.seconds.clock import StepClock
+from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.spans import Span, fold
 from shardwise.spec.cluster import parse_cluster
@@ -15,6 +16,7 @@ from shardwise.spec.layout import Layout
 from tests.planner.seconds.test_rates import PLAIN
 
 LAYOUT = Layout(dp_shard=8, ranks_per_node=8)
+ONE_NODE, TWO_NODES = parse_cluster("8xH100"), parse_cluster("2x8xH100+400Gb/node")
 MS = 1_000_000
 """Nanoseconds."""
 
@@ -78,8 +80,87 @@ def test_collectives_of_a_stream_follow_one_another_and_wait_for_what_they_are_t
     made.add(gather())
     made.add(gather())
     assert made.now.at_s["gather"] == pytest.approx(3e-3 + 2 * took_s, rel=1e-2)
-    made.add(gather("reduce"))
-    assert made.now.at_s["reduce"] == pytest.approx(took_s, rel=1e-2), "another stream does not wait"
+
+
+def replicas() -> StepClock:
+    """Two nodes, each with a copy of the weights: slices are gathered in a node, and summed between the two."""
+    made = StepClock(PLAIN, wires_of(Layout(dp_replicate=2, dp_shard=8, ranks_per_node=8), TWO_NODES))
+    made.contention = 0.0
+    return made
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, Layout(dp_shard=16, ranks_per_node=8)])
+def test_a_gather_and_a_reduction_over_the_same_links_follow_one_another(layout: Layout) -> None:
+    """One communicator does one thing at a time, whatever the streams: both take the sum of their times, as they were
+    given, in a node and between two."""
+    made = StepClock(PLAIN, wires_of(layout, TWO_NODES if layout.world == 16 else ONE_NODE))
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made.add(gather())
+    made.add(Send("reduce_scatter", "fsdp", "gradients", 10**9, "reduce"))
+    assert made.now.at_s["gather"] == pytest.approx(took_s)
+    assert made.now.at_s["reduce"] == pytest.approx(2 * took_s)
+
+
+def test_what_is_sent_between_nodes_runs_beside_what_is_sent_in_them() -> None:
+    """Hybrid: 7/8 of 1e9 bytes pass a rank in the node, and a sum of 1e9 / 8 the eighth of a node's cards that it has;
+    neither waits for the other."""
+    made, known = replicas(), shipped()
+    made.add(gather())
+    made.add(Send("all_reduce", "dp_replicate", "gradients", 10**9 // 8, "all_reduce"))
+    in_node_s = known["latency node_s"] + 7 / 8 * 1e9 / (360e9 * known["NVLink"])
+    cards_s = known["latency node_s"] + known["latency network_s"] + 1e9 / 8 / (50e9 / 8 * known["network"])
+    assert made.now.at_s["gather"] == pytest.approx(in_node_s)
+    assert made.now.at_s["all_reduce"] == pytest.approx(cards_s)
+
+
+def test_blocks_whose_traffic_takes_longer_than_they_compute_take_its_sum() -> None:
+    """ZeRO-3, backward: a block is gathered while the one before is computed, and its gradients are scattered after it.
+    Ten blocks of 1 ms, gathered and scattered in 2.3 ms each, take ten of both, and the first is computed between."""
+    made = StepClock(PLAIN, wires_of(LAYOUT, ONE_NODE))
+    made.contention = 0.0
+    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    assert took_s > 2e-3
+    made.add(gather())
+    made.record("gather", ("gathered", 0))
+    for block in range(10):
+        made.wait("compute", ("gathered", block))
+        if block < 9:
+            made.add(gather())
+            made.record("gather", ("gathered", block + 1))
+        made.play(computed(1), None)
+        made.record("compute", ("ready", block))
+        made.wait("reduce", ("ready", block))
+        made.add(Send("reduce_scatter", "fsdp", "gradients", 10**9, "reduce"))
+        made.record("reduce", "scattered")
+    made.wait("compute", "scattered")
+    assert made.now.at_s["compute"] == pytest.approx(20 * took_s, rel=1e-2)
+    assert sum(made.now.exposed_s.values()) == pytest.approx(20 * took_s - 10e-3, rel=1e-2)
+
+
+def test_data_parallel_sums_are_hidden_but_for_the_last() -> None:
+    """DDP in a node: buckets are summed while backward computes what takes longer; the device waits for the last."""
+    made = clock()
+    took_s = made.wires.seconds("all_reduce", "fsdp", 10**8)
+    for bucket in range(4):
+        made.play(computed(2e3 * took_s), None)
+        made.record("compute", bucket)
+        made.wait("reduce", bucket)
+        made.add(Send("all_reduce", "fsdp", "gradients", 10**8, "reduce"))
+        made.record("reduce", ("summed", bucket))
+    made.wait("compute", ("summed", 3))
+    assert made.now.at_s["compute"] == pytest.approx(9 * took_s, rel=2e-2)
+    assert sum(made.now.exposed_s.values()) == pytest.approx(took_s, rel=2e-2)
+
+
+def test_what_was_sent_while_the_device_waited_slows_nothing_afterwards() -> None:
+    """A gather that the device waits for from its first moment on: what is computed after it takes what it takes."""
+    made = clock(contention=0.2)
+    made.add(gather(size=10**10))
+    made.record("gather", "there")
+    made.wait("compute", "there")
+    begun_s = made.now.at_s["compute"]
+    made.play(computed(1), None)
+    assert made.now.at_s["compute"] - begun_s == pytest.approx(1e-3)
 
 
 def test_a_hidden_collective_slows_the_kernels_beside_it() -> None:

@@ -1,8 +1,10 @@
 """When each thing of a step happens: a tape that keeps time instead of events.
 
 The host launches kernels in their order; the device computes one as soon as it is launched and the one before it is
-done. Collectives of a stream run one after another beside that, each when it is given and what it waits for is there.
-What the device waits for that is not its own work is exposed communication, and counted to the axis it was sent along.
+done. Collectives of a stream run one after another beside that, each when it is given and what it waits for is there;
+on GPUs those of different streams that take the same links follow one another too, in the order in which they are
+given. What the device waits for that is not its own work is exposed communication, and counted to the axis it was sent
+along.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ Times = defaultdict[str, float]
 
 @dataclass
 class Elapsed:
-    """Seconds from the beginning: of the host's launches and of each stream, and what they come to: ``busy_s`` of the
-    device by kind of kernel, ``exposed_s`` and ``sent_s`` by axis."""
+    """Seconds from the beginning: of the host's launches, of each stream, and until when links are taken by streams
+    beside the device's; and what they come to: ``busy_s`` of the device by kind of kernel, ``exposed_s`` and ``sent_s``
+    by axis."""
 
     host_s: float = 0.0
     at_s: Times = field(default_factory=lambda: defaultdict(float))
+    links_s: Times = field(default_factory=lambda: defaultdict(float))
     busy_s: Times = field(default_factory=lambda: defaultdict(float))
     exposed_s: Times = field(default_factory=lambda: defaultdict(float))
     sent_s: Times = field(default_factory=lambda: defaultdict(float))
@@ -44,7 +48,7 @@ class Elapsed:
                 mine[key] += times * (late[key] - early[key])
 
     def counters(self) -> tuple[Times, ...]:
-        return self.at_s, self.busy_s, self.exposed_s, self.sent_s
+        return self.at_s, self.links_s, self.busy_s, self.exposed_s, self.sent_s
 
 
 class StepClock(Folding):
@@ -101,7 +105,12 @@ class StepClock(Folding):
             now.at_s["compute"] = max(now.at_s["compute"], now.host_s) + seconds
             now.exposed_s[axis] += seconds
             return
-        now.at_s[send.stream] = max(now.at_s[send.stream], now.host_s) + seconds
+        begins_s = max(now.at_s[send.stream], now.host_s)
+        if self.rates.cuda and seconds:
+            links = self.wires.links(send.axis)
+            begins_s = max(begins_s, now.links_s[links])
+            now.links_s[links] = begins_s + seconds
+        now.at_s[send.stream] = begins_s + seconds
         self.axis[send.stream] = axis
         self.beside_s += self.contention * seconds
 
@@ -117,3 +126,6 @@ class StepClock(Folding):
             if stream == "compute":
                 self.now.exposed_s[axis] += until_s - max(self.now.at_s[stream], min(self.now.host_s, until_s))
             self.now.at_s[stream] = until_s
+        if stream == "compute":  # what was sent while the device waited has slowed nothing
+            going_s = [max(0.0, at_s - self.now.at_s["compute"]) for at_s in self.now.at_s.values()]
+            self.beside_s = min(self.beside_s, self.contention * sum(going_s))

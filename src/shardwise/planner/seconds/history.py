@@ -20,7 +20,7 @@ from shardwise.spec.record import from_json
 STATE = Path(".local", "state", "shardwise")
 """Below the home directory, where the caller names no other."""
 FILE = "steps.jsonl"
-PREDICTOR = 2
+PREDICTOR = 3
 """Raised when predictions change: ratios to those of an earlier predictor do not correct the next one's."""
 KEPT_LINES = 300
 WITHIN, WITHIN_LORA = 0.06, 0.13

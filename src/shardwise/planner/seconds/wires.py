@@ -71,6 +71,10 @@ class Wires:
             return 1
         return min(self.layout.size(group), ceil(reach / per_node))
 
+    def links(self, group: str) -> str:
+        """Which links bound a group's collectives: those of a node, or the cards between nodes."""
+        return "node" if self.nodes(group) == 1 else "network"
+
     def rate(self, kind: str, nodes: int, group: str) -> float:
         """Bytes a second that pass a rank."""
         return self.node_rate(kind) if nodes == 1 else min(self.node_rate(kind), self.network_rate(group))
