@@ -66,10 +66,11 @@ def test_seconds_are_those_of_the_row_s_software() -> None:
     row = reading(framework="InternEvo", zero_stage="1")
     plain = replace(row, habits=replace(row.habits, broadcast_s=0.0))
     assert predicted_s(row) == pytest.approx((predicted_s(plain) or 0) + 8 * 0.002676)
-    usual = predicted_s(reading()) or 0
-    assert (predicted_s(reading(notes="AsyncTP")) or 0) < usual
-    assert (predicted_s(reading(compile="yes")) or 0) < usual
-    assert (predicted_s(reading(framework="something else")) or 0) != usual
+    one_node = {"num_gpus": "8", "gbs": "32"}  # between two, what is sent would decide
+    usual = predicted_s(reading(**one_node)) or 0
+    assert (predicted_s(reading(**one_node, notes="AsyncTP")) or 0) < usual
+    assert (predicted_s(reading(**one_node, compile="yes")) or 0) < usual
+    assert (predicted_s(reading(**one_node, framework="something else")) or 0) != usual
 
 
 def test_groups() -> None:
@@ -87,7 +88,9 @@ def test_pairs_by_hand() -> None:
         for measured, predicted in ((1.0, 1.1), (1.05, 1.0), (2.0, 1.9), (4.0, 0.5))
     ]
     elsewhere = Score(reading(group="b"), "dense_16bit", 9.0, 1.0, 1.0)
-    assert pairs([*found, elsewhere]) == {"n": 5, "right": 2, "share": 0.4}
+    longer = Score(reading(seq_len="4096"), "dense_16bit", 9.0, 1.0, 1.0)
+    larger = Score(reading(gbs="128"), "dense_16bit", 9.0, 1.0, 1.0)
+    assert pairs([*found, elsewhere, longer, larger]) == {"n": 5, "right": 2, "share": 0.4}
     assert pairs([elsewhere])["share"] is None
 
 

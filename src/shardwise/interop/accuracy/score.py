@@ -257,14 +257,16 @@ def left_out(scores: list[Score], levels: Levels) -> dict[str, float | None] | N
 
 
 def pairs(scores: Iterable[Score]) -> dict[str, Any]:
-    """Of pairs of rows of one source, model, kind of GPU and number of GPUs whose tokens a second differ by more than
-    ``PAIR``, the share whose order is predicted."""
+    """Of pairs of rows of one source, model, kind of GPU, number of GPUs, sequence length and batch whose tokens a
+    second differ by more than ``PAIR``, the share whose order is predicted."""
     alike: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for one in scores:
         plan, row = one.row.plan, one.row
         tokens = plan.batch.seq_len * _sequences(row)
-        key = row.source, row.spec.name, row.cluster.device.name, plan.layout.world, said(row.text, "task")
-        alike[key].append((tokens / one.measured, tokens / one.predicted))
+        told = tuple(said(row.text, name) for name in ("task", "seq_len", "gbs"))
+        alike[row.source, row.spec.name, row.cluster.device.name, plan.layout.world, *told].append(
+            (tokens / one.measured, tokens / one.predicted)
+        )
     right = [
         (mine[0] > other[0]) == (mine[1] > other[1])
         for found in alike.values()
