@@ -14,11 +14,14 @@ from math import prod
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import KEPT_UNITS, SEND, Dim, Op, Sheet, Unit
+from shardwise.techniques.quantised import nf4_rows_at_once
 
 SUM = "aten.sum"
 """A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
 EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
+DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
+"""In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
 ATTENTION_BACKWARD = "shardwise.attention_backward"
 
 
@@ -68,6 +71,11 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
     moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:
         moved = 2 * sum(number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
+    if op.name == DEQUANTISE and rates.dequantised:
+        rows, columns = (number(dim, sizes) for dim in op.dims)
+        moved += round(rates.dequantised * rows * columns)
+        rounds = -(-rows // nf4_rows_at_once(rows, columns))
+        return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=DEQUANTISE_KERNELS * rounds)
     extra = rates.product_s(*(number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _pointwise([moved], rates)
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made

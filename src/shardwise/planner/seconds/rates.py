@@ -25,6 +25,9 @@ TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.55))
 """Rows and columns of the output that one multiprocessor computes at a time, and the share of the best rate that
 products of such tiles reach: what cuBLAS chooses from, roughly."""
 ALIGNED = 64
+DEQUANTISED_BYTES = 20.0
+"""An element, besides codes and result, in plain torch: indices of 2 bytes written and read, what is looked up (4)
+written, read and written as it is scaled, and read once more."""
 CPU_FLOPS, CPU_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 8e-6
 """Of a CPU process on which nothing was measured."""
 
@@ -34,7 +37,8 @@ class Traits:
     """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
     ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
     cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
-    ``logits``: bytes that the loss moves of a logit, as a share of ours."""
+    ``logits``: bytes that the loss moves of a logit, as a share of ours. ``dequantised``: bytes that dequantising moves
+    an element besides what it is given and returns; 0 where it is one kernel."""
 
     efficiency: float
     step_s: float
@@ -44,12 +48,13 @@ class Traits:
     network: float | None = None
     unfused: bool = False
     logits: float = 1.0
+    dequantised: float = 0.0
 
 
 def own_traits() -> Traits:
     """Those of this system."""
     known = shipped()
-    return Traits(known["own era"], known["own step_s"])
+    return Traits(known["own era"], known["own step_s"], dequantised=DEQUANTISED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Rates:
     multiprocessors: int
     measured: Measured | None = None
     logits: float = 1.0
+    dequantised: float = 0.0
 
     @property
     def best_flops_per_s(self) -> float:
@@ -132,6 +138,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     known, device, dtype = shipped(), cluster.device, plan.precision.compute
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     fixed = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
+    fixed["dequantised"] = traits.dequantised
     share = known[f"bytes {blocks}"]
     if cluster.kind == "cpu":
         return Rates(
