@@ -27,7 +27,8 @@ planner prices it, and what it predicts is compared with what was measured. Erro
 per cent, so a negative one means that the planner promises too much. Percentiles are interpolated. *Over sources* is
 the median of the sources' own medians: a source with many rows counts once. *Constant guess* predicts of each GPU the
 median share of its peak (or of its memory) that the rows of the group reach. With *one source left out* the efficiency
-of a row's software comes from the other sources: of its era, if there are any, else of all.
+of a row's software comes from the other sources: of its era, if there are any, else of all. All other constants stay
+as they were fitted, to these rows too: without that, errors are larger (`python -m shardwise.interop.accuracy.fit`).
 
 Of {rows:,} rows {read:,} are compared."""
 READING = """## How a row is read
@@ -86,8 +87,8 @@ def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
         INTRODUCTION.format(name=name, rows=report["rows"], read=report["rows"] - sum(skipped.values())),
         _table(heads, groups),
         f"**Fit**: of {fit['n']} rows {fit['right']} are right. {said_not}, and {missed}.",
-        f"**Order**: of {ordered['n']} pairs of rows of one source, model and set of GPUs whose speed differs by more "
-        f"than 10 %, {ordered['right']} are ordered right.",
+        f"**Order**: of {ordered['n']} pairs of rows of one source, model, set of GPUs, length and batch whose speed "
+        f"differs by more than 10 %, {ordered['right']} are ordered right.",
         "## The largest errors\n\n" + _table(("row", "what", "error", "why"), _worst(scores)),
         "## Skipped rows\n\n" + _table(("rows", "why"), [(count, why) for why, count in skipped.items()]),
         READING,

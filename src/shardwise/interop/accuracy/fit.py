@@ -27,8 +27,6 @@ Values = dict[str, float]
 NOISE = 0.08
 """In logs, of a row that the model describes: larger residuals count less and less."""
 STEP, ROUNDS, QUANTILE = 0.02, 4, 0.8
-WORDS = ("", " fine-tune")
-"""What the bands' names end with."""
 SLOW = shipped()["band slow"]
 FOLLOWS = {"H200-SXM": "H100-SXM-80GB", "V100-SXM2-32GB": "V100-SXM2-16GB"}
 """Devices with the chip of another."""
@@ -65,12 +63,9 @@ def whole(values: Values) -> Values:
 
 def touches(name: str, row: Measurement) -> bool:
     """Whether a row can depend on a constant."""
-    if name.startswith("era:"):
-        return row.habits.era == name[4:]
-    if name.startswith("best product:"):
-        device = row.cluster.device.name
-        return FOLLOWS.get(device, device) == name[13:]
-    return True
+    device, (kind, _, which) = row.cluster.device.name, name.partition(":")
+    own = {"era": row.habits.era, "best product": FOLLOWS.get(device, device)}
+    return kind not in own or own[kind] == which
 
 
 def derivatives(data: list[tuple[Measurement, float]], values: Values, at: Any) -> np.ndarray[Any, Any]:
@@ -124,9 +119,7 @@ def fitted(data: list[tuple[Measurement, float]], priors: dict[str, tuple[float,
 def band(data: list[tuple[Measurement, float]], left: Any) -> Values:
     """The 80 % quantiles between sources (of their medians) and within them, of pre-training and of fine-tuning."""
     found, sources = {}, np.array([row.source for row, _ in data])
-    for words in WORDS:
-        if not (mine := alike(data, words)).any():
-            continue  # the file has none: what was known stays
+    for words, mine in alike(data).items():
         medians = {source: np.median(left[mine & (sources == source)]) for source in {*sources[mine]}}
         within = np.abs(left[mine] - np.array([medians[source] for source in sources[mine]]))
         found[f"band source{words}"] = float(np.quantile(np.abs([*medians.values()]), QUANTILE))
@@ -134,17 +127,18 @@ def band(data: list[tuple[Measurement, float]], left: Any) -> Values:
     return found
 
 
-def alike(data: list[tuple[Measurement, float]], words: str) -> np.ndarray[Any, Any]:
-    """Which rows a band is for."""
-    return np.array([("fine_tune" in groups_of(row)) == bool(words) for row, _ in data])
+def alike(data: list[tuple[Measurement, float]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Which rows each band is for, by what its name ends with; of a kind that the file has."""
+    tuned = np.array(["fine_tune" in groups_of(row) for row, _ in data])
+    return {words: mine for words, mine in (("", ~tuned), (" fine-tune", tuned)) if mine.any()}
 
 
 def covered(data: list[tuple[Measurement, float]], left: Any, values: Values) -> tuple[float, float]:
     """The share of rows that lie in the band of what is predicted without their source, and the mean of the sources'
     shares."""
     width = np.zeros(len(data))
-    for words in WORDS:
-        width[alike(data, words)] = np.hypot(values.get(f"band source{words}", 0), values.get(f"band row{words}", 0))
+    for words, mine in alike(data).items():
+        width[mine] = np.hypot(values[f"band source{words}"], values[f"band row{words}"])
     within, sources = (left <= width) & (-left <= SLOW * width), np.array([row.source for row, _ in data])
     return float(np.mean(within)), float(np.mean([np.mean(within[sources == source]) for source in {*sources}]))
 
@@ -156,24 +150,21 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     given = parser.parse_args()
     data, lines = rows_to_fit(given.file), rows()
-    free = {
-        line["constant"]: (float(line["value"]), float(line["prior"]), float(line["sigma"]))
-        for line in lines
-        if line["prior"] and any(touches(line["constant"], row) for row, _ in data)
-    }
-    free = {name: prior for name, prior in free.items() if name.removeprefix("best product:") not in FOLLOWS}
+    free: dict[str, tuple[float, float, float]] = {}
+    for line in lines:
+        name = line["constant"]
+        if line["prior"] and name.partition(":")[2] not in FOLLOWS and any(touches(name, row) for row, _ in data):
+            free[name] = float(line["value"]), float(line["prior"]), float(line["sigma"])
     values, left = fitted(data, free)
     values = whole(values) | band(data, left)
     for name, (before, prior, sigma) in free.items():
         moved = np.log(values[name] / prior) / sigma
         print(f"{name:34} {before:12.4g} -> {values[name]:12.4g}   {moved:+.2f} sigma from its prior")
     print({name: round(value, 3) for name, value in values.items() if name.startswith("band")})
-    for words in WORDS:
-        if len(off := 100 * np.abs(np.exp(left[alike(data, words)]) - 1)):
-            shown = np.quantile(off, (0.5, 0.9)).round(2)
-            print(f"error in % where all constants come from other sources{words}: median and p90 {shown}")
-    rows_share, sources_share = covered(data, left, values)
-    print(f"in the band of what other sources predict: {rows_share:.0%} of rows, {sources_share:.0%} as sources count")
+    for words, mine in alike(data).items():
+        off = np.quantile(100 * np.abs(np.expm1(left[mine])), (0.5, 0.9)).round(2)
+        print(f"error in %, all constants from other sources{words}: median and p90 {off}")
+    print("the band holds {:.0%} of rows without their source, {:.0%} by source".format(*covered(data, left, values)))
     if given.out:
         text = io.StringIO()
         writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")

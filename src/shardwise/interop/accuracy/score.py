@@ -261,12 +261,10 @@ def pairs(scores: Iterable[Score]) -> dict[str, Any]:
     second differ by more than ``PAIR``, the share whose order is predicted."""
     alike: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for one in scores:
-        plan, row = one.row.plan, one.row
-        tokens = plan.batch.seq_len * _sequences(row)
-        told = tuple(said(row.text, name) for name in ("task", "seq_len", "gbs"))
-        alike[row.source, row.spec.name, row.cluster.device.name, plan.layout.world, *told].append(
-            (tokens / one.measured, tokens / one.predicted)
-        )
+        row, tokens = one.row, one.row.plan.batch.seq_len * _sequences(one.row)
+        told = [said(row.text, name) for name in ("task", "seq_len", "gbs")]
+        key = row.source, row.spec.name, row.cluster.device.name, row.plan.layout.world, *told
+        alike[key].append((tokens / one.measured, tokens / one.predicted))
     right = [
         (mine[0] > other[0]) == (mine[1] > other[1])
         for found in alike.values()
