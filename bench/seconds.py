@@ -5,7 +5,9 @@
 For each recipe in turn, for some rounds: ``shardwise doctor`` measures the machine, ``shardwise plan`` predicts the
 time of a step from what it found, and ``shardwise train`` takes some; what was measured is the median of the run's
 steps after the first ones, as its report says. Everything happens in directories of its own, so that no earlier run
-corrects a plan. ``load`` is the machine's, before each.
+corrects a plan. The run takes the plan whose time was predicted (``train --plan``). ``others`` is how many cores other
+programs used meanwhile, on average: medians of doctor's short samples miss what a step is slowed by, so that a ratio
+counts only where this is next to nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,7 @@ class Pair:
     case: str
     predicted_s: float
     measured_s: float
-    load: float
+    others: float
     parts: dict[str, Any]
 
     @property
@@ -67,16 +70,26 @@ class Pair:
 
 def pair(case: str, steps: int) -> Pair:
     """Measures one case."""
-    load = os.getloadavg()[0]
+    begun, began_s = busy_s(), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
         _run(["doctor", "-o", "cluster.yaml"], at)
-        planned = json.loads(_run(["plan", *CASES[case], "--cluster", "cluster.yaml", "--json"], at))
+        planned = json.loads(_run(["plan", *CASES[case], "--cluster", "cluster.yaml", "--json", "-o", "plan.yaml"], at))
         brief = [f"train.max_steps={steps}", "evaluate.max_batches=1", "checkpoint.save_steps=1000", "run.nproc=2"]
-        _run(["train", *CASES[case], *brief, "run.device=cpu", "--run", "timed"], at)
+        _run(["train", *CASES[case], *brief, "run.device=cpu", "--run", "timed", "--plan", "plan.yaml"], at)
         (line,) = (at / "shardwise" / "steps.jsonl").read_text().splitlines()
     found = planned["plan"]["estimate"]["seconds"]
-    return Pair(case, found["step_s"], json.loads(line)["measured_s"], load, found)
+    others = (busy_s() - begun) / (time.monotonic() - began_s)
+    return Pair(case, found["step_s"], json.loads(line)["measured_s"], others, found)
+
+
+def busy_s() -> float:
+    """Seconds for which cores have worked for other programs since the machine was started: all that Linux counts, but
+    for what this process and those that it waited for took."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    own = os.times()
+    ours = own.user + own.system + own.children_user + own.children_system
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - ours
 
 
 def _run(command: list[str], at: Path) -> str:
@@ -90,9 +103,9 @@ def _run(command: list[str], at: Path) -> str:
 
 def told(pairs: list[Pair]) -> list[str]:
     """The table, and what it comes to."""
-    lines = [f"{'case':12} predicted  measured  ratio  load"]
+    lines = [f"{'case':12} predicted  measured  ratio  others"]
     for each in pairs:
-        figures = f"{each.predicted_s:8.3f} s {each.measured_s:7.3f} s  {each.ratio:5.2f}  {each.load:4.1f}"
+        figures = f"{each.predicted_s:8.3f} s {each.measured_s:7.3f} s  {each.ratio:5.2f}  {each.others:6.2f}"
         lines.append(f"{each.case:12} {figures}")
     ratios = sorted(each.ratio for each in pairs)
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios

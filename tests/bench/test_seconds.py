@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -19,11 +22,21 @@ def test_the_table_by_hand() -> None:
     """Ratios of 0.8, 1.0, 1.1 and 1.5: a median of 1.05, quartiles of 0.95 and 1.2."""
     times = (("b", 1.6, 2.0), ("a", 1.0, 1.0), ("b", 2.2, 2.0), ("a", 1.5, 1.0))
     lines = SECONDS["told"]([Pair(case, predicted, measured, 0.5, {}) for case, predicted, measured in times])
-    assert lines[1].split() == ["b", "1.600", "s", "2.000", "s", "0.80", "0.5"]
+    assert lines[1].split() == ["b", "1.600", "s", "2.000", "s", "0.80", "0.50"]
     assert lines[-2] == "ratio: median 1.05, quartiles 0.95 and 1.20, of 4"
     assert lines[-1] == "order as predicted: a < b; the measured one"
     swapped = SECONDS["told"]([Pair("a", 1.0, 3.0, 0.5, {}), Pair("b", 2.0, 1.0, 0.5, {})])
     assert swapped[-1] == "order as predicted: a < b; measured b < a"
+
+
+def test_what_another_program_works_is_counted() -> None:
+    """One that this process has not waited for yet; in hundredths of a second, as Linux counts."""
+    before = SECONDS["busy_s"]()
+    loop = "import os, time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", loop], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"done\n"
+        assert SECONDS["busy_s"]() - before > 0.3 - 4 / os.sysconf("SC_CLK_TCK")
+        other.kill()
 
 
 @pytest.mark.parametrize("case", SECONDS["CASES"])

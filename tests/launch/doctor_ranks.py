@@ -47,6 +47,33 @@ def sent(rank: int, world: int, nodes: int) -> list[Sent]:
         return list(links.collectives(Clock(CPU, 0.002), meshes(layout, "cpu")))
 
 
+def operated(rank: int, world: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """How often an operation was given which sum of elements; and the rows, columns and inner dim of each product."""
+    seen: list[tuple[int, int]] = []
+    products: list[int] = []
+
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((int(tensor.sum()), tensor.numel()))
+        return tensor + 1
+
+    def product(first: torch.Tensor, second: torch.Tensor, transposed: bool) -> torch.Tensor:
+        result = first @ (second.t() if transposed else second)
+        products.append(result.shape[0] * 10_000 + result.shape[1] * 100 + first.shape[1])
+        return result
+
+    clock = Clock(CPU, 0.001)
+    with (
+        patch.object(compute, "POINTWISE", {"cpu": (16,)}),
+        patch.object(compute, "HELD_BYTES", {"cpu": 24}),
+        patch.object(compute, "PRODUCTS", {"cpu": ((3, 5, 7),)}),
+        patch.object(compute, "linear", lambda x, w: product(x, w, True)),
+        patch.object(compute.torch, "mm", lambda x, w: product(x, w, False)),
+    ):
+        list(compute.pointwise(clock, counting))
+        list(compute.products(clock, ["fp32"]))
+    return seen, products
+
+
 def written(rank: int, world: int, directory: Path) -> float:
     with patch.object(compute, "WRITTEN_BYTES", {"cpu": 2**16}):
         return compute.disk_bytes_per_s(Clock(CPU, 0.01), directory, rank)

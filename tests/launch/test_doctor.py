@@ -60,6 +60,14 @@ def said(measured: Measured, products_s: tuple[float, ...] = (1.0,), on_core: tu
     return [*shortfalls(list(compare(H100S, measured)), Found(measured, products_s, on_core))]
 
 
+def test_operations_read_what_was_made_last_and_products_come_in_three_forms(ranks: RankPool) -> None:
+    """16 bytes are 2 numbers read and 2 written, and 24 hold three such tensors: each operation gets the result of the
+    one before, never one of those that stood there first. All forms are 3 x 7 by 7 x 5."""
+    ((seen, products),) = ranks.run(doctor_ranks.operated, world=1)
+    assert seen == [(2 * step, 2) for step in range(len(seen))] and len(seen) > 10
+    assert set(products) == {3 * 10_000 + 5 * 100 + 7} and len(products) >= 3 * 7
+
+
 def test_a_measurement_is_that_of_the_slowest_rank(ranks: RankPool) -> None:
     """Sleeps take a little longer than they are asked to, on a busy machine much longer."""
     (first, _), (second, clock) = ranks.run(doctor_ranks.sleeping, world=2)

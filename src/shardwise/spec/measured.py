@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product of ``m`` x ``k`` by ``k`` x ``n`` in ``dtype``, the median of several."""
+    """One matrix product of ``m`` x ``k`` by ``k`` x ``n`` in ``dtype``: the mean over the forms in which a layer has
+    such products (forward, and the gradients of its input and weight), of each the median of several."""
 
     dtype: str
     m: int
@@ -53,6 +54,8 @@ class Sent:
 class Measured:
     """``ranks``: how many processes of the machine measured at the same time, since they share memory, cores and disk;
     every figure is that of one of them, the slowest. ``launch_s``: what an operation of next to no work takes.
+    ``transcendental``: pointwise operations that compute an exponential for each element. ``memory_bytes_per_s``: the
+    rate at which memory that is in no cache is read and written in place.
     ``disk_bytes_per_s``: the rate at which a file reaches the disk."""
 
     ranks: int = 1
@@ -60,6 +63,8 @@ class Measured:
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionTime, ...] = ()
     pointwise: tuple[Pointwise, ...] = ()
+    transcendental: tuple[Pointwise, ...] = ()
+    memory_bytes_per_s: float = 0.0
     sent: tuple[Sent, ...] = ()
     to_device_bytes_per_s: float = 0.0
     from_device_bytes_per_s: float = 0.0

@@ -11,6 +11,7 @@ from shardwise.models.load import load_spec
 from shardwise.planner.seconds.kernels import durations, loss_durations, number, seen
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.layout import Layout
+from shardwise.spec.measured import Measured, Pointwise
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.sheet import Sheet, Unit
 from tests.planner.seconds.test_rates import PLAIN
@@ -63,6 +64,19 @@ def test_a_window_leaves_fewer_pairs() -> None:
     }
     assert attention[4096][0] == pytest.approx(attention[4096][1])
     assert attention[8192][1] / attention[8192][0] == pytest.approx(seen(8192, 4096) / 8192**2) == 0.75
+
+
+def test_exponentials_of_a_block_and_of_the_loss_take_their_own_time() -> None:
+    """Here none takes any but those: of a block silu forward, silu again and its gradient backward; of each chunk of
+    the loss the sum of exponentials and the gradient."""
+    none, own = ((Pointwise(10**15, seconds),) for seconds in (0.0, 1e-3))  # what moves less takes as long
+    rates = replace(QUIET, cuda=False, measured=Measured(1, pointwise=none, transcendental=own))
+    costed = sheet()
+    (block,) = costed.blocks
+    for direction, count in zip(PASSES, (1, 2), strict=True):
+        assert total_s(block, direction, "pointwise", rates) == pytest.approx(count * 1e-3)
+    chunks = B * S // 1024
+    assert loss_durations(costed, PLAN, rates, 3)[1].device_ns == pytest.approx(2 * chunks * 1e6)
 
 
 @pytest.mark.parametrize("direction", PASSES)

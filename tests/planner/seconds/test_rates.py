@@ -96,6 +96,22 @@ def test_what_was_measured_goes_before_the_table() -> None:
     assert measured.pointwise_s(20_000) == pytest.approx(20e-6)
 
 
+def test_a_cpu_takes_longer_for_exponentials_and_updates_at_its_memory_s_rate() -> None:
+    """4,000 bytes: 2 us read and written, 8 us with an exponential. An update of 3 GB at 1.5 GB/s takes 2 s, and each
+    of 10 kernels a launch. A GPU is bound by bytes either way."""
+    plain, slow = (Pointwise(4000, 2e-6),), (Pointwise(4000, 8e-6),)
+    found = Measured(2, 1e-6, pointwise=plain, transcendental=slow, memory_bytes_per_s=1.5e9)
+    cpu = replace(PLAIN, cuda=False, gap_s=0.0, launch_s=1e-3, measured=found)
+    assert cpu.pointwise_s(4000) == 2e-6
+    assert cpu.pointwise_s(4000, transcendental=True) == 8e-6
+    assert replace(cpu, cuda=True).pointwise_s(4000, transcendental=True) == 2e-6
+    assert cpu.updated_s(3e9, 10) == pytest.approx(2.01)
+    older = replace(cpu, measured=replace(found, transcendental=(), memory_bytes_per_s=0.0))  # an earlier cluster.yaml
+    assert older.pointwise_s(4000, transcendental=True) == 2e-6
+    assert older.updated_s(3e9, 10) == pytest.approx(3e-3 + 0.01)
+    assert PLAIN.updated_s(3e9, 10) == pytest.approx(3e-3 + 10 * 8e-6)
+
+
 def test_a_device_has_the_rates_of_the_table() -> None:
     known, traits = shipped(), own_traits()
     rates = rates_of(BF16, parse_cluster("8xH100"), traits)

@@ -31,15 +31,17 @@ class Clock:
     cpu_s: float = 0.0
     wall_s: float = 0.0
 
-    def seconds(self, work: Work) -> float:
-        """The median time of ``work`` on the slowest rank. Every rank must call this alike."""
+    def seconds(self, work: Work, share: float = 1.0) -> float:
+        """The median time of ``work`` on the slowest rank, found in a ``share`` of the budget. Every rank must call
+        this alike."""
+        budget_s = share * self.budget_s
         self._sample(work, 1)  # what is loaded, allocated or chosen the first time
         once_s = self.slowest(self._sample(work, 1))
         within = max(1, min(10_000, ceil(SAMPLE_S[self.device.type] / once_s)))
         if within > 1:
             once_s = self.slowest(self._sample(work, within))
-        least = LEAST if once_s < self.budget_s else FEW
-        count = max(least, min(MOST, int(self.budget_s / (once_s * within))))
+        least = LEAST if once_s < budget_s else FEW
+        count = max(least, min(MOST, int(budget_s / (once_s * within))))
         for _ in range(count // 5):  # until caches, clocks and connections are as they stay
             self._sample(work, within)
         self.slowest(0.0)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from shardwise.launch.doctor.clock import Clock
+from shardwise.launch.doctor.clock import Clock, Work
 from shardwise.spec.measured import AttentionTime, Pointwise, Product
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = {
     "cpu": (
+        *((512, 8, 512), (512, 512, 8), (8, 512, 512)),
         *((64, 64, 64), (64, 256, 256), (64, 1024, 1024), (256, 256, 256), (256, 1024, 256), (256, 256, 1024)),
         *((512, 512, 512), (1024, 128, 128), (1024, 256, 256), (1024, 1024, 256), (1024, 256, 1024)),
         *((1024, 1024, 1024), (1024, 8192, 256), (2048, 256, 256), (2048, 1024, 1024), (4096, 512, 512)),
@@ -30,8 +33,9 @@ PRODUCTS = {
         *((4096, 65536, 4096), (16384, 2048, 2048)),
     ),
 }
-"""(m, n, k) of m tokens through a layer from k to n: the small products of a small model, in which launches and memory
-count, and the large ones of a large model."""
+"""(m, n, k) of m x k by k x n: the thin products of adapters, the small ones of a small model, in which launches and
+memory count, and the large ones of a large model."""
+FORMS = 3
 ATTENTION = {
     "cpu": ((128, 32, 32), (256, 16, 64), (512, 8, 64), (1024, 4, 64), (2048, 2, 64)),
     "cuda": ((512, 256, 128), (2048, 64, 128), (8192, 32, 128), (16384, 16, 128)),
@@ -42,7 +46,11 @@ POINTWISE = {
     "cuda": tuple(2**power for power in (20, 23, 26, 29, 31)),
 }
 """Bytes read and written: from what caches hold to what only memory does."""
+HELD_BYTES = {"cpu": 2**26, "cuda": 2**28}
+"""What a rank has touched since it last used a weight, or the memory of a new tensor: more than a cache holds, as in a
+step, where what is saved for backward is kept. What was written last is read next, and may still be in a cache."""
 COPIED_BYTES = 2**28
+MEMORY_BYTES = 2**23
 WRITTEN_BYTES = {"cpu": 2**25, "cuda": 2**28}
 WRITES = 3
 
@@ -54,11 +62,23 @@ def launch_s(clock: Clock) -> float:
 
 
 def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
-    """Products of each shape in each dtype, in the form in which layers compute them."""
+    """Products of each shape in each dtype: the mean over the forms in which layers compute them."""
     for dtype in dtypes:
         for m, n, k in PRODUCTS[clock.device.type]:
-            tokens, weight = _drawn((m, k), dtype, clock), _drawn((n, k), dtype, clock)
-            yield Product(dtype, m, n, k, clock.seconds(lambda x=tokens, w=weight: linear(x, w)))  # type: ignore[misc]
+            works = _forms(clock, dtype, (m, n, k))
+            yield Product(dtype, m, n, k, sum(clock.seconds(work, 1 / FORMS) for work in works) / FORMS)
+
+
+def _forms(clock: Clock, dtype: str, shape: tuple[int, int, int]) -> Iterator[Work]:
+    """Forward (the weight is transposed), the gradient of the input (nothing is), that of the weight (the tokens are).
+    The first factor was just made, the second was not used for long."""
+    m, n, k = shape
+    first, transposed = _drawn((m, k), dtype, clock), _drawn((k, m), dtype, clock)
+    kept, stored = _held(_drawn((m, n), dtype, clock)), cycle(_held(_drawn((n, k), dtype, clock)))
+    yield _keeping(kept, lambda: linear(first, next(stored)))
+    second = cycle(_held(_drawn((k, n), dtype, clock)))
+    yield _keeping(kept, lambda: torch.mm(first, next(second)))
+    yield _keeping(kept, lambda: torch.mm(transposed.t(), next(second)))
 
 
 def attention(clock: Clock, dtypes: Sequence[str]) -> Iterator[AttentionTime]:
@@ -78,11 +98,33 @@ def _backward_s(clock: Clock, inputs: tuple[torch.Tensor, ...]) -> float:
         return clock.seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
 
 
-def pointwise(clock: Clock) -> Iterator[Pointwise]:
-    """An operation that reads one tensor and writes another, new one, as those of a model do."""
+def pointwise(clock: Clock, work: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Pointwise]:
+    """An operation that reads what was made last and writes a new tensor, as those of a model do."""
     for size in POINTWISE[clock.device.type]:
-        read = torch.ones(size // 8, device=clock.device)
-        yield Pointwise(size, clock.seconds(lambda x=read: torch.mul(x, 0.5)))  # type: ignore[misc]
+        kept = _held(torch.zeros(size // 8, device=clock.device))
+        yield Pointwise(size, clock.seconds(_keeping(kept, lambda kept=kept: work(kept[-1]))))  # type: ignore[misc]
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """What memory and caches bound. (Of zeros: the results of many in a row stay numbers of the usual kind.)"""
+    return torch.mul(tensor, 2.0)
+
+
+def memory_bytes_per_s(clock: Clock) -> float:
+    """The rate at which tensors that are in no cache are read, changed and written in place, as by an optimizer."""
+    tensors = cycle(_held(torch.zeros(MEMORY_BYTES // 8, device=clock.device)))
+    return MEMORY_BYTES / clock.seconds(lambda: next(tensors).mul_(2.0))
+
+
+def _held(one: torch.Tensor) -> deque[torch.Tensor]:
+    """So many copies of a tensor that they fill ``HELD_BYTES``; at least one."""
+    count = max(1, HELD_BYTES[one.device.type] // one.nbytes)
+    return deque([one.clone() for _ in range(count)], maxlen=count)
+
+
+def _keeping(kept: deque[torch.Tensor], work: Callable[[], torch.Tensor]) -> Work:
+    """``work``, whose result takes the place of the oldest of those that are kept."""
+    return lambda: kept.append(work())
 
 
 def copies_bytes_per_s(clock: Clock) -> tuple[float, float]:

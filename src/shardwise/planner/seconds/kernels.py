@@ -22,6 +22,8 @@ EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 """In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
+TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
+"""In the names of operations that compute such a function of each element."""
 ATTENTION_BACKWARD = "shardwise.attention_backward"
 
 
@@ -77,7 +79,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         rounds = -(-rows // nf4_rows_at_once(rows, columns))
         return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=DEQUANTISE_KERNELS * rounds)
     extra = rates.product_s(*(number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
-    made = _pointwise([moved], rates)
+    made = _pointwise([moved], rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
 
 
@@ -89,9 +91,10 @@ def _timed(seconds: float, rates: Rates, kind: str, kernels: int = 1) -> Duratio
     return Duration(round(1e9 * (seconds + kernels * rates.gap_s)), host_ns, kind)
 
 
-def _pointwise(moved: list[int], rates: Rates) -> Duration:
+def _pointwise(moved: list[int], rates: Rates, *, transcendental: bool = False) -> Duration:
     """Kernels that move so many bytes each."""
-    return _timed(sum(rates.pointwise_s(each) for each in moved), rates, "pointwise", kernels=len(moved))
+    seconds = sum(rates.pointwise_s(each, transcendental=transcendental) for each in moved)
+    return _timed(seconds, rates, "pointwise", kernels=len(moved))
 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
@@ -166,4 +169,6 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
         moved.append(2 * 4 * vocabulary * hidden)
     each = rates.product_s(1, chunk, vocabulary, hidden)
     multiplied = _timed(chunks * products * each, rates, "products", kernels=chunks * products)
-    return multiplied, _pointwise(moved * chunks, rates)
+    plain, exponentials = moved[:1] + moved[3:], moved[1:3]  # of the sum, and of the gradient
+    made = _pointwise(plain * chunks, rates), _pointwise(exponentials * chunks, rates, transcendental=True)
+    return multiplied, Duration(sum(one.device_ns for one in made), sum(one.host_ns for one in made))

@@ -107,11 +107,21 @@ class Rates:
             return flops / _attention_rate(near, shape, backward=backward)
         return flops / self.attention_per_s + pairs * self.score_bytes[backward] / self.memory_bytes_per_s
 
-    def pointwise_s(self, moved_bytes: float) -> float:
-        """A kernel that reads and writes so many bytes."""
+    def pointwise_s(self, moved_bytes: float, *, transcendental: bool = False) -> float:
+        """A kernel that reads and writes so many bytes; of which each element takes an exponential, a CPU computes as
+        long as it was measured to."""
+        if transcendental and self.measured and self.measured.transcendental and not self.cuda:
+            return _measured_bytes_s(self.measured.transcendental, moved_bytes)
         if self.measured and self.measured.pointwise:
             return _measured_bytes_s(self.measured.pointwise, moved_bytes)
         return moved_bytes * self.bytes_share / self.memory_bytes_per_s
+
+    def updated_s(self, moved_bytes: float, kernels: int) -> float:
+        """So many bytes of weights, gradients and moments, read and written in memory by so many kernels."""
+        rate = self.memory_bytes_per_s
+        if self.measured and not self.cuda:
+            rate = self.measured.memory_bytes_per_s or rate
+        return moved_bytes / rate + kernels * (self.launch_s + self.gap_s)
 
     def copy_s(self, copied_bytes: float) -> float:
         """So many bytes read, and as many written elsewhere: into, or out of, a buffer of many tensors."""

@@ -122,9 +122,7 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     if unfused:
         moved = numbers * weight * UNFUSED
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
-    if not rates.cuda:
-        return kernels * rates.pointwise_s(moved / kernels) if kernels else 0.0
-    return moved / rates.memory_bytes_per_s + kernels * (rates.launch_s + rates.gap_s)
+    return rates.updated_s(moved, kernels)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
