@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.planner.seconds.constants import replaced, shipped
-from shardwise.planner.seconds.rates import Rates, attention_kernel, own_traits, rates_of
+from shardwise.planner.seconds.rates import CPU_UPDATED_BYTES_PER_S, Rates, attention_kernel, own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product
 from shardwise.spec.plan import Plan, Precision
@@ -108,7 +108,7 @@ def test_a_cpu_takes_longer_for_exponentials_and_updates_at_its_memory_s_rate() 
     assert cpu.updated_s(3e9, 10) == pytest.approx(2.01)
     older = replace(cpu, measured=replace(found, transcendental=(), memory_bytes_per_s=0.0))  # an earlier cluster.yaml
     assert older.pointwise_s(4000, transcendental=True) == 2e-6
-    assert older.updated_s(3e9, 10) == pytest.approx(3e-3 + 0.01)
+    assert older.updated_s(3e9, 10) == pytest.approx(3e9 / CPU_UPDATED_BYTES_PER_S + 0.01)
     assert PLAIN.updated_s(3e9, 10) == pytest.approx(3e-3 + 10 * 8e-6)
 
 
