@@ -61,13 +61,6 @@ def test_free_memory_does_not_make_another_machine() -> None:
     assert machine_of(one) != machine_of(local_cluster(1, "cpu", memory_bytes=4 * 2**30))
 
 
-def test_without_a_directory_it_is_kept_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    remember(DDP, H100, 2.0, 3.0)
-    assert len(past_runs(H100).runs) == 1
-    assert (tmp_path / ".local/state/shardwise/steps.jsonl").is_file()
-
-
 @pytest.mark.parametrize(("predicted_s", "measured_s"), [(0.0, 1.0), (1.0, 0.0), (math.nan, 1.0), (1.0, math.inf)])
 def test_what_has_no_ratio_is_not_remembered(tmp_path: Path, predicted_s: float, measured_s: float) -> None:
     remember(DDP, H100, predicted_s, measured_s, tmp_path)

@@ -17,8 +17,6 @@ from shardwise.spec.host import cores, total_memory_bytes
 from shardwise.spec.plan import Plan, Seconds
 from shardwise.spec.record import from_json
 
-STATE = Path(".local", "state", "shardwise")
-"""Below the home directory, where the caller names no other."""
 FILE = "steps.jsonl"
 PREDICTOR = 3
 """Raised when predictions change: ratios to those of an earlier predictor do not correct the next one's."""
@@ -85,15 +83,13 @@ def machine_of(cluster: Cluster) -> str:
     return f"{cluster.nodes}x{cluster.devices_per_node}x{device.name} ({cluster.kind}, {size}{measured})"
 
 
-def remember(
-    plan: Plan, cluster: Cluster, predicted_s: float, measured_s: float, directory: Path | None = None
-) -> None:
+def remember(plan: Plan, cluster: Cluster, predicted_s: float, measured_s: float, directory: Path) -> None:
     """Add a run to the file in ``directory``. Several processes may do so at a time. Raises OSError."""
     if not all(value > 0 and math.isfinite(value) for value in (predicted_s, measured_s)):
         return
     split = plan.shard.strategy, plan.layout.tp
     run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s)
-    path = (directory or Path.home() / STATE) / FILE
+    path = directory / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     text = read_regular(path, NOTE_BYTES)
@@ -108,10 +104,10 @@ def remember(
         write_whole(path, "".join(lines[-KEPT_LINES:]))
 
 
-def past_runs(cluster: Cluster, directory: Path | None = None) -> PastRuns:
+def past_runs(cluster: Cluster, directory: Path) -> PastRuns:
     """The runs on a machine like this one. Raises OSError if the file is there and cannot be read."""
     try:
-        lines = read_regular((directory or Path.home() / STATE) / FILE, NOTE_BYTES).splitlines()
+        lines = read_regular(directory / FILE, NOTE_BYTES).splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return PastRuns()
     runs = [_run_of(line) for line in lines if line]
