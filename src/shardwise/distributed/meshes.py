@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.spec.layout import Layout, groups_of
+from shardwise.spec.layout import Layout, ends_of, groups_of
 
 
 @dataclass(frozen=True)
 class Meshes:
     """The process groups of this ``rank``, by name. A group of one rank is left out, and asking for it is an error.
-    Without arguments: those of a process on its own."""
+    Of a pipeline there is ``ends`` too, its first and its last rank, and ``channels``: one for each direction between
+    two neighbours, by the sender's number and the receiver's within it. Without arguments: those of a process on its
+    own."""
 
     layout: Layout = Layout()
     rank: int = 0
     axes: DeviceMesh | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    channels: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def counts(self) -> bool:
@@ -54,7 +59,9 @@ class Meshes:
 
     def called(self) -> dict[str, str]:
         """From the names of process groups to what the layout calls them."""
-        return {str(group.group_name): self.layout.called(name) for name, group in self.groups.items()}
+        groups = self.groups.items()
+        named = {str(group.group_name): "pp" if name == "ends" else self.layout.called(name) for name, group in groups}
+        return named | {str(channel.group_name): "pp" for channel in self.channels.values()}
 
     def mesh(self, *groups: str) -> DeviceMesh:
         """The part of the device mesh along those of ``groups`` that are larger than 1, each of one axis."""
@@ -62,9 +69,9 @@ class Meshes:
         return self.axes[tuple(self.layout.called(group) for group in groups if self.size(group) > 1)]
 
 
-def meshes(layout: Layout, kind: str) -> Meshes:
+def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshes:
     """The groups of ``layout`` on devices of ``kind``, over the ranks of the default process group: every rank calls
-    this alike."""
+    this alike. ``timeout``: of a pipeline's channels, which gloo asks for when they are made."""
     if layout.world == 1:
         return Meshes(layout)
     large = layout.axes()
@@ -78,4 +85,27 @@ def meshes(layout: Layout, kind: str) -> Meshes:
         elif alike not in groups:
             groups[alike] = dist.new_subgroups_by_enumeration(layout.members(name))[0]
         groups[name] = groups[alike]
-    return Meshes(layout, dist.get_rank(), axes, groups)
+    if layout.pp > 1:
+        ends, _ = dist.new_subgroups_by_enumeration(ends_of(layout))
+        groups |= {"ends": ends} if ends is not None else {}
+    return Meshes(layout, dist.get_rank(), axes, groups, _channels(layout, kind, timeout))
+
+
+def _channels(layout: Layout, kind: str, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A communicator for each direction between neighbours of a pipeline, the last and the first included. All ranks
+    make all of them in one order, and on GPUs connect them at once: NCCL connects two ranks when they first talk, and
+    ranks that come to that in different orders wait for one another."""
+    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    lines, ranks, me = layout.members("pp"), layout.pp, dist.get_rank()
+    pairs = {pair for one in range(ranks) for pair in ((one, (one + 1) % ranks), ((one + 1) % ranks, one))}
+    for source, target in sorted(pairs if ranks > 1 else ()):
+        for line in lines:
+            members = [line[source], line[target]]
+            group = dist.new_group(members, timeout)
+            if me in members:
+                found[source, target] = group
+                if kind == "cuda":
+                    one = torch.zeros(1, device="cuda")
+                    first = me == members[0]
+                    dist.send(one, members[1], group) if first else dist.recv(one, members[0], group)
+    return found

@@ -159,3 +159,20 @@ def differentiable_inside_operations() -> AbstractContextManager[Any]:
     import torch
 
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
+def end_backward(module: torch.nn.Module) -> None:
+    """Have FSDP2 do what it does by itself at the end of a backward: reduce gradients, or keep them. It has no public
+    way where gradients of weights are made apart from those of inputs; torch's own pipeline stages use the same names.
+    Without them zero-bubble schedules could not shard."""
+    from torch.distributed.fsdp import fully_shard
+
+    state = vars(fully_shard)["state"](module)
+    for unit in reversed(state._state_ctx.all_states):
+        group = unit._fsdp_param_group
+        if group is not None:
+            for member in group.fsdp_params:  # some were kept in the type of reduction, others have just been made
+                member.accumulate_unsharded_grad_if_needed()
+                member.to_accumulated_grad_if_needed()
+            group.post_backward()
+    state._root_post_backward_final_callback()

@@ -36,7 +36,6 @@ loss    those whose tokens differ: what is counted is counted once over them
 batch   those that read different rows
 fsdp    those over which a sharded strategy cuts the weights
 ep      those that have different experts, and together all of them
-
 Of a weight of an expert the ranks of ``expert_loss`` have copies or pieces, and ``expert_fsdp`` is to it what ``fsdp``
 is to the other weights. There are these three only where ``ep`` is larger than 1.
 """
@@ -44,8 +43,9 @@ is to the other weights. There are these three only where ``ep`` is larger than 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node). A group is named as
-    in ``GROUPS``; ``dp_shard/4`` means the 4 neighbours on that axis."""
+    """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node). ``v_shaped``: the
+    stages of a pipeline go down its ranks and come back up, so that the first rank has both ends of the model. A group
+    is named as in ``GROUPS``; ``dp_shard/4`` means the 4 neighbours on that axis."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -54,6 +54,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     ranks_per_node: int = 1
+    v_shaped: bool = False
 
     @property
     def world(self) -> int:
@@ -116,7 +117,7 @@ class Layout:
     def counts(self, rank: int) -> bool:
         """Whether a sum over the world takes tokens and losses from ``rank``: one of the ranks that compute the same
         loss, in the last stage."""
-        return self.coordinate(rank, "pp") == self.pp - 1 and self.coordinate(rank, "tp") == 0
+        return self.coordinate(rank, "pp") == last_stage_rank(self) and self.coordinate(rank, "tp") == 0
 
     def reach(self, group: str) -> int:
         """How many neighbours in rank number a group extends over."""
@@ -133,6 +134,23 @@ class Layout:
         """One name for all groups whose ranks differ along the same axes: the last in ``GROUPS``; of all ranks along
         several axes, the world. So what was asked for as ``fsdp`` is ``dp_shard`` where there is no cp."""
         return _called(self, group)
+
+
+def stage_rank(layout: Layout, stage: int) -> int:
+    """Which rank of its pipeline has the stage of this number: they go round the ranks, or down and back up."""
+    if not layout.v_shaped:
+        return stage % layout.pp
+    return stage if stage < layout.pp else 2 * layout.pp - 1 - stage
+
+
+def last_stage_rank(layout: Layout) -> int:
+    """Which rank of a pipeline has the output layer and the loss."""
+    return 0 if layout.v_shaped else layout.pp - 1
+
+
+def ends_of(layout: Layout) -> list[list[int]]:
+    """Of every pipeline the first rank and the last, which have the embedding and the output layer."""
+    return [[line[0], line[-1]] for line in layout.members("pp")]
 
 
 def groups_of(layout: Layout) -> list[str]:

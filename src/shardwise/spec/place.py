@@ -10,21 +10,34 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 
-from shardwise.spec.layout import Axis, Layout, cut
+from shardwise.spec.layout import Axis, Layout, cut, stage_rank
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline: its ``number``, in the order of the model, and its ``blocks``; ``stem`` and ``head`` as of
+    a place."""
+
+    number: int = 0
+    blocks: range | tuple[int, ...] = ()
+    stem: bool = True
+    head: bool = True
 
 
 @dataclass(frozen=True)
 class Place:
     """``rank`` is one of this kind; ``blocks`` are those that it holds, by their number in the whole model; ``stem``
-    and ``head``: whether it has the embedding, and the last norm with the output layer and the loss."""
+    and ``head``: whether it has the embedding, and the last norm with the output layer and the loss. ``stages``: those
+    of a pipeline that it holds; none where there is no pipeline."""
 
     layout: Layout = Layout()
     rank: int = 0
     blocks: range | tuple[int, ...] = ()
     stem: bool = True
     head: bool = True
+    stages: tuple[Stage, ...] = ()
 
     def coordinate(self, axis: Axis) -> int:
         """Where it stands on ``axis``."""
@@ -50,13 +63,29 @@ def _stands(layout: Layout, rank: int, group: str) -> tuple[int, int]:
     return layout.size(group), layout.index(rank, group)
 
 
+def stages_of(split: Sequence[int]) -> list[range]:
+    """The blocks of each stage, of which ``split`` says how many there are."""
+    ends = list(accumulate(split, initial=0))
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
 def place_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]]) -> Place:
     """The place of ``rank``. ``stages``: the blocks of each stage of the pipeline, one where there is none. Raises
-    ValueError where that is not as many as the layout has."""
-    if len(stages) != layout.pp:
-        raise ValueError(f"blocks are given for {len(stages)} stages, and the layout has {layout.pp}")
-    stage = layout.coordinate(rank, "pp")
-    return Place(layout, rank, stages[stage], stage == 0, stage == layout.pp - 1)
+    ValueError where the ranks of the pipeline cannot have as many each."""
+    last = len(stages) - 1
+    if len(stages) % layout.pp or (layout.pp == 1 and last) or (layout.v_shaped and last + 1 != 2 * layout.pp):
+        raise ValueError(f"blocks are given for {len(stages)} stages, and the layout has {layout.pp} ranks for them")
+    if layout.pp == 1:
+        return Place(layout, rank, stages[0])
+    mine = layout.coordinate(rank, "pp")
+    own = tuple(
+        Stage(number, blocks, number == 0, number == last)
+        for number, blocks in enumerate(stages)
+        if stage_rank(layout, number) == mine
+    )
+    blocks = tuple(block for stage in own for block in stage.blocks)
+    ends = any(stage.stem for stage in own), any(stage.head for stage in own)
+    return Place(layout, rank, blocks, *ends, own)
 
 
 def places(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.spec.layout import Layout
+from shardwise.spec.place import stages_of
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -38,6 +39,20 @@ class Shard:
     strategy: Strategy = "ddp"
     reshard_after_forward: bool | int = True
     bucket_bytes: int = 25 * 2**20
+
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """``schedule``: the order in which each rank computes its stages of each micro-batch. ``split``: how many blocks
+    each stage has, in the order of the model; every rank has ``stages_per_rank`` of them. Of no effect where the layout
+    has no pipeline."""
+
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
     loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    pipeline: Pipeline = Pipeline()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict, hash=False)
     model: str = ""
@@ -179,10 +195,19 @@ class Plan:
         """Whether weights are cut over the ranks of a group ``fsdp``; over one rank nothing is."""
         return self.shard.strategy != "ddp" and self.layout.fsdp > 1
 
+    def stages(self, blocks: int) -> list[range]:
+        """The blocks of each stage of a model that has so many; without a pipeline there is one."""
+        return stages_of(self.pipeline.split) if self.layout.pp > 1 else [range(blocks)]
+
     @property
-    def tensor_words(self) -> str:
-        """``tp 4 with sp``: tensor, and sequence, parallelism."""
-        return f"tp {self.layout.tp}" + " with sp" * self.sequence_parallel
+    def model_words(self) -> str:
+        """How the model is split, where it is: ``tp 4 with sp, pp 2 (1f1b, stages of 8 to 9 blocks)``."""
+        words = [f"tp {self.layout.tp}" + " with sp" * self.sequence_parallel] * (self.layout.tp > 1)
+        if self.layout.pp > 1:
+            least, most = min(self.pipeline.split, default=0), max(self.pipeline.split, default=0)
+            blocks = str(most) if least == most else f"{least} to {most}"
+            words.append(f"pp {self.layout.pp} ({self.pipeline.schedule}, stages of {blocks} blocks)")
+        return ", ".join(words)
 
     @property
     def kept(self) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardwise.errors import Problem
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 """A number of steps, or a share of the run's."""
@@ -182,6 +183,10 @@ class Parallel(Section):
     reshard_after_forward: bool | int | None = None
     tp: int | None = Field(default=None, ge=1)
     sequence_parallel: bool = True
+    pp: int | None = Field(default=None, ge=1)
+    schedule: Literal["auto"] | ScheduleName = "auto"
+    stages_per_rank: int | None = Field(default=None, ge=1)
+    split: list[int] | None = None
 
 
 class PrecisionSection(Section):

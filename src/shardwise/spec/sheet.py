@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
-from shardwise.spec.place import Place
+from shardwise.spec.place import Place, Stage
 from shardwise.spec.plan import BYTES, Plan
 
 Dim = int | str
@@ -194,12 +195,39 @@ class Unit:
         return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
+NO_TAIL = Unit("tail")
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def tables_alone(stem: Unit) -> Unit:
+    """Of the unit before the blocks what makes the rotation tables, which every stage does for itself."""
+    freed = {tensor for op in stem.forward for tensor in op.frees}
+    used = {tensor for op in stem.backward for tensor in (*op.reads, *op.frees)}
+    wanted = {tensor for op in stem.forward for tensor in op.allocates} - freed - used - {stem.output}
+    kept = list[int]()
+    for i, op in reversed([*enumerate(stem.forward)]):
+        if not op.weight and not wanted.isdisjoint((*op.allocates, *op.writes)):
+            wanted.update(op.reads)
+            kept.append(i)
+    made = {tensor for i in kept for tensor in stem.forward[i].allocates}
+    forward, plain = (
+        tuple(ops[i].freeing(tuple(t for t in ops[i].frees if t in made)) for i in reversed(kept))
+        for ops in (stem.forward, stem.forward_plain)
+    )
+    saved = stem.saved & made
+    return replace(
+        stem, weights=(), forward=forward, forward_plain=plain, backward=(), weight_gradients=(), saved=saved
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``vocabulary`` and ``key_heads`` are those of the whole model; ``heads_apart``: norms of
     queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
-    ``plan``: that by which it has been rewritten."""
+    ``plan``: that by which it has been rewritten. Of a pipeline: a place that lacks an end of the model has a unit
+    without weights in its stead; ``copied``: embedding and output layer are copies of one weight; ``trained``: of each
+    stage, whether any of its weights is."""
 
     model: str
     stem: Unit
@@ -215,6 +243,24 @@ class Sheet:
     place: Place = Place()
     inside: Plan | None = None
     plan: Plan | None = None
+    copied: bool = False
+    trained: tuple[bool, ...] = ()
+
+    @property
+    def output(self) -> Tensor:
+        """The weight of the output layer, [V,d], where the place has it."""
+        return self.stem.weights[0] if self.tied else self.tail.weights[-1]
+
+    def of_stage(self, stage: Stage) -> Sheet:
+        """The part of the sheet that is one of its place's stages."""
+        first = sum(len(other.blocks) for other in self.place.stages if other.number < stage.number)
+        place = replace(self.place, blocks=stage.blocks, stem=stage.stem, head=stage.head, stages=())
+        order = self.order[first : first + len(stage.blocks)]
+        return replace(self, order=order, place=place).with_ends(stem=stage.stem, head=stage.head)
+
+    def with_ends(self, *, stem: bool, head: bool) -> Sheet:
+        """The sheet where of the stem only the rotation tables are left, unless it is held, and of the tail nothing."""
+        return replace(self, stem=self.stem if stem else tables_alone(self.stem), tail=self.tail if head else NO_TAIL)
 
     def at(self, place: Place, plan: Plan | None = None) -> Sheet:
         """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""
