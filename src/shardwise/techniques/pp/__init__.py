@@ -1,0 +1,225 @@
+"""Pipeline parallelism: the ranks of a group each have some of the blocks, its *stages*, and micro-batches go through.
+
+    sends           of each micro-batch, hidden states to the rank of the next stage, and their gradient back
+    with tied ends  once a step the gradient of the embedding, between the two ranks that have a copy of it
+    idle            while the first micro-batch comes and the last one leaves; schedules differ in how long, and in how
+                    many micro-batches are alive meanwhile (actions.py)
+
+A rank holds its stages' weights, gradients and moments, and sends little: it pays where a model does not fit into the
+devices of a node, over links that are too slow for tensor parallelism or for gathers of weights. Micro-batches must be
+several times as many as the ranks. Stages are whole blocks, under their numbers in the model; embedding and output
+layer weigh in where they are split (split.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from shardwise.errors import Problem
+from shardwise.models.blocks import spec_of
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place, place_of
+from shardwise.spec.plan import BYTES, Pipeline, Plan, ScheduleName
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import Collective, Sheet
+from shardwise.techniques.dtypes import torch_dtype
+from shardwise.techniques.pp.actions import SCHEDULES, Lists, actions, illegal
+from shardwise.techniques.pp.split import split
+from shardwise.techniques.variant import Traced
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shardwise.distributed.meshes import Meshes
+    from shardwise.techniques.pp.later import WeightGradients
+
+AUTOMATIC: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zbv")
+"""Schedules that are tried where none is pinned."""
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
+    """What the recipe pins; else no pipeline. Of the schedule, unless it is pinned, every one that a rank's number of
+    stages allows; stages are split evenly, unless the recipe says how many blocks each has."""
+    asked = recipe.parallel
+    ranks = (asked.pp or 1) if pinned else 1
+    if ranks == 1:
+        yield plan
+        return
+    for schedule in AUTOMATIC if asked.schedule == "auto" else (asked.schedule,):
+        kind = SCHEDULES[schedule]
+        each = asked.stages_per_rank or kind.least_stages
+        if asked.schedule == "auto" and any(one.name == "stages_per_rank" for one in illegal(schedule, ranks, each, 1)):
+            continue
+        counts = tuple(asked.split or ()) or even(spec, recipe.train.seq_len, ranks * each)
+        why = {
+            "layout.pp": "pinned",
+            "pipeline.schedule": "pinned" if asked.schedule != "auto" else "searched",
+            "pipeline.split": "pinned" if asked.split else "derived: the output layer weighs in with the last stage",
+        }
+        yield replace(
+            plan,
+            layout=replace(plan.layout, pp=ranks, v_shaped=kind.shape == "v"),
+            pipeline=Pipeline(schedule, each, counts),
+            why={**plan.why, **why},
+        )
+
+
+def even(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
+    """How many blocks each stage has where nobody says it; of more stages than blocks some would have none."""
+    if stages > spec.num_hidden_layers:
+        return (1,) * spec.num_hidden_layers + (0,) * (stages - spec.num_hidden_layers)
+    return split(spec, seq_len, stages)
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    asked, planned = recipe.parallel, plan.pipeline
+    piped = plan.layout.pp > 1
+    return {
+        "parallel.pp": (plan.layout.pp, asked.pp or "auto"),
+        "parallel.schedule": (planned.schedule, asked.schedule if piped else "auto"),
+        "parallel.stages_per_rank": (planned.stages_per_rank, (piped and asked.stages_per_rank) or "auto"),
+        "parallel.split": (planned.split, tuple(asked.split) if piped and asked.split else "auto"),
+    }
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    ranks, asked = plan.layout.pp, plan.pipeline
+    if ranks == 1:
+        return []
+    if spec.hf_model is not None:
+        what = f"{spec.name} runs in transformers' own modules, which are not cut into stages"
+        return [Problem("PLAN023", what, "parallel.pp", "`parallel.pp=1`: the batch, or weights, are divided instead")]
+    kind, name, each = SCHEDULES[asked.schedule], asked.schedule, asked.stages_per_rank
+    stages, blocks, problems = ranks * each, spec.num_hidden_layers, []
+    found = {one.name: one for one in illegal(name, ranks, each, plan.batch.accumulation)}
+    if wrong := found.get("stages_per_rank"):
+        others = [other for other in SCHEDULES if not illegal(other, ranks, each, plan.batch.accumulation)]
+        fix = f"`parallel.stages_per_rank={wrong.nearest}`"
+        fix += f", or `parallel.schedule` {' or '.join(others)}" if others else ""
+        problems.append(Problem("PLAN023", wrong.what, "parallel.stages_per_rank", fix))
+    elif stages > blocks:
+        most = blocks // each
+        fix = f"`parallel.pp={most}` or less" if most > 1 else "`parallel.pp=1`"
+        what = f"{spec.name} has {blocks} blocks, and {ranks} ranks with {each} stages each would be {stages} stages"
+        problems.append(Problem("PLAN023", what, "parallel.pp", fix))
+    elif len(asked.split) != stages or sum(asked.split) != blocks or min(asked.split) < 1:
+        said = ", ".join(map(str, asked.split))
+        what = f"split [{said}] is not {stages} numbers of blocks, each at least 1, that add up to {blocks}"
+        good = ", ".join(map(str, even(spec, plan.batch.seq_len, stages)))
+        problems.append(Problem("PLAN023", what, "parallel.split", f"[{good}], or leave it out"))
+    elif wrong := found.get("micro_batches"):
+        fix = f"`train.gradient_accumulation_steps={wrong.nearest}`, or a larger `train.global_batch_size`"
+        problems.append(Problem("PLAN024", wrong.what, "train.gradient_accumulation_steps", fix))
+    if kind.splits_backward and plan.compile:
+        what = f"{name} makes gradients of weights apart, which compiled blocks cannot do"
+        problems.append(Problem("PLAN023", what, "compile", "`compile=false`, or schedule 1f1b or interleaved"))
+    v_shaped = kind.shape == "v"
+    if plan.layout.v_shaped != v_shaped:
+        way = "down the ranks and back up" if v_shaped else "round the ranks"
+        what = f"the stages of {name} go {way}, and v_shaped is {str(plan.layout.v_shaped).lower()}"
+        problems.append(Problem("PLAN023", what, "layout.v_shaped", f"v_shaped: {str(v_shaped).lower()}"))
+    return problems
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Adds the sum of the gradients of tied ends, where two ranks have one each. What a step sends between stages, the
+    order of its actions says."""
+    ends = [unit.weights for unit in (sheet.stem, sheet.tail) if unit.weights]
+    if not sheet.copied or plan.layout.v_shaped or not ends or not (weight := ends[0][-1]).trained:
+        return sheet
+    cut = weight.cut(*weight.shards, ("fsdp", 0)) if plan.sharded else weight
+    size = cut.local_numel(sheet.place, padded=False) * BYTES[plan.precision.reduce]
+    return replace(sheet, step=(*sheet.step, Collective("all_reduce", "pp", "gradients", size)))
+
+
+def orders(plan: Plan, trained: tuple[bool, ...]) -> Lists:
+    """What each rank of a pipeline does in a step, in its order. ``trained``: of each stage, whether any of its weights
+    is (split.trained_stages)."""
+    asked, ranks = plan.pipeline, plan.layout.pp
+    return actions(asked.schedule, ranks, asked.stages_per_rank, plan.batch.accumulation, trained)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The pipeline that parts of a model stand in: the ``plan`` and the groups of this rank; ``later``: where gradients
+    of weights are made later than those of inputs, what puts them off."""
+
+    plan: Plan
+    meshes: Meshes
+    place: Place
+    later: WeightGradients | None
+
+
+_LINES: WeakKeyDictionary[nn.Module, Line] = WeakKeyDictionary()
+
+
+def line_of(parts: Sequence[nn.Module]) -> Line | None:
+    """The pipeline in which these parts are stages; None of a whole model."""
+    return _LINES.get(parts[0])
+
+
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """Of the whole model, this rank's stages. Where embedding and output layer are tied, each of them is a weight of
+    its own stage from here on: copies, which begin alike and take the same steps."""
+    if plan.layout.pp == 1:
+        return parts
+    import torch
+
+    from shardwise.models.decoder import Decoder
+    from shardwise.techniques.pp.later import WeightGradients
+
+    [whole] = parts
+    assert isinstance(whole, Decoder)
+    place = place_of(meshes.rank, plan.layout, plan.stages(whole.spec.num_hidden_layers))
+    stages: list[nn.Module] = []
+    for stage in place.stages:
+        with torch.device("meta"):
+            part = Decoder(whole.spec, stage.blocks, stem=stage.stem, head=stage.head)
+        part.kernel = whole.kernel
+        stages.append(part)
+    line = Line(plan, meshes, place, WeightGradients() if SCHEDULES[plan.pipeline.schedule].splits_backward else None)
+    for own in stages:
+        _LINES[own] = line
+        if line.later:
+            line.later.watch(own)
+    return stages
+
+
+def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """Adds the gradients of tied ends: over the two ranks that have them, or here where one has both."""
+    ends = tied_ends(parts) if plan.layout.pp > 1 else []
+    if not ends:
+        return
+    from torch import distributed
+
+    from shardwise.distributed.slices import local
+
+    found = [local(end.grad) for end in ends if end.grad is not None]
+    if len(ends) == 2 and found:
+        total = found[0] if len(found) == 1 else found[0].add_(found[1])
+        for end in ends:
+            if end.grad is None:
+                end.grad = end.detach().clone()
+            local(end.grad).copy_(total)
+    elif found:
+        [own] = found
+        wired = own.to(torch_dtype(plan.precision.reduce))
+        distributed.all_reduce(wired, group=meshes.groups["ends"])
+        own.copy_(wired)
+
+
+def tied_ends(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Of a model with tied ends, the weights of the embedding and of the output layer that these parts have."""
+    if not spec_of(parts).tie_word_embeddings:
+        return []
+    named = {name: value for part in parts for name, value in part.named_parameters()}
+    return [named[name] for name in ("embed.weight", "head.weight") if name in named]

@@ -1,0 +1,310 @@
+"""What each rank of a pipeline does, in order, under each schedule. The planner tells a step along these lists, and the
+runtime executes them.
+
+    kind            of (stage, micro-batch)
+    F, B            forward, and the whole backward
+    I, W            backward in two parts: the gradient of the stage's input, and those of its weights
+    SEND_F, RECV_F  hidden states, from a stage to the next
+    SEND_B, RECV_B  the gradient of hidden states, from a stage to the one before
+
+A send starts right after the computation that made its tensor and does not block. A receive is posted early, so that
+its tensor may arrive while the rank computes, and is waited for where it is used. Nothing is sent between two stages
+of one rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from shardwise.spec.layout import Layout, stage_rank
+
+Way = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W", "SEND_F", "SEND_B", "RECV_F", "RECV_B"]
+Message = tuple[Way, int, int]
+"""(F, stage, micro-batch): that stage's input; (B, stage, micro-batch): the gradient of that stage's output."""
+Lists = tuple[tuple["Action", ...], ...]
+"""The actions of every rank of a pipeline."""
+
+COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
+SEND: dict[Way, Kind] = {"F": "SEND_F", "B": "SEND_B"}
+RECEIVE: dict[Way, Kind] = {"F": "RECV_F", "B": "RECV_B"}
+TAKEN: dict[Kind, Way] = {"F": "F", "RECV_F": "F", "B": "B", "I": "B", "RECV_B": "B"}
+GIVEN: dict[Kind, Way] = {"F": "F", "SEND_F": "F", "B": "B", "I": "B", "SEND_B": "B"}
+ANY = -1
+"""In place of a stage: whichever has waited longest."""
+
+
+class Action(NamedTuple):
+    """One thing that a rank does; ``peer`` is the pipeline rank at the other end of a send or receive."""
+
+    kind: Kind
+    stage: int
+    micro: int
+    peer: int = -1
+
+    def __str__(self) -> str:
+        """``3F0``: stage, kind, micro-batch."""
+        return f"{self.stage}{self.kind}{self.micro}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a computation, and not a send or receive."""
+        return self.kind in COMPUTATIONS
+
+    @property
+    def takes(self) -> Message | None:
+        """What a computation uses from a neighbouring stage (which the first and last stage do not have), or what a
+        receive brings."""
+        way = TAKEN.get(self.kind)
+        return way and (way, self.stage, self.micro)
+
+    @property
+    def gives(self) -> Message | None:
+        """What a computation makes for a neighbouring stage, or what a send carries."""
+        way = GIVEN.get(self.kind)
+        return way and (way, self.stage + (1 if way == "F" else -1), self.micro)
+
+
+class Schedule(NamedTuple):
+    """Facts of a schedule. ``shape`` says which rank has a stage: in a loop stage ``s`` is on rank ``s % ranks``; a V
+    goes down the ranks and back up. ``most_stages`` None: a rank may have any number."""
+
+    shape: Literal["loop", "v"]
+    splits_backward: bool
+    least_stages: int
+    most_stages: int | None
+    least_micro_batches_per_rank: int
+
+    def least_micro_batches(self, ranks: int) -> int:
+        """The fewest micro-batches of a step."""
+        return max(1, self.least_micro_batches_per_rank * ranks)
+
+
+SCHEDULES = {
+    "gpipe": Schedule("loop", False, 1, 1, 0),
+    "1f1b": Schedule("loop", False, 1, 1, 1),
+    "interleaved": Schedule("loop", False, 2, None, 1),
+    "interleaved_zb": Schedule("loop", True, 1, None, 1),
+    "zbv": Schedule("v", True, 2, 2, 1),
+    "dualpipev": Schedule("v", True, 2, 2, 2),
+}
+
+
+class Illegal(NamedTuple):
+    """A number that a schedule cannot have: its name (``stages_per_rank`` or ``micro_batches``), why not, and the
+    nearest legal one."""
+
+    name: str
+    what: str
+    nearest: int
+
+
+def illegal(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Illegal]:
+    """What is wrong with these numbers; empty if nothing is."""
+    facts, found = SCHEDULES[schedule], []
+    least, most = facts.least_stages, facts.most_stages
+    nearest = max(least, stages_per_rank if most is None else min(stages_per_rank, most))
+    if nearest != stages_per_rank:
+        legal = f"{least} or more" if most is None else str(least)
+        what = f"{schedule} takes {legal} stages per rank, not {stages_per_rank}"
+        found.append(Illegal("stages_per_rank", what, nearest))
+    if micro_batches < (fewest := facts.least_micro_batches(ranks)):
+        what = f"{schedule} over {ranks} ranks needs {fewest} micro-batches or more, not {micro_batches}"
+        found.append(Illegal("micro_batches", what, fewest))
+    return found
+
+
+def rank_of(schedule: str, stage: int, ranks: int) -> int:
+    """The pipeline rank that has a stage."""
+    return stage_rank(Layout(pp=ranks, v_shaped=SCHEDULES[schedule].shape == "v"), stage)
+
+
+@lru_cache(maxsize=64)
+def actions(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, trained: tuple[bool, ...] = ()
+) -> Lists:
+    """Each rank's actions in a training step. ``trained`` says of every stage, in order, whether it has weights to
+    train; if empty, all have. Stages before the first that has do no backward. Raises ValueError for illegal
+    numbers."""
+    _refuse(illegal(schedule, ranks, stages_per_rank, micro_batches))
+    stages = ranks * stages_per_rank
+    if len(trained) not in (0, stages):
+        raise ValueError(f"trained is of {len(trained)} stages, the pipeline has {stages}")
+    orders = []
+    for rank in range(ranks):
+        if schedule == "zbv":
+            turns = _zbv(rank, ranks, micro_batches)
+        elif schedule == "dualpipev":
+            turns = _dualpipev(rank, ranks, micro_batches)
+        else:
+            turns = _looped(schedule, rank, ranks, stages_per_rank, micro_batches)
+        order = [action for action in _numbered(turns) if action.micro < micro_batches]
+        orders.append(_needed(order, trained or (True,) * stages))
+    return _with_transfers(orders)
+
+
+@lru_cache(maxsize=64)
+def forward_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Lists:
+    """Each rank's actions in an evaluation: forward alone, of any number of micro-batches, which go through all of a
+    rank's stages in groups of as many as there are ranks. Raises ValueError for an illegal number of stages."""
+    _refuse(illegal(schedule, ranks, stages_per_rank, SCHEDULES[schedule].least_micro_batches(ranks)))
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    for first in range(0, micro_batches, ranks):
+        group = range(first, min(first + ranks, micro_batches))
+        for stage in range(ranks * stages_per_rank):
+            orders[rank_of(schedule, stage, ranks)] += [Action("F", stage, micro) for micro in group]
+    return _with_transfers(orders)
+
+
+def _refuse(problems: Sequence[Illegal]) -> None:
+    if problems:
+        raise ValueError("; ".join(f"{p.what} (nearest: {p.name} {p.nearest})" for p in problems))
+
+
+Turn = tuple[Kind, int]
+"""(kind, stage) of a computation whose micro-batch follows from those before it; the stage of a W may be ANY."""
+
+
+def _numbered(turns: Iterable[Turn]) -> list[Action]:
+    """Computations with their micro-batches: forward takes those of a stage in order, and so does backward, whole or in
+    parts. W completes the I that has waited longest."""
+    begun, waiting, order = Counter[tuple[bool, int]](), list[Action](), list[Action]()
+    for kind, stage in turns:
+        if kind == "W":
+            oldest = next(action for action in waiting if stage in (action.stage, ANY))
+            waiting.remove(oldest)
+            order.append(oldest._replace(kind="W"))
+            continue
+        order.append(Action(kind, stage, begun[kind == "F", stage]))
+        begun[kind == "F", stage] += 1
+        if kind == "I":
+            waiting.append(order[-1])
+    return order
+
+
+def _looped(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Turn]:
+    """Some forwards, then one forward and one backward by turns, then the backwards that are left. Micro-batches go
+    through a rank's stages in rounds, as even as can be, the larger first.
+
+    GPipe: arXiv 1811.06965. 1F1B and interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Zero bubble, where
+    the W of a rank lag so many I behind as there are ranks before it: Qi et al., arXiv 2401.10241, ZB-H1.
+    """
+    splits, stages = SCHEDULES[schedule].splits_backward, range(rank, ranks * stages_per_rank, ranks)
+    count = max(1, micro_batches // ranks)
+    rounds = [micro_batches // count + (i < micro_batches % count) for i in range(count)]
+    backward: Kind = "I" if splits else "B"
+    forwards: list[Turn] = [("F", stage) for size in rounds for stage in stages for _ in range(size)]
+    backwards = [(backward, stage) for size in rounds for stage in reversed(stages) for _ in range(size)]
+    if schedule == "gpipe":
+        lead = len(forwards)
+    else:
+        hop = 2 if schedule == "interleaved" else 1  # forwards more for each rank that follows
+        lead = min(len(forwards), (stages_per_rank - 1) * rounds[0] + hop * (ranks - 1 - rank))
+    turns = forwards[:lead]
+    for place, turn in enumerate(backwards):
+        turns += [*forwards[lead + place : lead + place + 1], turn]
+        if splits and place >= rank:
+            turns.append(("W", ANY))
+    return turns + [("W", ANY)] * (rank if splits else 0)
+
+
+Phase = tuple[int, str]
+"""How many times a rank of a V does some computations. ``F0``: of its stage on the way down; ``F1``: of that on the way
+up; ``W``: of whichever has waited longest."""
+
+
+def _v_shaped(rank: int, ranks: int, phases: Iterable[Phase]) -> list[Turn]:
+    stages, kinds = {"0": rank, "1": 2 * ranks - 1 - rank, "": ANY}, {str(kind): kind for kind in COMPUTATIONS}
+    return [
+        (kinds[letters[0]], stages[letters[1:]])
+        for times, steps in phases
+        for _ in range(times)
+        for letters in steps.split()
+    ]
+
+
+def _zbv(rank: int, ranks: int, micro_batches: int) -> list[Turn]:
+    """ZB-V: Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362. It has at least as many micro-batches as fill
+    the pipeline; of a step with fewer, the caller leaves out the rest."""
+    left, whole = ranks - rank, max(2 * ranks - 1, micro_batches)
+    phases = [
+        (2 * left - 1, "F0"),
+        (rank, "F1 F0"),
+        (left, "F1 I1 W1"),
+        (whole - ranks - left + 1, "F0 I0 W0 F1 I1 W1"),
+        (left - 1, "I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (left, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    ]
+    return _v_shaped(rank, ranks, phases)
+
+
+def _dualpipev(rank: int, ranks: int, micro_batches: int) -> list[Turn]:
+    """DualPipeV, the half of DualPipe that is a V: DeepSeek-V3, arXiv 2412.19437, github.com/deepseek-ai/DualPipe. A
+    forward and a backward that may overlap stand side by side. Of the last backwards half are whole, half in parts."""
+    after = ranks - 1 - rank
+    half, odd = divmod(rank + 1, 2)
+    phases = [
+        (2 * after, "F0"),
+        (rank + 1, "F0 F1"),
+        (after, "I1 W F1"),
+        (micro_batches - ranks - after, "F0 B1 F1 B0"),
+        (after, "B1 F1 B0"),
+        (half, "B1 B0"),
+        (odd, "B1 I0"),
+        (half, "I1 I0"),
+        (after, "W I0"),
+        (rank + 1, "W"),
+    ]
+    return _v_shaped(rank, ranks, phases)
+
+
+def _needed(order: Iterable[Action], trained: Sequence[bool]) -> list[Action]:
+    """Without the backward of the stages before the first that is trained, and without the W of those that are not.
+    Nobody needs the gradient of that first stage's input: its I and W are one B, where I stood, so that its activations
+    and what it receives are not held any longer."""
+    first, kept = trained.index(True) if True in trained else len(trained), []
+    for action in order:
+        if action.kind == "F" or (action.stage > first and (action.kind != "W" or trained[action.stage])):
+            kept.append(action)
+        elif action.stage == first and action.kind != "W":
+            kept.append(action._replace(kind="B"))
+    return kept
+
+
+def _with_transfers(orders: Sequence[Sequence[Action]]) -> Lists:
+    """Computations, with sends right after what made their tensors, and receives posted one computation before their
+    use. What one rank sends another is received in the order of the sends: where a tensor that is sent later is used
+    earlier, those before it are posted earlier too."""
+    users = {
+        message: (rank, place)
+        for rank, order in enumerate(orders)
+        for place, action in enumerate(order)
+        if (message := action.takes)
+    }
+    sent = defaultdict[tuple[int, int], list[Message]](list)
+    sends: list[dict[int, Action]] = [{} for _ in orders]  # of each rank, by the place of what made the tensor
+    for rank, order in enumerate(orders):
+        for place, action in enumerate(order):
+            if (message := action.gives) in users and (peer := users[message][0]) != rank:
+                sent[rank, peer].append(message)
+                sends[rank][place] = Action(SEND[message[0]], action.stage, action.micro, peer)
+    posts = defaultdict[tuple[int, int], list[Action]](list)
+    for (source, rank), messages in sorted(sent.items()):
+        latest = [max(users[message][1] - 1, 0) for message in messages]
+        places = reversed(list(accumulate(reversed(latest), min)))
+        for (way, stage, micro), place in zip(messages, places, strict=True):
+            posts[rank, place].append(Action(RECEIVE[way], stage, micro, source))
+    lists = []
+    for rank, order in enumerate(orders):
+        whole: list[Action] = []
+        for place, action in enumerate(order):
+            whole += [*posts[rank, place], action, *([sends[rank][place]] if place in sends[rank] else [])]
+        lists.append(tuple(whole))
+    return tuple(lists)

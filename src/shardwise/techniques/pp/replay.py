@@ -1,0 +1,183 @@
+"""When each rank of a pipeline computes and when it idles, and what it holds: a list of actions, replayed with the
+seconds of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.techniques.pp.actions import Action, Kind, Message
+
+BEFORE: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
+"""What must have been computed of the same stage and micro-batch."""
+
+
+class Timed(NamedTuple):
+    """A computation, and when it starts and ends."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step of a pipeline. What follows the seconds has one entry a rank; counts are the most at any moment.
+
+    alive           (stage, micro-batch) pairs whose forward is done and whose backward is not, W included
+    alive_to_input  likewise, but only to the end of B or I
+    buffers         receives that are posted and whose tensors are not used yet
+    """
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    computed: tuple[tuple[Timed, ...], ...]
+    alive: tuple[int, ...]
+    alive_to_input: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Seconds of each rank in which it computes nothing."""
+        return tuple(self.makespan_s - busy for busy in self.busy_s)
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """Each rank's part of the makespan in which it computes nothing."""
+        return tuple(idle / self.makespan_s if self.makespan_s else 0.0 for idle in self.idle_s)
+
+    @property
+    def bubble(self) -> float:
+        """The same over all ranks."""
+        return sum(self.idle_shares) / len(self.idle_shares)
+
+
+@dataclass
+class _Channel:
+    """What one rank sends another: one transfer at a time, in order, each once it is sent and its receive is posted."""
+
+    sends: deque[tuple[float, Message]] = field(default_factory=deque)
+    receives: deque[tuple[float, Message]] = field(default_factory=deque)
+    free_s: float = 0.0
+
+
+class _Progress:
+    """Ranks that do their actions in order, each as far as it can."""
+
+    def __init__(self, lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float], transfer_s: float):
+        self.lists, self.seconds, self.transfer_s = lists, seconds, transfer_s
+        self.clock_s, self.place = [0.0] * len(lists), [0] * len(lists)
+        self.computed: list[list[Timed]] = [[] for _ in lists]
+        self.done: set[Action] = set()
+        self.given = {action.gives for order in lists for action in order if action.computes} - {None}
+        self.ready_s: dict[tuple[int, Message | None], float] = {}  # when a rank has a tensor
+        self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
+
+    def advance(self, rank: int) -> bool:
+        """Whether the rank could do anything."""
+        order, begin = self.lists[rank], self.place[rank]
+        while self.place[rank] < len(order):
+            action = order[self.place[rank]]
+            if not action.computes:
+                self.transfer(rank, action)
+            elif not self.compute(rank, action):
+                break
+            self.place[rank] += 1
+        return self.place[rank] > begin
+
+    def compute(self, rank: int, action: Action) -> bool:
+        """Whether all that the computation needs will have come, so that it could be timed."""
+        taken = (rank, action.takes)
+        if action.takes in self.given and taken not in self.ready_s:
+            return False
+        if action.kind in BEFORE and Action(BEFORE[action.kind], action.stage, action.micro) not in self.done:
+            return False
+        start_s = max(self.clock_s[rank], self.ready_s.get(taken, 0.0))
+        self.clock_s[rank] = start_s + self.seconds(action)
+        if action.gives:
+            self.ready_s[rank, action.gives] = self.clock_s[rank]
+        self.computed[rank].append(Timed(action, start_s, self.clock_s[rank]))
+        self.done.add(action)
+        return True
+
+    def transfer(self, rank: int, action: Action) -> None:
+        """One side of a transfer; if the other was there before, when the tensor arrives."""
+        now_s, sent, wanted = self.clock_s[rank], action.gives, action.takes
+        source, to = (rank, action.peer) if sent else (action.peer, rank)
+        channel = self.channels[source, to]
+        if sent:
+            channel.sends.append((now_s, sent))
+        elif wanted:
+            channel.receives.append((now_s, wanted))
+        if channel.sends and channel.receives:
+            (sent_s, sent), (posted_s, wanted) = channel.sends.popleft(), channel.receives.popleft()
+            if sent != wanted:
+                raise ValueError(f"rank {source} sends rank {to} {sent}, which has posted a receive of {wanted}")
+            channel.free_s = max(sent_s, posted_s, channel.free_s) + self.transfer_s
+            self.ready_s[to, wanted] = channel.free_s
+
+    def left(self) -> list[str]:
+        """What the ranks could not do."""
+        waits = [
+            f"rank {rank} waits at {order[place]}"
+            for rank, (order, place) in enumerate(zip(self.lists, self.place, strict=True))
+            if place < len(order)
+        ]
+        for (source, to), channel in self.channels.items():
+            waits += [f"rank {to} never receives {sent} of rank {source}" for _, sent in channel.sends]
+            waits += [f"rank {source} never sends rank {to} {wanted}" for _, wanted in channel.receives]
+        return waits
+
+
+def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float], transfer_s: float = 0.0) -> Replay:
+    """A step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. Sends never block; a
+    rank waits only for what its next computation takes. Raises ValueError where ranks wait for ever, where the two
+    sides of a channel have different orders, or where one side is missing."""
+    run = _Progress(lists, seconds, transfer_s)
+    while sum(run.advance(rank) for rank in range(len(lists))):
+        pass
+    if left := run.left():
+        raise ValueError("; ".join(left))
+    alive, alive_to_input, buffers = zip(*map(_held, lists), strict=True)
+    return Replay(
+        makespan_s=max(run.clock_s),
+        busy_s=tuple(sum(one.end_s - one.start_s for one in rank) for rank in run.computed),
+        computed=tuple(map(tuple, run.computed)),
+        alive=alive,
+        alive_to_input=alive_to_input,
+        buffers=buffers,
+    )
+
+
+def _held(order: Sequence[Action]) -> tuple[int, int, int]:
+    """The most at any moment, on the rank of this list: alive, alive to the gradient of the input, receive buffers."""
+    backward = [action for action in order if action.kind in ("B", "I", "W")]
+    last = {(action.stage, action.micro): action for action in backward}
+    received = {action.takes for action in order if action.kind in ("RECV_F", "RECV_B")}
+    alive = to_input = buffers = 0
+    most = (0, 0, 0)
+    for action in order:
+        key = (action.stage, action.micro)
+        if action.kind == "F" and key in last:
+            alive, to_input = alive + 1, to_input + 1
+        buffers += not action.computes and action.takes in received
+        most = (max(most[0], alive), max(most[1], to_input), max(most[2], buffers))
+        alive -= last.get(key) == action
+        to_input -= action.kind in ("B", "I")
+        buffers -= action.computes and action.takes in received
+    return most
+
+
+def gathers(order: Sequence[Action], stage: int, *, keep: bool, last_only: bool) -> int:
+    """All-gathers a step of one unit of a stage, whose weights F, B and I read and W does not. ``keep``: the unit stays
+    whole after a forward. ``last_only``: only the step's last backward shards it again, not each."""
+    readers = [action.kind for action in order if action.stage == stage and action.kind in ("F", "B", "I")]
+    backwards = len(readers) - readers.count("F")
+    count, whole = 0, False
+    for kind in readers:
+        count += not whole
+        backwards -= kind != "F"
+        whole = keep if kind == "F" else last_only and backwards > 0
+    return count
