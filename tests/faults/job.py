@@ -12,7 +12,7 @@ from shardwise.runtime.checkpoint import manifest
 from shardwise.runtime.faults.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
-from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.plan import Batch, Pipeline, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from tests.faults.ranks import Order, Ranks
 
@@ -40,10 +40,13 @@ def write_text(directory: Path) -> None:
 
 def plan(strategy: str = "zero3", world: int = 2) -> Plan:
     """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2. ``tp-zero3``: pairs of
-    ranks share each layer."""
+    ranks share each layer; ``pp-zero1``: a pipeline of two stages, each on half of the ranks."""
     if strategy == "tp-zero3":
         layout = Layout(dp_shard=world // 2, tp=2)
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), sequence_parallel=True)
+    if strategy == "pp-zero1":
+        layout, stages = Layout(dp_shard=world // 2, pp=2), Pipeline("1f1b", 1, (1, 1))
+        return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero1"), pipeline=stages)
     batch = Batch(2, ROWS // (2 * world), SEQ_LEN, 64)
     if strategy == "hsdp":
         return Plan(layout=Layout(dp_replicate=2, dp_shard=world // 2), batch=batch, shard=Shard("zero3"))

@@ -20,6 +20,8 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import own
 from shardwise.runtime.checkpoint import save as checkpoint
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Pipeline, Plan
 from tests.models import families
 from tests.runtime import own_ranks
 from tests.runtime.own_ranks import Model, loss_of, rows
@@ -484,6 +486,19 @@ def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"4 replicas .*6 processes"):
         shardwise.plan("hsdp", replicas=4)
     assert shardwise.plan("hsdp", replicas=2).layout.dp_shard == 3
+
+
+def test_a_pipeline_is_refused_by_name_and_so_is_a_degree_that_nobody_knows() -> None:
+    """It would be left out in silence."""
+    for asked in (lambda: shardwise.plan("zero3", pp=2), lambda: shardwise.parallelize(Model(), staged(), None)):  # type: ignore[call-arg]
+        with pytest.raises(ConfigError, match=r"PLAN023.*calls it as a whole"):
+            asked()
+    with pytest.raises(ConfigError, match=r"unknown degree `replica`(.|\n)*`replicas`"):
+        shardwise.plan("hsdp", replica=2)  # type: ignore[call-arg]
+
+
+def staged() -> Plan:
+    return Plan(Layout(pp=2), pipeline=Pipeline("1f1b", 1, (1, 1)))
 
 
 def test_a_word_that_is_none_is_named_with_the_nearest() -> None:

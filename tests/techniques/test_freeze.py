@@ -18,7 +18,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_plan
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Model, Parallel, Recipe, Train
-from shardwise.techniques.freeze import frozen
+from shardwise.techniques.states import frozen
 from tests.parity.cases import TIED
 from tests.runtime.rank_work import LENGTH, ROWS
 from tests.techniques import frozen_ranks

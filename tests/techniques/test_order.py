@@ -21,7 +21,7 @@ SPEC = load_spec("SmolLM2-135M")
 PLAN = Plan(Layout(dp_shard=4), shard=Shard("zero3"))
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_an_axis_that_is_not_there_yet_is_refused(axis: str) -> None:
     """An ``ep`` that folds into the ranks there are, too: it makes the world no larger."""
     plan = replace(PLAN, layout=replace(PLAN.layout, **{axis: 2}))

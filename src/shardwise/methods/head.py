@@ -7,7 +7,7 @@ from math import ceil
 
 from shardwise.spec.cluster import Kind, joins_products
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import Sheet, Tensor
+from shardwise.spec.sheet import Sheet
 
 Step = tuple[str, int, tuple[str, ...]]
 """(name, bytes made, names freed)."""
@@ -19,7 +19,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
     low_precision = compute < wide
-    copied = not plan.sharded and plan.precision.compute != _output(sheet).dtype
+    copied = not plan.sharded and plan.precision.compute != sheet.output.dtype
     steps: list[Step] = []
     if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
         steps.append(("factors", tokens * wide, ()))
@@ -87,16 +87,11 @@ def gathers(plan: Plan) -> list[int]:
 
 def wants(sheet: Sheet) -> tuple[bool, bool]:
     """Whether a gradient of the hidden states is wanted, and one of the output weight."""
-    return bool(sheet.tail.backward), _output(sheet).trained
-
-
-def _output(sheet: Sheet) -> Tensor:
-    """The weight of the output layer."""
-    return sheet.stem.weights[0] if sheet.tied else sheet.tail.weights[-1]
+    return bool(sheet.tail.backward), sheet.output.trained
 
 
 def _dims(sheet: Sheet) -> tuple[int, int]:
-    vocabulary, hidden = sheet.stem.weights[0].shape
+    vocabulary, hidden = sheet.output.shape
     assert isinstance(vocabulary, int) and isinstance(hidden, int)
     return vocabulary, hidden
 

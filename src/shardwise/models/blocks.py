@@ -47,12 +47,43 @@ def spec_of(parts: Sequence[nn.Module]) -> ModelSpec:
 
 def named(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Every parameter of the parts by canonical name, in the model's order; one that is in two places once, by the name
-    of the first: a tied one is the embedding's."""
+    of the first: a tied one is the embedding's, and so is a copy of it."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in each_named(parts):
+        found.setdefault(name, parameter)
+    return found
+
+
+def each_named(parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """The same, but where one part has the embedding and another a copy of it both, under one name."""
     names: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
-            names.setdefault(parameter, name)
-    return {name: parameter for parameter, name in names.items()}
+            names.setdefault(parameter, canonical(part, name))
+    return [(name, parameter) for parameter, name in names.items()]
+
+
+def canonical(part: nn.Module, name: str) -> str:
+    """The canonical name of a parameter of a part: of an output layer that is tied to an embedding in another part, and
+    has a copy of its weight, the embedding's."""
+    return "embed.weight" if name == "head.weight" and copies_embedding(part) else name
+
+
+def copies_embedding(part: nn.Module) -> bool:
+    """Whether the part's output layer is tied to an embedding that the part does not have."""
+    from shardwise.models.layers import Part
+
+    if not isinstance(part, Part) or not part.spec.tie_word_embeddings:
+        return False
+    children = dict(part.named_children())
+    return "head" in children and "embed" not in children
+
+
+def tied_copy(parts: Sequence[nn.Module]) -> nn.Parameter | None:
+    """The weight of the output layer, where it is a copy of the embedding's and no part has the two as one."""
+    copies = [part.get_parameter("head.weight") for part in parts if copies_embedding(part)]
+    others = {parameter for part in parts for name, parameter in part.named_parameters() if name == "embed.weight"}
+    return next((copy for copy in copies if copy not in others), None)
 
 
 def tie(parts: Iterable[nn.Module]) -> None:

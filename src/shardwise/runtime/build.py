@@ -21,7 +21,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import optim
+from shardwise.techniques import optim, pp
 
 
 def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> TrainState:
@@ -29,7 +29,9 @@ def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: t
     parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    return TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
+    state = TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
+    state.follow_ties()
+    return state
 
 
 def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> list[nn.Module]:
@@ -49,7 +51,7 @@ def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) 
         part.to_empty(device=device)
         if isinstance(part, HFDecoder):
             part.restore_buffers()
-    if spec.tie_word_embeddings:
+    if spec.tie_word_embeddings and pp.line_of(parts) is None:  # of stages, each end has a weight of its own
         tie(parts)
 
 

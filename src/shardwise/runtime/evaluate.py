@@ -68,6 +68,8 @@ def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationB
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for batch in batches:
         losses = passes.infer(parts, batch.micro_batch.to(job.device), passes.score_of(job.plan))
+        if losses is None:  # another rank of the pipeline has them
+            continue
         sums[0] += losses.double().sum()
         sums[1] += batch.supervised_tokens
         sums[2] += batch.text_bytes
@@ -84,6 +86,8 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
         micro = batch.micro_batch.to(job.device)
         assert micro.references is not None
         losses = passes.infer(parts, micro, passes.score_of(job.plan))
+        if losses is None:
+            continue
         margins = dpo.ratios(losses, micro) - micro.references
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])

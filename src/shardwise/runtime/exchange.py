@@ -74,6 +74,22 @@ def scatter(values: Sequence[Any], group: Group = None) -> Any:
     return decode(parts[dist.get_rank(group)])
 
 
+def send(value: Any, rank: int) -> None:
+    """Send ``value`` to one rank of all, which calls :func:`receive`."""
+    data = encode(value)
+    dist.send(torch.tensor([len(data)]), rank)
+    dist.send(data, rank)
+
+
+def receive(rank: int) -> Any:
+    """What that rank sends."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, rank)
+    return decode(data)
+
+
 def encode(value: Any) -> Tensor:
     """``value`` as bytes."""
     stream = BytesIO()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
-from shardwise.runtime import passes
+from shardwise.models.tensorfile import DTYPES, NAMES
+from shardwise.runtime import exchange, passes
 from shardwise.runtime.build import build_parts, fill
 from shardwise.runtime.checkpoint.save import read
 from shardwise.spec.plan import Lora, Plan, Precision
@@ -37,14 +39,15 @@ def export(
 ) -> Path:
     """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0.
     Every rank calls this alike. What stood there before is replaced when the new one is whole."""
+    holders = holders_of(parameters)
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in parameter_shapes(spec):
-            whole(parameters[name])
+            fetched(name, parameters, holders)
         return target
     if spec.eos_token_id is None:
         spec = replace(spec, eos_token_id=tokenizer.eot_id)
     with replacing(target) as draft:
-        hf.write_weights(draft, spec, lambda name: whole(parameters[name]), dtype)
+        hf.write_weights(draft, spec, lambda name: fetched(name, parameters, holders), dtype)
         tokenizer.copy_to(draft)
     return target
 
@@ -54,14 +57,38 @@ def export_adapter(
 ) -> Path:
     """Write only the adapters, in PEFT's format, as :func:`export` writes a model. ``model``: the name of their base
     model."""
-    adapters = {name: value for name, value in parameters.items() if is_adapter(name)}
+    own = {name: value for name, value in parameters.items() if is_adapter(name)}
+    holders = holders_of(own)
     if dist.is_initialized() and dist.get_rank() != 0:
-        for value in adapters.values():
-            whole(value)
+        for name in holders:
+            fetched(name, own, holders)
         return target
     with replacing(target) as draft:
-        peft.write_adapter(draft, settings, spec, model, adapters, lambda name: whole(adapters[name]))
+        likes = {name: held.like for name, held in holders.items()}
+        peft.write_adapter(draft, settings, spec, model, likes, lambda name: fetched(name, own, holders))
     return target
+
+
+class Held(NamedTuple):
+    """The first rank that holds a parameter, or a part of it; and the parameter without values, on the meta device."""
+
+    rank: int
+    like: Tensor
+
+
+Holders = Mapping[str, Held]
+"""Of each parameter by name, in one order on all ranks."""
+
+
+def holders_of(parameters: Mapping[str, Tensor]) -> Holders:
+    """Every rank calls this alike: of a pipeline, each has some of the parameters."""
+    own = [(name, list(value.shape), NAMES[value.dtype]) for name, value in parameters.items()]
+    found: dict[str, Held] = {}
+    for rank, held in enumerate(exchange.all_gather(own) if dist.is_initialized() else [own]):
+        for name, shape, dtype in held:
+            if name not in found:
+                found[name] = Held(rank, torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+    return found
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -70,6 +97,17 @@ def whole(parameter: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.cpu()
+
+
+def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Tensor:
+    """On rank 0 the full value, on the host. All ranks call this alike, and what others return does not count."""
+    holder = holders[name].rank
+    value = whole(parameters[name]) if name in parameters else torch.empty(0)
+    if holder == 0 or not dist.is_initialized():
+        return value
+    if dist.get_rank() == holder:
+        exchange.send(value, 0)
+    return exchange.receive(holder) if dist.get_rank() == 0 else value
 
 
 @contextmanager
@@ -126,9 +164,9 @@ def merge(parts: Sequence[nn.Module], adapters: Lora) -> str:
     before, and no layer may be what it was unless its adapter is zero: what a narrow type rounds away is an error."""
     ids = torch.arange(32).remainder(spec_of(parts).vocab_size).view(1, -1)
     batch = MicroBatch(ids, ids, torch.arange(32).view(1, -1), None, 0)
-    before = passes.infer(parts, batch, logits)
+    before = passes.forward(parts, batch, logits)
     count, lost = lora.merge(parts, adapters)
-    after = passes.infer(parts, batch, logits)
+    after = passes.forward(parts, batch, logits)
     error = float((after - before).norm() / before.norm())
     allowed = 50 * torch.finfo(named(parts)["embed.weight"].dtype).eps
     if lost or not error <= allowed:

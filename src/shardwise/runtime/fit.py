@@ -20,10 +20,11 @@ from shardwise.techniques import optim
 
 
 def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torch.device) -> None:
-    """Run forward and backward on rows of one document each, of the full length; two micro-batches where gradients are
-    accumulated; and an update, which an optimizer may need memory for. Weights, moments and counters stay as they are:
-    the update's gradients and learning rate are zero."""
-    batches = [longest_batch(rules.plan, vocab_size, device)] * min(2, rules.plan.batch.accumulation)
+    """Run forward and backward on rows of one document each, of the full length: two micro-batches where gradients are
+    accumulated, and in a pipeline all, of which several are alive at once. Then an update, which an optimizer may need
+    memory for. Weights, moments and counters stay as they are: the update's gradients and learning rate are zero."""
+    count = rules.plan.batch.accumulation
+    batches = [longest_batch(rules.plan, vocab_size, device)] * (count if rules.plan.layout.pp > 1 else min(2, count))
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     for parameter in state.trained():
         if parameter.grad is not None:

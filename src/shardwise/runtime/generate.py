@@ -74,7 +74,8 @@ def last_logits(parts: Sequence[nn.Module], ids: list[int], device: torch.device
 
     text = torch.tensor([[*ids, *ids[-1:] * (-length % LENGTHS)]], dtype=torch.int64, device=device)
     positions = torch.arange(text.shape[1], device=device)[None].clamp(max=length - 1)
-    return passes.infer(parts, MicroBatch(text, text, positions, None, 0), last).cpu()
+    found = passes.infer(parts, MicroBatch(text, text, positions, None, 0), last)
+    return passes.from_last_stage(parts, found, (spec_of(parts).vocab_size,), device).cpu()
 
 
 def choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:

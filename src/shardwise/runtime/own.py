@@ -98,6 +98,7 @@ def plan(
     processes.show_mistakes_once()
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
+    _check_degrees(degrees)
     me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)
     dp, rest = divmod(me.world_size, tp)
     if rest:
@@ -121,6 +122,23 @@ def plan(
         compile=compile,
         sequence_parallel=tp > 1,
     )
+
+
+NO_STAGES = Problem(
+    "PLAN023",
+    "a pipeline runs the model stage by stage, and a loop of one's own calls it as a whole",
+    "pp",
+    "leave pp out, or `shardwise train` with parallel.pp",
+)
+
+
+def _check_degrees(given: Collection[str]) -> None:
+    """ConfigError for a degree that there is none of in a loop of one's own."""
+    for name in set(given) - Degrees.__annotations__.keys():
+        near = get_close_matches(name, Degrees.__annotations__, 1)
+        fix = f"did you mean `{near[0]}`?" if near else "replicas and tp are known"
+        unknown = Problem("CFG001", f"unknown degree `{name}`", name, fix)
+        raise ConfigError(NO_STAGES if name == "pp" else unknown)
 
 
 def _check_words(**given: object) -> None:
@@ -158,8 +176,10 @@ def parallelize(
     fp64 the weights are too. ``whole`` names submodules whose blocks are gathered with the rest of the model: those
     that do not run on all ranks alike. ``units`` names what else is gathered by itself, and kept until its backward is
     over: large embeddings and output layers, that run on all ranks in every step. Raises ConfigError CFG005 for a name
-    that cannot be either, PLAN022 for a module that tensor parallelism cannot cut.
+    that cannot be either, PLAN022 for a module that tensor parallelism cannot cut, PLAN023 for a pipeline.
     """
+    if plan.layout.pp > 1:
+        raise ConfigError(NO_STAGES)
     _check_tensor_parallel(module, plan)
     routed = {id(block) for name in whole for block in _submodule(module, name, "whole").modules()}
     apart = [_unit(module, name) for name in units]

@@ -16,10 +16,15 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Finish, Loss, Output, Score
 from shardwise.models.blocks import blocks, spec_of
+from shardwise.runtime.pipeline import PipelineRank
+from shardwise.spec.layout import last_stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+from shardwise.techniques import pp
 
 Made = TypeVar("Made")
+Scored = Callable[[Tensor, Output, MicroBatch], Made]
+"""What is made of hidden states, the output layer and their micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,23 @@ def train(
     def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Loss:
         return rules.finish(hidden, head, batch, denominator)
 
+    if line := pp.line_of(parts):
+        shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
+        shares = shares or [Loss(torch.zeros((), dtype=torch.float64, device=batches[0].ids.device))]
+    else:
+        shares = _one_part_after_another(parts, batches, rules, score, scale)
+    techniques.after_backward(parts, rules.plan, rules.meshes)
+    return reduce(Loss.plus, shares)
+
+
+def _one_part_after_another(
+    parts: Sequence[nn.Module],
+    batches: Sequence[MicroBatch],
+    rules: StepRules,
+    score: Scored[Loss],
+    scale: Tensor | None,
+) -> list[Loss]:
+    """Forward and backward of each micro-batch of a whole model."""
     shares = []
     for index, batch in enumerate(batches):
         techniques.before_micro_batch(parts, rules.plan, last=index == len(batches) - 1)
@@ -67,28 +89,51 @@ def train(
         rules.enter("backward")
         (loss.value if scale is None else loss.value * scale).backward()
         shares.append(loss.detached())
-    techniques.after_backward(parts, rules.plan, rules.meshes)
-    return reduce(Loss.plus, shares)
+    return shares
 
 
 @torch.no_grad()
-def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Callable[[Tensor, Output, MicroBatch], Made]) -> Made:
-    """Forward alone. Gathered weights stay gathered until ``techniques.after_inference``."""
+def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) -> Made | None:
+    """Forward alone. Gathered weights stay gathered until ``techniques.after_inference``. None where another rank has
+    the last stage of the pipeline."""
+    if line := pp.line_of(parts):
+        return PipelineRank[Made](parts, line, partial(run_part, score=score)).infer(batch)
     return forward(parts, batch, score)
 
 
-def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Callable[[Tensor, Output, MicroBatch], Made]) -> Made:
-    """What ``score`` returns for the model's hidden states; it is called within the output layer, whose weight is then
-    gathered."""
-    spec = spec_of(parts)
+def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) -> Made:
+    """What ``score`` returns for the hidden states of a whole model."""
+    out: Any = None
+    for part in parts:
+        out = run_part(part, batch, out, score=score)
+    made: Made = out
+    return made
 
-    def finish(hidden: Tensor, weight: Tensor) -> Made:
+
+def run_part(part: nn.Module, batch: MicroBatch, hidden: Tensor | None, *, score: Scored[Any]) -> Any:
+    """Hidden states for the next part; of the last one what ``score`` returns, which is called within the output layer,
+    whose weight is then gathered."""
+    spec = spec_of([part])
+
+    def finish(hidden: Tensor, weight: Tensor) -> Any:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    out: tuple[Any, ...] = ()
-    for part in parts:
-        out = (part(batch.ids, batch.positions, pretrain.mask(batch), finish, *out),)
-    return out[0]
+    before = () if hidden is None else (hidden,)
+    return part(batch.ids, batch.positions, pretrain.mask(batch), finish, *before)
+
+
+def from_last_stage(
+    parts: Sequence[nn.Module], value: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """On every rank of a pipeline the ``value`` of the rank of its last stage, in fp64; without one, the value."""
+    line = pp.line_of(parts)
+    if line is None:
+        assert value is not None
+        return value
+    found = torch.empty(shape, dtype=torch.float64, device=device) if value is None else value.double()
+    group, source = line.meshes.groups["pp"], last_stage_rank(line.plan.layout)
+    torch.distributed.broadcast(found, group=group, group_src=source)
+    return found
 
 
 def announce_reduce(parts: Sequence[nn.Module], enter: Callable[[str], None]) -> None:

@@ -12,7 +12,8 @@ from pydantic import FiniteFloat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.models.blocks import named
+from shardwise.distributed.slices import local
+from shardwise.models.blocks import each_named, named, tied_copy
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
 from shardwise.spec.record import Count
@@ -112,8 +113,24 @@ class TrainState:
         return named(self.parts)
 
     def trained(self) -> list[nn.Parameter]:
-        """Parameters that get gradients, each once."""
-        return [parameter for parameter in self.parameters().values() if parameter.requires_grad]
+        """Parameters that get gradients, each once; of a tied weight that is in two parts both copies."""
+        return [parameter for _, parameter in each_named(self.parts) if parameter.requires_grad]
+
+    def counted(self) -> list[nn.Parameter]:
+        """Those whose gradients the norm counts: of two copies of a tied weight the embedding's."""
+        copy = tied_copy(self.parts)
+        return [parameter for parameter in self.trained() if parameter is not copy]
+
+    def follow_ties(self) -> None:
+        """Where this rank has both copies of a tied weight, the output layer's takes the values and moments of the
+        embedding's: those alone are drawn, read and saved."""
+        copy, first = tied_copy(self.parts), self.parameters().get("embed.weight")
+        if copy is None or first is None or copy is first:
+            return
+        with torch.no_grad():
+            local(copy).copy_(local(first))
+            for key, value in self.optimizer.state.get(copy, {}).items():
+                local(value).copy_(local(self.optimizer.state[first][key]))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
@@ -163,3 +180,4 @@ class TrainState:
         if self.scale.enabled and facts["loss_scale"]["enabled"]:
             self.scale = LossScale(**facts["loss_scale"])
         optim.set_updates(self.optimizer, self.updates)
+        self.follow_ties()

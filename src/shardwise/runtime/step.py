@@ -80,7 +80,7 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     loss = accumulate(state, batches, supervised, rules)
     rules.enter("clip")
     parameters = state.trained()
-    squares, device = reduce.local_squares(parameters, meshes.size("stage")), loss.value.device
+    squares, device = reduce.local_squares(state.counted(), meshes.size("stage")), loss.value.device
     figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values())
     finite = figures[:2].isfinite().all()
     scale = state.scale.on(device)[0].double()
@@ -103,8 +103,10 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
 
 
 def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
-    """What is dropped follows from the seed, the step and the rows, so that a resumed run drops the same."""
-    torch.manual_seed(((seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")) % 2**63)
+    """What is dropped follows from the seed, the step, the rows and the rank of a pipeline, so that a resumed run drops
+    the same."""
+    rows = (seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")
+    torch.manual_seed((rows * meshes.size("pp") + meshes.index("pp")) % 2**63)
 
 
 def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Loss:

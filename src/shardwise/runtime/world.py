@@ -128,8 +128,8 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | Non
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        made = meshes(layout, kind)
-        for group in {dist.group.WORLD, *made.groups.values()}:
+        made = meshes(layout, kind, timeout)
+        for group in {dist.group.WORLD, *made.groups.values(), *made.channels.values()}:
             set_timeout(group, timeout_s, watch.nccl_timeout_s if watch and kind == "cuda" else None)
         yield made
         dist.barrier()

@@ -15,6 +15,11 @@ It may have three more, where it has something to do within a step:
     after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients
     after_inference     (parts, plan)                   after forwards that no backward follows
 
+And two where a backward comes in two halves, first the gradients of inputs, later those of weights:
+
+    before_input_gradients  (parts, plan, last)         before the first half, instead of before_micro_batch
+    after_weight_gradients  (parts, plan, last)         after the second, which before_micro_batch is called before
+
 And two, where it has parameters that follow from a weight that is read or drawn:
 
     wanted    (slices, shapes) -> slices                of which weights a rank must be given what
@@ -35,10 +40,10 @@ from shardwise.models.config import ModelSpec, learnt_positions, parameter_shape
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
-from shardwise.spec.plan import Batch, Estimate, Optim, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Estimate, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
-from shardwise.techniques import compile, freeze, lora, nf4, optim, precision, remat, shard, tp
+from shardwise.techniques import compile, freeze, lora, nf4, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-ORDER: tuple[ModuleType, ...] = (lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
+ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, remat, compile, shard, optim)
 
 
 def choices(
@@ -69,9 +74,9 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    if plan.layout.ep > 1 or plan.layout.world != plan.layout.dp * plan.layout.tp:
-        what = "pipeline, context and expert parallelism are not supported yet: `layout` must set them to 1"
-        problems.append(Problem("PLAN016", what, "layout", "use dp_replicate, dp_shard and tp only"))
+    if plan.layout.ep > 1 or plan.layout.cp > 1:
+        what = "context and expert parallelism are not supported yet: `layout` must set them to 1"
+        problems.append(Problem("PLAN016", what, "layout", "use pp, dp_replicate, dp_shard and tp only"))
     if problem := _unserved(spec, plan, cluster):
         problems.append(problem)
     longest = spec.max_position_embeddings
@@ -125,6 +130,7 @@ def inside(plan: Plan) -> Plan:
         layout=layout,
         batch=Batch(batch.micro_batch_size, 1, batch.seq_len),
         shard=Shard("zero3" if plan.sharded else "ddp"),
+        pipeline=Pipeline(),
         precision=types,
         remat=Remat(),
         compile=False,
@@ -210,8 +216,22 @@ def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], 
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Call before each micro-batch. Whether it is the ``last`` of its step decides what it sends and frees."""
+    """Call before each forward that a backward follows at once, else before the backward. Whether it is the ``last`` of
+    its step decides what it sends and frees."""
     for act in _those_with("before_micro_batch"):
+        act(parts, plan, last=last)
+
+
+def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Call before the first half of a backward, which makes no gradient of a linear layer's weight. ``last``: its
+    second half is the last of the step."""
+    for act in _those_with("before_input_gradients"):
+        act(parts, plan, last=last)
+
+
+def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Call after the second half, which :func:`before_micro_batch` was called before."""
+    for act in _those_with("after_weight_gradients"):
         act(parts, plan, last=last)
 
 

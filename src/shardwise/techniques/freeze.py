@@ -18,13 +18,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
+from shardwise.models.blocks import canonical
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced, parameters
 
 if TYPE_CHECKING:
@@ -33,14 +34,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 
-INSIDE = ("techniques/freeze.py",)
-
-
-def frozen(name: str, plan: Plan) -> bool:
-    """The technique's one fact: whether the parameter with this canonical name stays as it is."""
-    if plan.lora is not None:
-        return not is_adapter(name)
-    return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
+INSIDE = ("techniques/freeze.py", "techniques/states.py")
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -139,7 +133,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
     for part in parts:
         for name, parameter in part.named_parameters():
-            if frozen(name, plan):
+            if frozen(canonical(part, name), plan):
                 parameter.requires_grad_(False)
         if isinstance(part, Decoder) and part.input_trained:
             first = _first_trained(part.spec, plan.frozen, adapted=plan.lora is not None)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_adapter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Tensor
@@ -55,6 +57,14 @@ def _indexed(rows: Iterable[TableRow]) -> dict[tuple[str, str], TableRow]:
 
 
 _ROWS, _FEW, _PROJECTION = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PROJECTION_NORMS))
+
+
+def frozen(name: str, plan: Plan) -> bool:
+    """Whether the parameter with this canonical name stays as it is: with adapters all but theirs, else what
+    ``model.frozen`` names."""
+    if plan.lora is not None:
+        return not is_adapter(name)
+    return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
 
 
 class Division(NamedTuple):

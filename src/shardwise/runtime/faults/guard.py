@@ -32,7 +32,7 @@ SLOWER = 10.0
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
 """Phases that may take that much longer. The phases of a step are: data, count, forward, backward, reduce, clip,
-optimizer, logging."""
+optimizer, logging; of a pipeline, forward and backward of a stage and a micro-batch, and waits for another rank."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Guard:
         if self.claim and self.page.status.rank == 0 and (phase in SLOW_PHASES or phase == "data"):
             self.claim.check(0.0 if phase == "save" else 1.0)
         self.page.enter(phase, self.step)
-        if (fault := self.fault) and (fault.phase, fault.step, fault.rank) == (phase, self.step, self.page.status.rank):
+        here = phase.partition(" ")[0], self.step, self.page.status.rank
+        if (fault := self.fault) and (fault.phase, fault.step, fault.rank) == here:
             fault.fire(self.directory)
 
     def close(self) -> None:
@@ -297,7 +298,7 @@ def diagnose(error: BaseException, run_directory: Path, me: Process, timeout_s: 
 
 def lost(what: str, own: RankStatus | None, run: Path) -> Problem:
     """The problem LOST001 from the point of view of the rank with the page ``own``."""
-    where = f"rank {own.rank} (host {own.host}) was in phase {own.phase} of step {own.step}" if own else ""
+    where = f"rank {own.rank} (host {own.host}) was in {own.doing} of step {own.step}" if own else ""
     fix = f"the cause is another rank's, see its output; then: {train_again(run)}"
     return Problem("LOST001", what, where, fix)
 

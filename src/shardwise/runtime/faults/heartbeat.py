@@ -22,6 +22,8 @@ MAGIC = b"SHWPAGE1"
 DIRECTORY = "ranks"
 LEFT = "left"
 """The phase of a rank that has ended by itself."""
+WAITS = "waits"
+"""The phase of a rank that waits for a message of a pipeline; behind it stand the sender, stage and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,23 @@ class RankStatus:
     phase: str
     collective: str
     host: str
+
+    @property
+    def doing(self) -> str:
+        """The phase in words: ``forward 2.5`` is of stage 2 and micro-batch 5, and ``waits 3 2.5`` for rank 3, which is
+        to send what they need."""
+        word, *more = self.phase.split()
+        if not more:
+            return f"phase {word}"
+        stage, _, micro = more[-1].partition(".")
+        place = f"stage {stage}, micro-batch {micro}"
+        return f"waiting for rank {more[0]} ({place})" if word == WAITS else f"phase {word} ({place})"
+
+    @property
+    def waits_for(self) -> int | None:
+        """The rank whose message it waits for in a pipeline."""
+        word, *more = self.phase.split()
+        return int(more[0]) if word == WAITS and more else None
 
     @property
     def stopped(self) -> bool:
@@ -71,7 +90,7 @@ class RankStatus:
     @property
     def waiting(self) -> str:
         """The collective it last entered, for people."""
-        return self.collective or f"phase {self.phase}"
+        return self.collective or self.doing
 
 
 class Page:
@@ -136,6 +155,11 @@ def culprit(statuses: Sequence[RankStatus]) -> RankStatus | None:
     statuses = [status for status in statuses if status.phase != LEFT]
     if len(statuses) < 2:
         return None
+    # In a pipeline those behind a late rank are behind it in count too: it is at the end of a chain of waiting ranks.
+    awaited = [status for status in statuses if status.waits_for is None]
+    if len(awaited) == 1:
+        return awaited[0]
+    statuses = awaited or statuses
     done = [(status.count, status.sequence) for status in statuses]
     return statuses[done.index(min(done))] if min(done) < max(done) else None
 
@@ -145,7 +169,7 @@ def stuck(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem
     one = max(statuses, key=lambda status: (status.count, status.sequence))
     many = f"all {len(statuses)} ranks wait" if len(statuses) > 1 else "the only rank waits"
     what = f"{many} in {one.waiting} of step {one.step} for {waited_s:.0f} s, and no rank is behind the others"
-    where = f"phase {one.phase}, host {one.host}; stacks in {run}/hang-step-{one.step}/"
+    where = f"{one.doing}, host {one.host}; stacks in {run}/hang-step-{one.step}/"
     fix = "look for a failed device or link (nvidia-smi, dmesg; NCCL_DEBUG=INFO shows what NCCL does)"
     return Problem("HANG001", what, where, f"{fix}; then: {train_again(run)}")
 
@@ -157,9 +181,11 @@ def hang(statuses: Sequence[RankStatus], waited_s: float, run: Path) -> Problem 
         return None
     others = [status for status in statuses if status.rank != late.rank]
     ahead = max(others, key=lambda status: (status.count, status.sequence)) if others else late
-    state = f"{'is stopped' if late.stopped else 'is still'} in phase {late.phase}"
+    state = f"{'is stopped' if late.stopped else 'is still'} in {late.doing}"
     due = f"has not entered {ahead.waiting} of step {ahead.step} for {waited_s:.0f} s"
     rest = f"the other {len(others)} rank{'s wait' if len(others) != 1 else ' waits'} there"
+    if chain := [f"rank {one.rank} is {one.doing}" for one in others if one.waits_for is not None]:
+        due, rest = f"has sent nothing for {waited_s:.0f} s", "; ".join(chain)
     what = f"rank {late.rank} (host {late.host}, pid {late.pid}) {due}; {rest}"
     where = f"rank {late.rank} {state} of step {late.step}; stacks in {run}/hang-step-{late.step}/"
     fix = f"check that process and its disk or network; then: {train_again(run)}"

@@ -30,7 +30,7 @@ from shardwise.spec.files import open_regular, regular_lines
 from shardwise.spec.plan import Plan
 from shardwise.spec.record import Numbered, from_json
 from shardwise.techniques import lora
-from shardwise.techniques.freeze import frozen
+from shardwise.techniques.states import frozen
 
 
 def flops_per_token(spec: ModelSpec, plan: Plan) -> float:

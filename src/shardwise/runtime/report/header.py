@@ -106,9 +106,10 @@ def execution(plan: Plan) -> str:
 def strategy(job: Job) -> str:
     """``ZeRO-3 over 8 ranks, 2 replicas``."""
     layout, name = job.plan.layout, NAMES[job.plan.shard.strategy]
-    tensor = f", {job.plan.tensor_words}" if layout.tp > 1 else ""
+    words = job.plan.model_words
+    tensor = f", {words}" if words else ""
     if layout.dp == 1:
-        return job.plan.tensor_words if tensor else "one process"
+        return words or "one process"
     if job.plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp} ranks{tensor}"
     replicas = f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""

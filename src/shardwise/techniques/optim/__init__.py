@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import named
+from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
@@ -137,13 +137,15 @@ def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int
     from torch.distributed.tensor import DTensor
 
     groups: dict[tuple[Settings, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named(parts).items():
+    for name, parameter in each_named(parts):
         if parameter.requires_grad:
             groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append((name, parameter))
     given = [
         {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
         for (chosen, _), parameters in groups.items()
     ]
+    if not given:  # a stage of a pipeline may have nothing to train
+        given = [{"params": [], "base_lr": optim.learning_rate, "weight_decay": optim.weight_decay}]
     betas = (optim.beta1, optim.beta2)
     if plan.optim.name == "adamw8bit":
         from shardwise.techniques.optim.moments import AdamW8bit

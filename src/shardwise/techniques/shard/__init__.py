@@ -25,6 +25,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from shardwise.distributed.torch_private import end_backward
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
@@ -55,17 +56,20 @@ def units(part: nn.Module) -> list[list[nn.Module]]:
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """Every strategy and split of the devices that the recipe allows, for groups of ``layout.tp`` devices; with
-    ``pinned`` false all of them, whatever the recipe says. Raises ConfigError (PLAN001) if the degrees do not multiply
-    to the number of devices."""
+    """Every strategy and split of the devices that the recipe allows, for groups of ``layout.tp`` devices in each of
+    ``layout.pp`` stages; with ``pinned`` false all of them, whatever the recipe says. Raises ConfigError (PLAN001) if
+    the degrees do not multiply to the number of devices."""
     asked, each = recipe.parallel, cluster.devices_per_node
-    for strategy, degrees in layouts(recipe, grouped(cluster, plan.layout.tp), pinned=pinned):
+    own = grouped(cluster, plan.layout.tp, plan.layout.pp)
+    for strategy, degrees in layouts(recipe, own, pinned=pinned):
         why, again = dict(plan.why), asked.reshard_after_forward
         if pinned and (asked.strategy != "auto" or cluster.world == 1):
             why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
         if again is not None and strategy != "zero3":
             why["shard.reshard_after_forward"] = f"not used: {strategy} keeps its weights unsharded"
-        layout = dataclasses.replace(degrees, tp=plan.layout.tp, ranks_per_node=each)
+        layout = dataclasses.replace(
+            plan.layout, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, ranks_per_node=each
+        )
         dial = Shard(strategy, True if again is None or strategy != "zero3" else again)
         yield dataclasses.replace(plan, layout=layout, shard=dial, why=why)
 
@@ -103,25 +107,24 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 @dataclass(frozen=True)
 class UnitBytes:
     """The bytes of one unit. Of each call: ``gathers``, what every rank gathers, padding included; ``regathers``, the
-    same from the ranks that keep a copy after forward; ``reduces``, the padded gradients of trained weights, in the
-    dtype of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are gathered;
-    ``gradient``, its slice of the sum; ``accumulated``, whole, unpadded gradients that wait for the last
-    micro-batch."""
+    same from the ranks that keep a copy after forward; ``gradients``, by name the padded gradients of trained weights,
+    in the dtype of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are
+    gathered; ``gradient``, its slice of the sum."""
 
     gathers: tuple[int, ...]
     regathers: tuple[int, ...]
-    reduces: tuple[int, ...]
+    gradients: tuple[tuple[tuple[str, int], ...], ...]
     gradient_bytes: int
-    accumulated_bytes: int
     cast_bytes: int
+
+    def reduces_of(self, names: Set[str]) -> tuple[int, ...]:
+        """What is reduced where only the weights of these names have gradients."""
+        sizes = (sum(size for name, size in call if name in names) for call in self.gradients)
+        return tuple(filter(None, sizes))
 
     @property
     def wire_bytes(self) -> int:
         return sum(self.gathers)
-
-    @property
-    def reduce_bytes(self) -> int:
-        return sum(self.reduces)
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
@@ -146,14 +149,14 @@ def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
     trained = [weight for weight in weights if weight.trained]
     calls = _calls(weights, plan)
     wire = [[(padded[w.name] * ranks, BYTES[w.used_as]) for w in call] for call in calls]
-    reduces = (sum(padded[w.name] * ranks for w in call if w.trained) * BYTES[precision.reduce] for call in calls)
+    size = ranks * BYTES[precision.reduce]
+    gradients = (tuple((w.name, padded[w.name] * size) for w in call if w.trained) for call in calls)
     return UnitBytes(
         gathers=tuple(sum(numel * size for numel, size in call) for call in wire),
         # The padded buffer of all ranks, cut in k.
         regathers=tuple(sum(ceil(numel / k) * k * size for numel, size in call) for call in wire),
-        reduces=tuple(filter(None, reduces)),
+        gradients=tuple(filter(None, gradients)),
         gradient_bytes=sum(padded[weight.name] for weight in trained) * BYTES[precision.weights],
-        accumulated_bytes=sum(weight.numel(1, 1) for weight in trained) * BYTES[precision.reduce],
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),
@@ -257,6 +260,11 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     for module in stem:
         # Only itself; by default it would prefetch what ran before it: the tail of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
+    if plan.layout.pp > 1:  # micro-batches take turns: what ran before a unit may be of another one
+        leading = [unit[0] for unit in (stem, *([block] for block in blocks(part)), tail) if unit]
+        sharded = [module for module in leading if isinstance(module, FSDPModule)]
+        for before, module in zip(sharded[:1] + sharded, sharded, strict=False):
+            module.set_modules_to_backward_prefetch([before])
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
@@ -289,6 +297,33 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
                 part.set_requires_gradient_sync(last)
             if plan.shard.strategy != "zero3":
                 part.set_reshard_after_backward(last)
+
+
+def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Of the first half of a backward FSDP2 reduces nothing yet."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in parts:
+        if part in _REPLICAS:
+            _REPLICAS[part].active = last
+        if isinstance(part, FSDPModule):
+            part.set_is_last_backward(False)
+            part.set_requires_gradient_sync(False)
+            part.set_reshard_after_backward(plan.shard.strategy == "zero3")
+
+
+def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """FSDP2 reduces at the end of a backward; here gradients are complete only now. Replicas of a hybrid sum what was
+    scattered each time: FSDP2 can add up only the same parameters, and which have a gradient by now differs."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in parts:
+        if part in _REPLICAS:
+            _REPLICAS[part].active = last  # and not at the first half of others
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(last or plan.shard.strategy != "zero1")
+            part.set_reshard_after_backward(last or plan.shard.strategy == "zero3")
+            end_backward(part)
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:

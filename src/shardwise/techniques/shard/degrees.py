@@ -14,15 +14,20 @@ from shardwise.spec.recipe import Recipe
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 
-def grouped(cluster: Cluster, tp: int) -> Cluster:
-    """The cluster as data parallelism sees it: each group of ``tp`` devices counts as one device."""
-    if cluster.world % tp:
+def grouped(cluster: Cluster, tp: int, pp: int = 1) -> Cluster:
+    """The cluster as data parallelism sees it: each group of ``tp`` devices counts as one device, and there are as many
+    in each of ``pp`` stages, which follow one another."""
+    if cluster.world % (tp * pp):
         legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
-        what = f"tp {tp} does not divide the {cluster.world} devices that are used"
-        raise ConfigError(Problem("PLAN001", what, "parallel.tp", f"one of {legal}"))
-    if cluster.devices_per_node % tp:  # across nodes
-        return replace(cluster, nodes=cluster.world // tp, devices_per_node=1)
-    return replace(cluster, devices_per_node=cluster.devices_per_node // tp)
+        what, key = (f"tp {tp}", "parallel.tp") if pp == 1 else (f"pp {pp} x tp {tp}", "parallel.pp")
+        what += f" does not divide the {cluster.world} devices that are used"
+        raise ConfigError(Problem("PLAN001", what, key, f"{'one of ' if pp == 1 else 'a product of '}{legal}"))
+    nodes, each = cluster.nodes, cluster.devices_per_node
+    if pp > 1:
+        nodes, each = (nodes // pp, each) if nodes % pp == 0 else (1, cluster.world // pp)
+    if each % tp:  # across nodes
+        return replace(cluster, nodes=nodes * each // tp, devices_per_node=1)
+    return replace(cluster, nodes=nodes, devices_per_node=each // tp)
 
 
 def layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:

@@ -1,0 +1,217 @@
+"""Runs this rank's part of a pipeline: its list of actions (techniques/pp/actions.py), one after another.
+
+What flows between ranks is hidden states and their gradients, of shapes that every rank knows from its own copy of the
+micro-batches: nothing is negotiated, and micro-batches may differ in shape. Of a stage and a micro-batch there is kept,
+from forward to backward, its input and where its backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwise import techniques
+from shardwise.data.batch import MicroBatch
+from shardwise.methods.loss import Loss
+from shardwise.models.blocks import spec_of
+from shardwise.techniques import pp
+from shardwise.techniques.dtypes import torch_dtype
+from shardwise.techniques.pp.actions import Action, Message, Way, forward_actions
+from shardwise.techniques.pp.later import LaterProduct
+from shardwise.techniques.pp.split import trained_stages
+
+Made = TypeVar("Made")
+Run = Callable[[nn.Module, MicroBatch, Tensor | None], Any]
+"""A stage of a micro-batch, from the hidden states of the stage before: hidden states, or of the last stage what it
+comes to."""
+
+
+@dataclass
+class Kept:
+    """What is kept of a stage and a micro-batch until its backward: its input, and where its backward begins; between
+    the two halves of a backward, the products that make gradients of weights."""
+
+    hidden: Tensor | None
+    root: GradientEdge | None
+    later: list[LaterProduct] = field(default_factory=list)
+
+
+@dataclass
+class Sending:
+    """A message on its way: its memory must stay until it has left."""
+
+    work: dist.Work
+    tensor: Tensor
+    action: Action
+
+    def left(self) -> bool:
+        return self.work.is_completed()
+
+
+class PipelineRank(Generic[Made]):
+    """``run`` computes a stage, ``enter`` is told what this rank is about to do."""
+
+    def __init__(
+        self, parts: Sequence[nn.Module], line: pp.Line, run: Run, enter: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        self.line, self.run, self.enter = line, run, enter
+        self.parts = {stage.number: part for stage, part in zip(line.place.stages, parts, strict=True)}
+        self.spec, self.last = spec_of(parts), len(line.plan.pipeline.split) - 1
+        self.trained = trained_stages(self.spec, line.plan)
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self.here: dict[Message, Tensor] = {}
+        self.sending: list[Sending] = []
+        self.made: list[Made] = []
+        self.at = Action("F", 0, 0)
+
+    def train(self, batches: Sequence[MicroBatch], scale: Tensor | None) -> list[Made]:
+        """Forward and backward of all micro-batches of a step, their losses times ``scale``. Returns what the last
+        stage came to, micro-batch by micro-batch; nothing where this rank does not have it."""
+        order = pp.orders(self.line.plan, self.trained)[self.line.meshes.index("pp")]
+        closing = {action.stage: action.micro for action in order if action.kind in "BIW"}
+        trained = {action.stage for action in order if action.kind in "BI"}
+        for action in order:
+            self.at = action
+            last = closing.get(action.stage) == action.micro
+            if action.kind.startswith("SEND"):
+                self._send(action)
+            elif action.kind.startswith("RECV"):
+                self._post(action, batches[action.micro])
+            elif action.kind == "F":
+                self._forward(action, batches[action.micro], scale, trains=action.stage in trained)
+            elif action.kind == "W":
+                self._weights(action, last=last)
+            else:
+                self._backward(action, last=last)
+        self._settle()
+        techniques.after_inference([part for stage, part in self.parts.items() if stage not in trained], self.line.plan)
+        return self.made
+
+    def infer(self, batch: MicroBatch) -> Made | None:
+        """Forward alone of one micro-batch: what the last stage came to, None where this rank does not have it."""
+        asked, layout = self.line.plan.pipeline, self.line.plan.layout
+        orders = forward_actions(asked.schedule, layout.pp, asked.stages_per_rank, 1)
+        for action in orders[self.line.meshes.index("pp")]:
+            self.at = action
+            if action.kind.startswith("SEND"):
+                self._send(action)
+            elif action.kind.startswith("RECV"):
+                self._post(action, batch)
+            else:
+                self._forward(action, batch, None, trains=False)
+        self._settle()
+        return self.made.pop() if self.made else None
+
+    def _forward(self, action: Action, batch: MicroBatch, scale: Tensor | None, *, trains: bool) -> None:
+        part = self.parts[action.stage]
+        hidden = None if action.stage == 0 else self._take("F", action)
+        self.enter(f"forward {action.stage}.{action.micro}")
+        if hidden is not None and trains and part.input_trained:
+            hidden.requires_grad_()
+        with torch.set_grad_enabled(trains):
+            out = self.run(part, batch, hidden)
+        root = out
+        if action.stage == self.last:
+            made: Any = out.detached() if isinstance(out, Loss) else out
+            self.made.append(made)
+            root = out.value if isinstance(out, Loss) else out
+            root = root if scale is None or not trains else root * scale
+        else:
+            self.here["F", action.stage + 1, action.micro] = out.detach()
+        if trains:
+            self.kept[action.stage, action.micro] = Kept(hidden, get_gradient_edge(root))
+
+    def _backward(self, action: Action, *, last: bool) -> None:
+        """The whole backward, or the half of it that the stage before waits for."""
+        part, kept, plan = self.parts[action.stage], self.kept[action.stage, action.micro], self.line.plan
+        later = self.line.later
+        if action.kind == "I" and not self.trained[action.stage]:
+            later = None  # no second half follows
+        grad = self._take("B", action) if action.stage < self.last else None
+        self.enter(f"backward {action.stage}.{action.micro}")
+        if later is None:
+            techniques.before_micro_batch([part], plan, last=last)
+        else:
+            techniques.before_input_gradients([part], plan, last=last)
+        with nullcontext() if later is None else later.collecting(kept.later):
+            assert kept.root is not None
+            torch.autograd.backward([kept.root], [grad])
+        if kept.hidden is not None and kept.hidden.requires_grad:
+            assert kept.hidden.grad is not None
+            self.here["B", action.stage - 1, action.micro] = kept.hidden.grad
+        kept.hidden = kept.root = None
+        if later is None:
+            del self.kept[action.stage, action.micro]
+        elif action.kind == "B":
+            self._weights(action, last=last)
+
+    def _weights(self, action: Action, *, last: bool) -> None:
+        """The other half: the gradients of weights."""
+        part, kept = self.parts[action.stage], self.kept.pop((action.stage, action.micro))
+        self.enter(f"backward {action.stage}.{action.micro}")
+        techniques.before_micro_batch([part], self.line.plan, last=last)
+        assert self.line.later is not None
+        self.line.later.run(kept.later)
+        techniques.after_weight_gradients([part], self.line.plan, last=last)
+
+    def _take(self, letter: Way, action: Action) -> Tensor:
+        """What this action needs from another stage, once it is there."""
+        message: Message = letter, action.stage, action.micro
+        if message in self.here:
+            return self.here.pop(message)
+        work, tensor, source = self.posted.pop(message)
+        before = action.stage + (-1 if letter == "F" else 1)
+        self._wait(work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source)
+        return tensor
+
+    def _send(self, action: Action) -> None:
+        assert action.gives is not None
+        tensor = self.here.pop(action.gives).contiguous()
+        me = self.line.meshes.index("pp")
+        channel = self.line.meshes.channels[me, action.peer]
+        self.sending = [one for one in self.sending if not one.left()]
+        work = dist.isend(tensor, group=channel, group_dst=int(action.peer > me))
+        assert work is not None
+        self.sending.append(Sending(work, tensor, action))
+
+    def _post(self, action: Action, batch: MicroBatch) -> None:
+        me = self.line.meshes.index("pp")
+        channel = self.line.meshes.channels[action.peer, me]
+        tensor = self._hidden(batch)
+        work = dist.irecv(tensor, group=channel, group_src=int(action.peer > me))
+        assert work is not None
+        assert action.takes is not None
+        self.posted[action.takes] = work, tensor, action.peer
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """Room for hidden states of a micro-batch: [b,s,d], or with sequence parallelism this rank's tokens [n,d]."""
+        plan, (b, s) = self.line.plan, batch.ids.shape
+        rows = (-(-b * s // plan.layout.tp),) if plan.sequence_parallel else (b, s)
+        dtype = torch_dtype(plan.precision.compute)
+        return torch.empty(*rows, self.spec.hidden_size, dtype=dtype, device=batch.ids.device)
+
+    def _settle(self) -> None:
+        for one in self.sending:
+            self.at = one.action
+            self._wait(one.work, "waited for its message to be taken", one.action.peer)
+        self.sending.clear()
+        assert not (self.kept or self.posted or self.here), "the list of actions left something undone"
+
+    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+        layout, me, at = self.line.plan.layout, self.line.meshes.rank, self.at
+        other = me + (peer - self.line.meshes.index("pp")) * (layout.size("stage"))
+        self.enter(f"waits {other} {at.stage}.{at.micro}")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"stage {at.stage}, micro-batch {at.micro}: {what}, from rank {other}: {error}"
+            ) from error
