@@ -16,6 +16,7 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
 from shardwise.planner.tape import Tape
 from shardwise.spec.layout import Layout
+from shardwise.spec.place import Stage
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.sheet import Sheet
 
@@ -95,23 +96,27 @@ def on_paper() -> Sheet:
 
 def played(stage: int, order: Order) -> Tape:
     """A stage of two in this order; what it takes from the other is made, and what it leaves for it freed, at once."""
-    sheet = on_paper()
-    cut, end = len(sheet.order) // 2 + 1, len(sheet.order) + 2
-    tape = Tape()
-    step = Step(tape, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), [range(cut), range(cut, end)])
+    whole, tape = on_paper(), Tape()
+    half = len(whole.order) // 2
+    blocks = range(half) if stage == 0 else range(half, len(whole.order))
+    held = (Stage(0, range(half), head=False), Stage(1, range(half, len(whole.order)), stem=False))
+    sheet = replace(whole, place=replace(whole.place, stages=held)).of_stage(held[stage])
+    assert sheet.place.blocks == blocks
+    step = Step(tape, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), stage)
+    edge = half if stage == 0 else 0
     size = sheet.blocks[0].tensors[sheet.blocks[0].output].bytes(1, 256)
     for which, micro in order:
-        output, gradient = (TensorKey(stage, micro, cut - 1, tensor) for tensor in (OUTPUT, GRADIENT))
+        output, gradient = (TensorKey(stage, micro, edge, tensor) for tensor in (OUTPUT, GRADIENT))
         if which == "F":
             if stage == 1:
                 tape.make(output, "activations", size)
-            step.forward(micro, stage)
+            step.forward(micro)
             if stage == 0:
                 tape.free(output)
         else:
             if stage == 0:
                 tape.make(gradient, "activations", size)
-            step.backward(micro, stage, last=(which, micro) == order[-1])
+            step.backward(micro, last=(which, micro) == order[-1])
             if stage == 1:
                 tape.free(gradient)
     tape.ended()
@@ -126,10 +131,13 @@ def peak_bytes(events: Iterable[Event]) -> int:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_forward_passes_of_several_micro_batches_are_alive_at_once(stage: int) -> None:
     """Under GPipe those of all, under 1F1B those of as many as there are stages left: one computes, and of each other
-    there is what its units save, and of the last stage both gradients that the loss has made, and its value."""
+    there is what its units save, with rotation tables of each stage's own, and of the last stage both gradients that
+    the loss has made, and its value."""
     sheet = on_paper()
     units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
-    own = (units[:17], units[17:])[stage]  # the stem's input is token ids, which are there from the beginning
+    own = (units[:17], (sheet.stem, *units[17:]))[
+        stage
+    ]  # the stem's input is token ids, which are there from the beginning
     kept = sum(unit.tensors[t].bytes(1, 256) for unit in own for t in unit.saved if (unit, t) != (sheet.stem, 0))
     kept += stage * 4 * (256 * 4096 + 128_256 * 4096 + 1)
     alone = peak_bytes(played(stage, gpipe(1)).events)

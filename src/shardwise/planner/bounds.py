@@ -99,7 +99,7 @@ class LowerBounds:
 
 def _alike(plan: Plan) -> object:
     """What plans have in common that compute the same in micro-batches of another size, and shard it over others."""
-    return plan.remat, plan.compile, replace(techniques.inside(plan), batch=Batch())
+    return plan.remat, plan.compile, plan.layout.pp, plan.pipeline, replace(techniques.inside(plan), batch=Batch())
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)

@@ -3,7 +3,6 @@ priced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise import techniques
@@ -14,7 +13,8 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import shard, tp
+from shardwise.techniques import pp, shard, tp
+from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
@@ -35,11 +35,11 @@ def candidates(
     refused: list[Problem] = []
     unsuited: list[Problem] = []
     whole: int | None = None
-    for degree in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned):
-        ranks = degree.layout.tp
-        asked = pinned and ranks in (1, recipe.parallel.tp)
+    begun = pp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned)
+    for degree in (cut for staged in begun for cut in tp.choices(recipe, spec, cluster, staged, pinned=pinned)):
+        asked = pinned and degree.layout.tp in (1, recipe.parallel.tp)
         try:
-            dp = grouped(cluster, ranks).world
+            dp = grouped(cluster, degree.layout.tp, degree.layout.pp).world
             legal, problems = _legal(recipe, spec, cluster, degree, pinned=pinned)
         except ConfigError as error:
             if asked:
@@ -47,12 +47,14 @@ def candidates(
             problems, legal, dp = list(error.problems), [], 0
         refused += problems if asked or not pinned else []
         try:
-            whole = whole or (batch(recipe.train, dp, ranks)[2] if legal else None)
+            whole = whole or (batch(recipe.train, dp, degree.layout.tp)[2] if legal else None)
         except ConfigError as error:  # another degree may suit the batch
             unsuited += error.problems
             continue
         for plan in legal:
-            found += _with_batches(plan, recipe.train, spec, cluster.kind, whole or 0)
+            made, problem = _with_batches(plan, recipe.train, spec, cluster, whole or 0)
+            found += made
+            unsuited += [problem] if problem else []
     if not found and (problems := refused + unsuited):
         raise ConfigError(*dict.fromkeys(problems))
     return found, refused
@@ -79,22 +81,31 @@ def _legal(
     """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
     found: list[Plan] = []
     refused: list[Problem] = []
-    others = [technique for technique in techniques.ORDER if technique not in (tp, shard)]
+    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, shard)]
+    enough = SCHEDULES[degree.pipeline.schedule].least_micro_batches(degree.layout.pp)
     for other in techniques.choices(others, recipe, spec, cluster, degree):
         for split in shard.choices(recipe, spec, cluster, other, pinned=pinned):
-            whole = replace(split, batch=Batch(1, 1, recipe.train.seq_len, 128))
+            whole = replace(split, batch=Batch(1, enough, recipe.train.seq_len, 128))
             problems = techniques.check(spec, whole, cluster)
             refused += problems
             found += [whole] * (not problems)
     return found, refused
 
 
-def _with_batches(plan: Plan, train: Train, spec: ModelSpec, kind: str, whole: int) -> Iterator[Plan]:
-    """The plan with every way to cut the step's ``whole`` sequences into micro-batches."""
-    layout, seq_len = plan.layout, train.seq_len
+def _with_batches(
+    plan: Plan, train: Train, spec: ModelSpec, cluster: Cluster, whole: int
+) -> tuple[list[Plan], Problem | None]:
+    """The plan with every way to cut the step's ``whole`` sequences into micro-batches; and where a pipeline needs more
+    of them than any way has, what is wrong."""
+    layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp):
-        chunk, reasons = chunk_of(spec, CHUNK_NUMBERS[kind], micro * seq_len)
-        yield replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
+        chunk, reasons = chunk_of(spec, CHUNK_NUMBERS[cluster.kind], micro * seq_len)
+        made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
+        if problems := pp.check(spec, made, cluster):
+            problem = problems[0]
+        else:
+            found.append(made)
+    return found, None if found else problem
 
 
 def splits(train: Train, whole: int, dp: int, tp: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
@@ -29,7 +30,7 @@ from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Dtype, Plan
-from shardwise.spec.sheet import SEND, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, SEND, Op, Sheet, Unit
 
 OUTPUT, GRADIENT = "output", "gradient of output"
 Piece = Event | WeightsCall
@@ -40,13 +41,15 @@ Piece = Event | WeightsCall
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
     a pass of a unit comes to. ``b`` sequences of ``s`` tokens are computed in the dtype ``compute`` on devices of
-    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``rates``: how fast the device is,
-    where seconds are asked for. ``loss``: what the loss does in its forward and in its backward."""
+    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``trains``: a backward follows, as it
+    does not in a stage that has nothing to train, nor any before it. ``rates``: how fast the device is, where seconds
+    are asked for. ``loss``: what the loss does in its forward and in its backward."""
 
     stem: Unit
     tail: Unit
     tied: bool
     recomputes: bool
+    trains: bool
     b: int
     s: int
     kind: Kind
@@ -57,18 +60,20 @@ class Passes:
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
+        units = [sheet.stem, *(sheet.blocks[block] for block in sorted(set(sheet.order)))]
         return cls(
             stem=sheet.stem,
             tail=sheet.tail,
             tied=sheet.tied,
-            recomputes=any(sheet.blocks[block].recompute for block in set(sheet.order)),
+            recomputes=any(unit.recompute for unit in units),
+            trains=sheet.place.head or any(unit.backward for unit in units),
             b=plan.batch.micro_batch_size,
             s=plan.batch.seq_len,
             kind=kind,
             compute=plan.precision.compute,
             deterministic=plan.deterministic,
             rates=rates,
-            loss=_loss(sheet, plan, kind, rates),
+            loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
         )
 
     def forward(self, unit: Unit) -> Iterator[Piece]:
@@ -86,9 +91,10 @@ class Passes:
             yield from (local.free(tensor) for tensor in {unit.output} | (unfreed(unit) - unit.saved))
 
     def tables(self, stem: Unit) -> Iterator[Piece]:
-        """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given."""
-        local = _Local(self, stem)
-        yield from (local.free(tensor) for tensor in unfreed(stem) - stem.saved if not self.recomputes)
+        """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given. Without a
+        backward nothing else holds them."""
+        local, saved = _Local(self, stem), stem.saved if self.trains else frozenset()
+        yield from (local.free(tensor) for tensor in unfreed(stem) - saved if not self.recomputes)
 
     def recompute(self, unit: Unit) -> Iterator[Piece]:
         """Forward again, until all that backward reads is there."""
@@ -111,12 +117,44 @@ class Passes:
             yield from self.loss[1]
             if not unit.backward:
                 return
-        local, first = _Local(self, unit), unit is self.stem
+        yield from self._gradients(unit, frozenset())
+
+    def input_gradients(self, unit: Unit) -> Iterator[Piece]:
+        """The first half of a backward that comes in two: all but the products that give the gradients of weights, and
+        what only these lead to."""
+        if unit is self.tail:
+            yield from self.loss[1]
+            if not unit.backward:
+                return
+        yield from self._gradients(unit, put_off(unit))
+
+    def weight_gradients(self, unit: Unit) -> Iterator[Piece]:
+        """The second half."""
+        local, later = _Local(self, unit), put_off(unit)
+        weights = {weight.name: weight for weight in unit.weights}
+        gradients = {tensor: weights[name] for name, tensor in unit.weight_gradients}
+        for i in sorted(later):
+            op = unit.backward[i]
+            yield from local.runs(op, local.backward[i])
+            for tensor in op.allocates:
+                if tensor in gradients:
+                    yield local.free(tensor)
+                    yield GradientReady(gradients[tensor])
+        held = _held(unit, later)
+        freed = {tensor for op in unit.backward for tensor in op.frees} & held
+        yield from (local.free(tensor) for tensor in sorted(freed - gradients.keys()))
+
+    def _gradients(self, unit: Unit, later: frozenset[int]) -> Iterator[Piece]:
+        """A backward without some of its operations, and with what these need left alive."""
+        local, first, held = _Local(self, unit), unit is self.stem, _held(unit, later)
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         if unit.recompute:
             yield from self.recompute(unit)
         for i, op in enumerate(unit.backward):
+            if i in later:
+                yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
+                continue
             yield from local.runs(op, local.backward[i])
             for tensor in op.allocates:
                 if tensor in gradients:
@@ -128,7 +166,7 @@ class Passes:
                 size = attention_bytes(unit, op, (self.b, self.s), self.compute, deterministic=self.deterministic)
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
-            yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients)
+            yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
         yield from self._end_of_graph(local)
 
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
@@ -157,7 +195,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
     def forward() -> Iterator[Piece]:
         for name, size, frees in forward_tensors(sheet, plan, kind):
             yield from (*free(frees), *make(name, size))
-        vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
+        vocabulary, hidden = map(int, sheet.output.shape)
         tokens = plan.batch.micro_batch_size * plan.batch.seq_len
         times = products(sheet, plan)
         multiplied, rest = loss_durations(sheet, plan, rates, times) if rates else (NOTHING, NOTHING)
@@ -215,6 +253,29 @@ class _Local:
             yield Send(op.name, op.axis, "activations", size)
         elif size or takes.device_ns:
             yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def put_off(unit: Unit) -> frozenset[int]:
+    """The operations of a block's backward that its second half runs where it comes in two: the products that give the
+    gradients of weights, and what casts them."""
+    if unit.name != "block":
+        return frozenset()
+    found = set[int]()
+    maker = {tensor: i for i, op in enumerate(unit.backward) for tensor in op.allocates}
+    for _, gradient in unit.weight_gradients:
+        ways = [maker.get(gradient, -1)]
+        while ways[-1] >= 0 and unit.backward[ways[-1]].name == "aten._to_copy":
+            ways.append(maker.get(unit.backward[ways[-1]].reads[0], -1))
+        if ways[-1] >= 0 and unit.backward[ways[-1]].kind == "matmul":
+            found.update(ways)
+    return frozenset(found)
+
+
+def _held(unit: Unit, later: frozenset[int]) -> set[int]:
+    """What must live from the first half of a backward to the second."""
+    read = {tensor for i in later for tensor in unit.backward[i].reads}
+    return read | {tensor for i in later for tensor in unit.backward[i].allocates}
 
 
 def recomputed(unit: Unit) -> tuple[Op, ...]:

@@ -11,12 +11,13 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
-from shardwise.planner.seconds.rates import own_traits, rates_of
+from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
+from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import places
+from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
 from shardwise.spec.sheet import Sheet
 
@@ -25,21 +26,44 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
     """``plan`` of a model with its estimate: that of the fullest of its places."""
     found, passes, rates = [], {}, rates_of(plan, cluster, own_traits())
     for costed in at_places(spec, plan):
-        if costed.units not in passes:
-            passes[costed.units] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
-        span = around(costed, plan, passes[costed.units])
+        alike = costed.units, costed.place.stages
+        if alike not in passes:
+            passes[alike] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
+        span = around(costed, plan, passes[alike])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
-    return replace(plan, estimate=max(found, key=lambda estimate: estimate.peak_bytes))
+    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+    if plan.layout.pp > 1:
+        fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
+    return replace(plan, estimate=fullest)
+
+
+def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:
+    """Of all ranks of a pipeline, whatever the schedule."""
+    total = 0
+    for sheet in along_pipeline(spec, plan):
+        passes = Passes.of(sheet, plan, cluster.kind, rates)
+        for unit, times in sheet.repeated() if sheet.place.head else sheet.repeated()[:-1]:
+            both = (piece for which in (Passes.forward, Passes.backward) for piece in folded_pass(which, passes, unit))
+            total += times * sum(piece.flops for piece in both if isinstance(piece, Span))
+    return total * plan.batch.accumulation * plan.layout.size("stage")
+
+
+def along_pipeline(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
+    """The sheets of the ranks of a pipeline that are first on all other axes, rewritten by the plan."""
+    stages = plan.stages(spec.num_hidden_layers)
+    for rank in range(plan.layout.pp):
+        place = place_of(plan.layout.rank({"pp": rank}), plan.layout, stages)
+        yield techniques.cost(sheet_of(spec, plan, place), plan)
 
 
 def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     """The sheet of each place, rewritten by the plan."""
-    first = techniques.cost(sheet_of(spec, plan), plan)
+    first, stages = techniques.cost(sheet_of(spec, plan), plan), plan.stages(spec.num_hidden_layers)
     yield first
-    for place in places(plan.layout, [range(spec.num_hidden_layers)], techniques.cuts(first, plan))[1:]:
+    for place in places(plan.layout, stages, techniques.cuts(first, plan))[1:]:
         yield techniques.cost(sheet_of(spec, plan, place), plan)
 
 

@@ -7,7 +7,7 @@ simulates a few blocks and micro-batches, and repeats the span of those that are
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from math import lcm
 
@@ -22,15 +22,17 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.passes import Pass, Passes
+from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
-from shardwise.planner.tape import Folding, Tape
+from shardwise.planner.tape import Apart, Folding, Tape
 from shardwise.planner.weights import Replicated, Sharded, Weights
 from shardwise.spec.cluster import Kind
+from shardwise.spec.place import Stage
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
-from shardwise.techniques import optim
+from shardwise.techniques import optim, pp
+from shardwise.techniques.pp.actions import SCHEDULES, Action
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
 
@@ -46,14 +48,105 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None =
     sheet.check(plan)
     tape = Tape()
     _begin(tape, sheet, plan)
-    step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind, rates))
-    for index in range(plan.batch.accumulation):
-        step.forward(index)
-        step.backward(index, last=index == plan.batch.accumulation - 1)
+    if plan.layout.pp > 1:
+        staged(tape, sheet, plan, kind, rates)
+    else:
+        step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind, rates))
+        for index in range(plan.batch.accumulation):
+            step.forward(index)
+            step.backward(index, last=index == plan.batch.accumulation - 1)
     tape.ended()
     tape.add(Mark("end of backward"))
     _end(tape, sheet)
     return tape.events
+
+
+def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None, known: Known | None = None) -> None:
+    """Plays what a rank of a pipeline does, action by action. A message that was sent is alive until the next is, or
+    the last has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
+    steps = {
+        stage.number: Step(tape, *stage_of(sheet, stage, plan, kind, rates), stage.number)
+        for stage in sheet.place.stages
+    }
+    order = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
+    block = sheet.blocks[0]
+    size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
+    closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
+    halved = SCHEDULES[plan.pipeline.schedule].splits_backward
+    leaving: list[TensorKey] = []
+    run = _remembering(tape, {} if known is None else known) if isinstance(tape, Folding) else Step.run
+    for action in order:
+        stage, micro, last = action.stage, action.micro, closing.get(action.stage) == action.micro
+        step = steps[stage]
+        inside, outside = step.at(micro, 0), step.at(micro, len(step.units) - 2)
+        match action.kind:
+            case "RECV_F" | "RECV_B":
+                key = inside._replace(tensor=OUTPUT) if action.kind == "RECV_F" else outside._replace(tensor=GRADIENT)
+                tape.comes(key, size)
+                tape.add(Send("recv", "pp", "activations", size, "receive"))
+            case "SEND_F" | "SEND_B":
+                key = outside._replace(tensor=OUTPUT) if action.kind == "SEND_F" else inside._replace(tensor=GRADIENT)
+                for sent in leaving:
+                    tape.leaves(sent, size)
+                leaving = [key]
+                tape.add(Send("send", "pp", "activations", size, "send"))
+            case "F":
+                _hand_over(tape, steps, action, size)
+                run(step, "F", micro)
+            case "W":
+                run(step, "W", micro, last=last)
+            case _:
+                _hand_over(tape, steps, action, size)
+                if not (halved and sheet.trained[stage]):
+                    run(step, "B", micro, last=last)
+                else:
+                    run(step, "I", micro, last=last)
+                if halved and action.kind == "B" and sheet.trained[stage]:
+                    run(step, "W", micro, last=last)
+    for sent in leaving:
+        tape.leaves(sent, size)
+
+
+Known = dict[object, tuple[Span, object]]
+"""The spans of passes of stages, by what decides them, and where the weights are afterwards."""
+
+
+def _remembering(tape: Folding, known: Known) -> Callable[..., None]:
+    """Plays a pass of a stage the first time that its weights are where they are, and adds the same span when they are
+    there again: what comes of a pass follows from that alone."""
+
+    def run(step: Step, kind: str, micro_batch: int, *, last: bool = False) -> None:
+        key = step.number, kind, last, step.weights.kept()
+        if key not in known:
+            span = tape.spanned(lambda: step.run(kind, micro_batch, last=last))
+            known[key] = span, step.weights.kept()
+        span, after = known[key]
+        tape.span.goes_on(span)
+        step.weights.restore(after)
+
+    return run
+
+
+def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int) -> None:
+    """What the neighbouring stage has left on this rank becomes what this one takes."""
+    forward = action.kind == "F"
+    before = steps.get(action.stage - 1 if forward else action.stage + 1)
+    if before is None:
+        return
+    step, micro = steps[action.stage], action.micro
+    if forward:
+        left, taken = before.at(micro, len(before.units) - 2, OUTPUT), step.at(micro, 0, OUTPUT)
+    else:
+        left, taken = before.at(micro, 0, GRADIENT), step.at(micro, len(step.units) - 2, GRADIENT)
+    if left in tape.alive:
+        tape.free(left)
+        tape.make(taken, "activations", size)
+
+
+def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[Sheet, Plan, Passes]:
+    """What :class:`Step` needs to play one stage of a place."""
+    own = sheet.of_stage(stage)
+    return own, plan, Passes.of(own, plan, kind, rates)
 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
@@ -72,49 +165,84 @@ def _end(tape: Tape, sheet: Sheet) -> None:
 
 
 class Step:
-    """Plays forward and backward passes on a tape, in whatever order they are asked for. ``stages``: the units of each
-    pipeline stage of this rank, by number: 0 is the stem, then come the blocks, then the tail. What a stage takes from
-    the one before it or after it, whoever asks for its passes makes first, and frees what it leaves for them."""
+    """Plays forward and backward passes of a stage on a tape, in whatever order they are asked for; of a whole model,
+    the only one. ``number``: the stage's. What a stage takes from the one before it or after it, whoever asks for its
+    passes makes first, and frees what it leaves for them: the output and its gradient of the unit before its blocks,
+    or of its last unit."""
 
-    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, passes: Passes, stages: Sequence[range] = ()) -> None:
-        self.tape = tape
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, passes: Passes, number: int = 0) -> None:
+        self.tape, self.number, self.head = tape, number, sheet.place.head
         self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
         self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
-        self.stages = stages or (range(len(self.units)),)
-        self.weights: Weights = (Sharded if plan.sharded else Replicated)(tape, sheet, plan)
+        own = tape if plan.layout.pp == 1 else Apart(tape, number)
+        self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
 
-    def forward(self, micro_batch: int, stage: int = 0) -> None:
+    def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
+        """A pass by the kind of its action."""
+        if kind == "F":
+            self.forward(micro_batch)
+        elif kind == "I":
+            self.input_gradients(micro_batch, last=last)
+        elif kind == "W":
+            self.weight_gradients(micro_batch, last=last)
+        else:
+            self.backward(micro_batch, last=last)
+
+    def forward(self, micro_batch: int) -> None:
         self.tape.add(Mark("start of forward"))
-        for number in self.stages[stage]:
-            name = self.names[number]
-            self.tape.add(Begin("forward", name, micro_batch, stage))
+        for unit, name in enumerate(self.names):
+            self.tape.add(Begin("forward", name, micro_batch, self.number))
             self.weights.before_forward(name)
-            self.play(Passes.forward, TensorKey(stage, micro_batch, number, ""))
+            if name != "tail" or self.head:
+                self.play(Passes.forward, self.at(micro_batch, unit))
             self.weights.after_forward(name)
-        if 0 in self.stages[stage]:
-            self.play(Passes.tables, TensorKey(stage, micro_batch, 0, ""))
+        self.play(Passes.tables, self.at(micro_batch, 0))
         self.tape.add(Mark("end of forward"))
 
-    def backward(self, micro_batch: int, stage: int = 0, *, last: bool) -> None:
+    def backward(self, micro_batch: int, *, last: bool) -> None:
         """``last``: it is the last backward of this step."""
-        weights, late = self.weights, list[UnitName]()
-        weights.begin(last=last)
-        for number in reversed(self.stages[stage]):
-            name, unit = self.names[number], self.units[number]
+        self.weights.begin(last=last)
+        self._backward(Passes.backward, micro_batch)
+
+    def input_gradients(self, micro_batch: int, *, last: bool) -> None:
+        """The first half of a backward that comes in two. ``last``: its second half is the last of this step."""
+        self.weights.begin(last=last, half=True)
+        self._backward(Passes.input_gradients, micro_batch)
+
+    def weight_gradients(self, micro_batch: int, *, last: bool) -> None:
+        """The second half. ``last``: it is the last of this step."""
+        self.weights.begin(last=last)
+        for unit, name in reversed([*enumerate(self.names)]):
+            if put_off(self.units[unit]):
+                self.tape.add(Begin("backward", name, micro_batch, self.number))
+                self.play(Passes.weight_gradients, self.at(micro_batch, unit))
+        for name in reversed(self.names):
+            self.weights.after_weight_gradients(name)
+        self.weights.end()
+
+    def _backward(self, which: Pass, micro_batch: int) -> None:
+        late = list[UnitName]()
+        for number, name in reversed([*enumerate(self.names)]):
+            unit = self.units[number]
             if unit.backward or not isinstance(name, int):
-                self.tape.add(Begin("backward", name, micro_batch, stage))
+                self.tape.add(Begin("backward", name, micro_batch, self.number))
                 if name != "stem":
-                    weights.before_backward(name)
-                self.play(Passes.backward, TensorKey(stage, micro_batch, number, ""))
+                    self.weights.before_backward(name)
+                if name != "tail" or self.head:
+                    self.play(which, self.at(micro_batch, number))
             if unit.gradient_out >= 0 and name != "stem":
-                weights.after_backward(name)
+                self.weights.after_backward(name)
             else:
                 late.append(name)
         # FSDP2 learns of the end of a backward from the gradient of the input; where there is none, when all is over.
         for name in reversed(late):
-            weights.after_backward(name)
-        weights.end()
+            self.weights.after_backward(name)
+        self.weights.end()
+
+    def at(self, micro_batch: int, unit: int, tensor: int | str = "") -> TensorKey:
+        """The key of a tensor of a unit."""
+        return TensorKey(self.number, micro_batch, unit, tensor)
 
     def play(self, which: Pass, at: TensorKey) -> None:
         """A pass of a unit, with what its weights add."""
@@ -148,6 +276,8 @@ def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
 def micro_batches(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     """The span of all micro-batches of a step. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
+    if plan.layout.pp > 1:
+        return _piped(sheet, plan, passes)
     start, period = _period(sheet, plan)
     count = (len(sheet.order) - start) // period
     keep = PERIODS
@@ -158,6 +288,32 @@ def micro_batches(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     span = _simulated(sheet, plan, passes, (start, period, count))
     assert span
     return span
+
+
+def _piped(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
+    """The span of all micro-batches of a pipeline. Of many a few rounds are played, each of as many as there are ranks;
+    what is left out does what a round does, and holds no more."""
+    ranks, m = plan.layout.pp, plan.batch.accumulation
+    few = 4 * ranks * plan.pipeline.stages_per_rank
+    if plan.pipeline.schedule == "gpipe" or m <= few + ranks or m % ranks:
+        return _played_through(sheet, plan, passes, m, {})
+    known: Known = {}
+    span, before = (_played_through(sheet, plan, passes, count, known) for count in (few, few - ranks))
+    rounds = (m - few) // ranks
+    span.flops += rounds * (span.flops - before.flops)
+    span.host_ns += rounds * (span.host_ns - before.host_ns)
+    span.busy_ns = {kind: ns + rounds * (ns - before.busy_ns[kind]) for kind, ns in span.busy_ns.items()}
+    span.sent = {send: n + rounds * (n - before.sent.get(send, 0)) for send, n in span.sent.items()}
+    span.copied = {copy: n + rounds * (n - before.copied.get(copy, 0)) for copy, n in span.copied.items()}
+    return span
+
+
+def _played_through(sheet: Sheet, plan: Plan, passes: Passes, micro_batches: int, known: Known) -> Span:
+    tape = Folding()
+    tape.through = True
+    fewer = replace(plan, batch=replace(plan.batch, accumulation=micro_batches))
+    staged(tape, sheet, fewer, passes.kind, passes.rates, known)
+    return joined(tape.taken().values())
 
 
 def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int, int]) -> Span | None:

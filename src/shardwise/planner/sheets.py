@@ -31,6 +31,8 @@ from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Sizes, Tensor, Unit, grown
+from shardwise.techniques.pp.split import trained_stages
+from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced, Variant
 
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"
@@ -64,10 +66,18 @@ Units = Callable[[Iterable[Variant]], Mapping[Variant, Unit]]
 def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Units | None = None) -> Sheet:
     """What the techniques that act inside units make of a model at a place (by default the first), with numbers for
     all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
-    where = place or place_of(0, plan.layout, [range(spec.num_hidden_layers)])
+    where = place or place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
     acting = techniques.inside(plan)
     rank = acting.layout.rank({"tp": where.coordinate("tp")})
-    return _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
+    if plan.layout.pp == 1:
+        return _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
+    trained, copied = trained_stages(spec, plan), spec.tie_word_embeddings
+    if copied:  # each end has a weight of its own
+        held = ("head.weight",) if acting.lora is None and frozen("embed.weight", plan) else ()
+        spec, acting = replace(spec, tie_word_embeddings=False), replace(acting, frozen=(*acting.frozen, *held))
+    sheet = _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
+    ends = sheet.with_ends(stem=where.stem, head=where.head)
+    return replace(ends, copied=copied, trained=trained, inside=techniques.inside(plan))
 
 
 @lru_cache(maxsize=KEPT_UNITS)

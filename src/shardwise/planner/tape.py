@@ -3,7 +3,7 @@ spans."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 
 from shardwise.planner.events import Begin, Event, Free, Key, Make, Record, TensorKey, Tier, Wait, WeightsCall
@@ -61,6 +61,14 @@ class Tape:
         if key in self.alive:
             self.free(key)
 
+    def comes(self, key: TensorKey, size: int) -> None:
+        """A tensor of a pass has come from another rank."""
+        self.make(key, "activations", size)
+
+    def leaves(self, key: TensorKey, size: int) -> None:
+        """One has left for another rank."""
+        self.free(key)
+
     def ended(self) -> None:
         """All passes have been played. Raises KeyError where a tensor of one is still alive."""
         if left := [key for key in self.alive if isinstance(key, TensorKey)]:
@@ -92,6 +100,26 @@ class Tape:
             self.free(key)
 
 
+class Apart(Tape):
+    """The part of a tape that is one stage's: its weights have keys, and its streams marks, of their own."""
+
+    def __init__(self, whole: Tape, stage: int) -> None:
+        super().__init__()
+        self.whole, self.stage = whole, stage
+
+    def add(self, event: Event) -> None:
+        self.whole.add(event)
+
+    def record(self, stream: str, mark: Hashable) -> None:
+        self.whole.record(stream, (self.stage, mark))
+
+    def wait(self, stream: str, mark: Hashable) -> None:
+        self.whole.wait(stream, (self.stage, mark))
+
+    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
+        self.whole.change((self.stage, key), category, size, tier)
+
+
 class Folding(Tape):
     """One span for the pass of each unit, by direction and unit, and one under "" for what is before the first. What
     a pass comes to is folded once for all plans that share it; whether what it frees is alive, only a :class:`Tape`
@@ -100,7 +128,8 @@ class Folding(Tape):
     def __init__(self) -> None:
         super().__init__()
         self.spans: dict[Hashable, Span] = {}
-        self.known: dict[tuple[Pass, Unit], Iterable[Piece]] = {}  # of one step's passes
+        self.known: dict[tuple[Pass, Passes, Unit], Iterable[Piece]] = {}  # of one step's passes
+        self.through = False  # one span for all units
         self.taken()
 
     def taken(self) -> dict[Hashable, Span]:
@@ -111,6 +140,8 @@ class Folding(Tape):
 
     def add(self, event: Event) -> None:
         if isinstance(event, Begin):
+            if self.through:
+                return
             self.span = self.spans[event.direction, event.unit] = Span()
         else:
             self.span.adds(event)
@@ -118,14 +149,27 @@ class Folding(Tape):
     def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
         self.span.on(tier).moves(category, size)
 
+    def comes(self, key: TensorKey, size: int) -> None:
+        self.change(key, "activations", size, "device")
+
+    def leaves(self, key: TensorKey, size: int) -> None:
+        self.change(key, "activations", -size, "device")
+
     def record(self, stream: str, mark: Hashable) -> None:
         """Nothing: a span does not say what waits for what."""
 
     def wait(self, stream: str, mark: Hashable) -> None:
         """Nothing, likewise."""
 
+    def spanned(self, run: Callable[[], None]) -> Span:
+        """What a run adds, apart from all else."""
+        before, self.span = self.span, Span()
+        run()
+        added, self.span = self.span, before
+        return added
+
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
-        key = which, unit
+        key = which, passes, unit
         if key not in self.known:
             self.known[key] = folded_pass(which, passes, unit)
         return self.known[key]

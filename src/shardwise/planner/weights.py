@@ -9,8 +9,9 @@ torch/distributed/fsdp/_fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from math import prod
+from typing import Any
 
 from shardwise.planner.events import Copy, Send
 from shardwise.planner.tape import Tape
@@ -28,19 +29,29 @@ class Weights:
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
-        self.embedding = sheet.stem.weights[0]
-        self.last = True
+        ends = sheet.stem.weights[:1] if sheet.tied else sheet.tail.weights[-1:]
+        self.output = ends[0] if ends else None
+        self.last, self.half = True, False
 
-    def begin(self, *, last: bool) -> None:
-        self.last = last
+    def begin(self, *, last: bool, half: bool = False) -> None:
+        """``half``: the first half of a backward begins, whose second half is the step's ``last``."""
+        self.last, self.half = last, half
 
     def before_forward(self, name: Hashable) -> None: ...
     def after_forward(self, name: Hashable) -> None: ...
     def before_backward(self, name: Hashable) -> None: ...
     def after_backward(self, name: Hashable) -> None: ...
+    def after_weight_gradients(self, name: Hashable) -> None: ...
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
+
+    def kept(self) -> Hashable:
+        """Where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
+        return frozenset(self.tape.alive.items())
+
+    def restore(self, kept: Any) -> None:
+        self.tape.alive = dict(kept)
 
     def copy(self, size: int, stream: str = "compute") -> None:
         """``size`` bytes are copied into a flat buffer, or out of one."""
@@ -64,19 +75,24 @@ class Replicated(Weights):
         self.size = gradient_bytes(sheet, plan)
         self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.size("loss") > 1 else []
         self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
-        self.missing: list[int] = []
+        self.missing = [len(names) for names in self.buckets]
         self.sent = 0
 
-    def begin(self, *, last: bool) -> None:
-        super().begin(last=last)
-        self.missing, self.sent = [len(names) for names in self.buckets], 0
+    def kept(self) -> Hashable:
+        return super().kept(), tuple(self.missing), self.sent
+
+    def restore(self, kept: Any) -> None:
+        alive, missing, self.sent = kept
+        super().restore(alive)
+        self.missing = [*missing]
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)
 
     def head_gradient(self) -> None:
         if self.tied:
-            self.tape.make(HEAD, "gradients", self.size[self.embedding.name])
+            assert self.output is not None
+            self.tape.make(HEAD, "gradients", self.size[self.output.name])
         else:
             self._arrived("head.weight")
 
@@ -106,8 +122,49 @@ class Replicated(Weights):
         self.tape.record("reduce", ("summed", index))
 
     def end(self) -> None:
-        if self.sent:  # the last, behind all others in their stream
+        if self.last and self.sent:  # the last, behind all others in their stream
             self.tape.wait("compute", ("summed", self.sent - 1))
+
+
+class Unreduced:
+    """Whole gradients of one group: those that autograd has made, and those that are kept in the dtype of reduction."""
+
+    def __init__(self, tape: Tape, plan: Plan, group: Hashable) -> None:
+        self.tape, self.plan, self.group = tape, plan, group
+        self.made: dict[str, int] = {}  # how many numbers each has
+        self.kept: dict[str, int] = {}  # in which tensor it is
+
+    @property
+    def names(self) -> Set[str]:
+        return self.made.keys() | self.kept.keys()
+
+    def add(self, weight: Tensor) -> None:
+        """Autograd takes over the first gradient as it is, and adds the next."""
+        if weight.name not in self.made:
+            count = prod(map(int, weight.shape))
+            size = count * BYTES[weight.used_as]
+            self.tape.make(("unsharded", self.group, weight.name), "accumulated gradients", size)
+            self.made[weight.name] = count
+
+    def keep(self) -> None:
+        """What is not reduced yet waits in the dtype that it is reduced in."""
+        if self.plan.precision.reduce == self.plan.precision.compute:
+            return
+        made, self.made = self.made, {}
+        new, number = {name: count for name, count in made.items() if name not in self.kept}, len(self.kept)
+        if new:
+            size = sum(new.values()) * BYTES[self.plan.precision.reduce]
+            self.tape.make(("accumulated", self.group, number), "accumulated gradients", size)
+            self.kept.update(dict.fromkeys(new, number))
+        for name in made:
+            self.tape.free(("unsharded", self.group, name))
+
+    def free(self) -> None:
+        for name in self.made:
+            self.tape.free(("unsharded", self.group, name))
+        for number in set(self.kept.values()):
+            self.tape.free(("accumulated", self.group, number))
+        self.made, self.kept = {}, {}
 
 
 class Sharded(Weights):
@@ -121,14 +178,12 @@ class Sharded(Weights):
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
         self.before = dict(zip(order[1:], order, strict=False))
+        self.group_of = {name: name if name in self.groups else "tail" for name in order}
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
-        self.unsharded: dict[Hashable, list[Hashable]] = {}  # gradients by group
+        self.unreduced = {group: Unreduced(tape, plan, group) for group in self.groups}
         self.reduced = ""  # the mark behind what was reduced last
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
-
-    def _group(self, name: Hashable) -> Hashable:
-        return name if name in self.groups else "tail"
 
     def _gather(self, group: Hashable) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
@@ -160,7 +215,7 @@ class Sharded(Weights):
             self.buffers.remove(group)
 
     def before_forward(self, name: Hashable) -> None:
-        group = self._group(name)
+        group = self.group_of[name]
         if name == "stem":  # the optimizer has written the slices that are gathered
             self.tape.record("compute", "start of forward")
             self.tape.wait("gather", "start of forward")
@@ -171,7 +226,7 @@ class Sharded(Weights):
         self._copy_out(group)
 
     def after_forward(self, name: Hashable) -> None:
-        group = self._group(name)
+        group = self.group_of[name]
         if name == "tail":
             self._let_go([*self.buffers])
         elif self.reshard is not False and group != "tail":
@@ -181,82 +236,91 @@ class Sharded(Weights):
                 self.tape.record("compute", ("kept", group))
             self.tape.drop(("weights", group))
 
-    def _needed(self, group: Hashable) -> bool:
-        """Whether backward must gather it."""
-        return ("weights", group) not in self.tape.alive and group not in self.once
-
     def before_backward(self, name: Hashable) -> None:
-        group = self._group(name)
-        if self._needed(group):
+        group, ahead = self.group_of[name], self.group_of[self.before[name]]
+        needed = {one for one in (group, ahead) if ("weights", one) not in self.tape.alive and one not in self.once}
+        if group in needed:
             if group not in self.buffers:
                 self._gather(group)
             self._copy_out(group)
             self._let_go([group])
-        ahead = self._group(self.before[name])
-        if self._needed(ahead):
+        if ahead in needed and ("weights", ahead) not in self.tape.alive:
             self._gather(ahead)
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
-        self._unsharded(self._group(name), weight.name, prod(map(int, weight.shape)) * BYTES[weight.used_as])
+        self.unreduced[self.group_of[name]].add(weight)
 
     def head_gradient(self) -> None:
-        size = prod(map(int, self.embedding.shape)) * BYTES[self.plan.precision.compute]
+        assert self.output is not None
         if self.tied:
+            size = prod(map(int, self.output.shape)) * BYTES[self.plan.precision.compute]
             self.tape.make(HEAD, "accumulated gradients", size)
         else:
-            self._unsharded("tail", "head", size)
-
-    def _unsharded(self, group: Hashable, weight: str, size: int) -> None:
-        """Autograd takes over the first gradient as it is, and adds the next."""
-        key = ("unsharded", group, weight)
-        if key not in self.tape.alive:
-            self.tape.make(key, "accumulated gradients", size)
-            self.unsharded.setdefault(group, []).append(key)
+            self.unreduced["tail"].add(self.output)
 
     def after_backward(self, name: Hashable) -> None:
-        group = self._group(name)
-        if name == "tail" and "stem" not in self.groups:
+        group = self.group_of[name]
+        if (name == "tail" and "stem" not in self.groups) or not self.groups[group].gathers:
             return
-        if self.last or self.strategy == "zero3":
+        last = self.last and not self.half
+        if last or self.strategy == "zero3":
             self.tape.drop(("weights", group))
-        if self.last or self.strategy != "zero1":
-            self._reduce(group)
-        elif self.plan.precision.reduce != self.plan.precision.compute:
-            # Gradients that wait for the last micro-batch wait in the type they are reduced in.
-            self.tape.hold(("accumulated", group), "accumulated gradients", self.groups[group].accumulated_bytes)
-            for key in self.unsharded.pop(group, []):
-                self.tape.free(key)
+        if (last or self.strategy != "zero1") and not self.half:
+            self._reduce(group, summed=self.last)
+        else:
+            self.unreduced[group].keep()
+
+    def kept(self) -> Hashable:
+        waiting = ((group, tuple(one.made.items()), tuple(one.kept.items())) for group, one in self.unreduced.items())
+        return super().kept(), tuple(self.buffers), tuple(waiting), self.reduced
+
+    def restore(self, kept: Any) -> None:
+        alive, buffers, waiting, self.reduced = kept
+        super().restore(alive)
+        self.buffers = [*buffers]
+        for group, made, unreduced in waiting:
+            self.unreduced[group].made, self.unreduced[group].kept = dict(made), dict(unreduced)
+
+    def after_weight_gradients(self, name: Hashable) -> None:
+        group = self.group_of[name]
+        if self.last:
+            self.tape.drop(("weights", group))
+        self.unreduced[group].keep()
+        if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
+            self._reduce(group, summed=True)
 
     def end(self) -> None:
-        if self.last or self.strategy != "zero1":
+        if self.half:
+            return
+        if self.reduced and (self.last or self.strategy != "zero1"):
             self.tape.wait("compute", self.reduced)
         if self.last:
             self.tape.drop("scatter")
 
-    def _reduce(self, group: Hashable) -> None:
+    def _reduce(self, group: Hashable, *, summed: bool) -> None:
+        """``summed``: the replicas of a hybrid sum what each has."""
         size, replicas = self.groups[group], self.plan.layout.dp_replicate
         if "scatter" in self.tape.alive:  # of the group before
             self.tape.wait("compute", "scattered")
             self.tape.free("scatter")
-        self.tape.make("scatter", "buffers", size.reduce_bytes)
-        self.copy(size.reduce_bytes)
+        calls = size.reduces_of(self.unreduced[group].names)
+        self.tape.make("scatter", "buffers", sum(calls))
+        self.copy(sum(calls))
         self.tape.record("compute", "to scatter")
         self.tape.wait("reduce", "to scatter")
-        for call in size.reduces:
+        for call in calls:
             self.tape.add(Send("reduce_scatter", "fsdp", "gradients", call, "reduce"))
         self.tape.record("reduce", "scattered")
         self.reduced = "scattered"
-        for key in self.unsharded.pop(group, []):
-            self.tape.free(key)
-        self.tape.drop(("accumulated", group))
-        share = size.reduce_bytes // self.plan.layout.fsdp
+        self.unreduced[group].free()
+        share = sum(calls) // self.plan.layout.fsdp
         self.tape.make(("scattered", group), "buffers", share)
-        if replicas > 1 and not self.last:
+        if replicas > 1 and not summed:
             self.tape.hold(("partial", group), "gradients", share)
         else:
             if replicas > 1:
                 self.tape.wait("all_reduce", "scattered")
-                for call in size.reduces:
+                for call in calls:
                     each = call // self.plan.layout.fsdp
                     self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "all_reduce"))
                 self.tape.record("all_reduce", "summed")

@@ -157,7 +157,7 @@ def seen(s: int, window: int | None) -> int:
 def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tuple[Duration, Duration]:
     """The loss of a micro-batch, which is in no unit: ``products`` by the output layer for all tokens, and the passes
     over logits in between; of the gradients it adds, an fp32 one is read and written a chunk."""
-    vocabulary, hidden = (int(dim) for dim in sheet.stem.weights[0].shape)
+    vocabulary, hidden = (int(dim) for dim in sheet.output.shape)
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
     chunk = min(plan.batch.loss_chunk_tokens, tokens)
     chunks = -(-tokens // chunk)

@@ -38,7 +38,8 @@ class Traits:
     ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
     cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
     ``logits``: bytes that the loss moves of a logit, as a share of ours. ``dequantised``: bytes that dequantising moves
-    an element besides what it is given and returns; 0 where it is one kernel."""
+    an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
+    wait while the one before them gathers weights or sums gradients."""
 
     efficiency: float
     step_s: float
@@ -49,6 +50,7 @@ class Traits:
     unfused: bool = False
     logits: float = 1.0
     dequantised: float = 0.0
+    chained: bool = True
 
 
 def own_traits() -> Traits:

@@ -15,8 +15,9 @@ from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock
 from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
-from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.seconds.wires import Wires, wires_of
 from shardwise.planner.spans import Span
 from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
@@ -34,6 +35,8 @@ PLAYED = 4
 def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None = None) -> Plan:
     """A priced plan with its seconds: those of the slowest of its places."""
     traits = traits or own_traits()
+    if plan.layout.pp > 1:
+        return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits)))
     found: dict[tuple[Unit, ...], Seconds] = {}
     for costed in at_places(spec, plan):
         if costed.units not in found:
@@ -46,8 +49,27 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     """The seconds of a step at the place of a sheet, which the plan has rewritten."""
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
+    optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
+    return _summed(plan, cluster, traits, now, optimizer_s)
+
+
+def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
+    """The seconds of a step of a pipeline, told of the rank that computes longest. What it waits for the others is
+    exposed along ``pp``."""
+    times, rates = pipeline_times(spec, plan, cluster, traits), rates_of(plan, cluster, traits)
+    now = times.elapsed(times.slowest)
+    now.exposed_s["pp"] += max(0.0, times.makespan_s - now.at_s["compute"])
+    now.at_s["compute"] = max(now.at_s["compute"], times.makespan_s)
+    last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
+    _send_last(now, last, wires_of(plan.layout, cluster))
+    optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
+    return _summed(plan, cluster, traits, now, optimizer_s)
+
+
+def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
+    """All of a step, from what its passes come to."""
     slower = 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
-    optimizer_s = slower * optimizer(costed, plan, rates, unfused=traits.unfused)
+    optimizer_s *= slower
     exposed = {axis: slower * seconds for axis, seconds in now.exposed_s.items() if seconds > 1e-12}
     passes_s = slower * max(now.at_s["compute"], now.host_s)
     host_s = traits.step_s if cluster.kind == "cuda" else 0.0
@@ -75,7 +97,7 @@ def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> floa
     passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
     device_s = host_s = 0.0
     for unit, times in costed.repeated():
-        for which in (Passes.forward, Passes.backward):
+        for which in (Passes.forward, Passes.backward) if unit.forward else ():
             for piece in folded_pass(which, passes, unit):
                 if isinstance(piece, Span):
                     sent = sum(n * wires.seconds(s.kind, s.axis, s.bytes) for s, n in piece.sent.items())
@@ -103,11 +125,17 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
         after.append(clock.now.copy())
     if count > played:
         clock.now.goes_on(after[1], after[2], count - played)
-    for sent in costed.step:
-        seconds = clock.wires.seconds(sent.kind, sent.axis, sent.bytes)
-        clock.now.at_s["compute"] += seconds
-        clock.now.exposed_s["control"] += seconds
+    _send_last(clock.now, costed, clock.wires)
     return clock.now
+
+
+def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
+    """What is sent once, after the last backward: of tied ends the gradient, between two ranks; and scalars."""
+    for sent in costed.step:
+        ends = sent.axis == "pp" and sent.category == "gradients"
+        seconds = wires.message_s(sent.bytes) if ends else wires.seconds(sent.kind, sent.axis, sent.bytes)
+        now.at_s["compute"] += seconds
+        now.exposed_s["pp" if ends else "control"] += seconds
 
 
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:

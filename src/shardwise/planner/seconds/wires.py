@@ -64,6 +64,15 @@ class Wires:
         latency = known["latency node_s"] + hops * known["latency network_s"]
         return latency + max(inside, passed / self.network_rate(group))
 
+    def message_s(self, size: int) -> float:
+        """``size`` bytes from a rank of a pipeline to the next: in the node, or over the cards that all ranks of a node
+        send by at the same time."""
+        if self.cluster.kind == "cpu":
+            return CPU_LATENCY_S + size / self.node_rate("send")
+        known, nodes = shipped(), self.nodes("pp")
+        latency = known["latency node_s"] + (known["latency network_s"] if nodes > 1 else 0.0)
+        return latency + size / (self.node_rate("send") if nodes == 1 else self.network_rate("pp"))
+
     def nodes(self, group: str) -> int:
         """On how many nodes a group has ranks."""
         per_node, reach = self.layout.ranks_per_node, self.layout.reach(group)

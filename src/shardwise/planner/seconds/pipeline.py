@@ -1,0 +1,182 @@
+"""The seconds of a step of a pipeline: each stage is played on a clock, then the list of actions is replayed with what
+its passes took.
+
+Of many micro-batches some are replayed, a round of as many as there are ranks less each time, until a round more takes
+as long as the round before it: all others do too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.price import along_pipeline
+from shardwise.planner.schedule import Step, stage_of
+from shardwise.planner.seconds.clock import Elapsed, StepClock
+from shardwise.planner.seconds.rates import Rates, Traits, rates_of
+from shardwise.planner.seconds.wires import wires_of
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Stage
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques import pp
+from shardwise.techniques.pp.actions import SCHEDULES, Action, Lists
+from shardwise.techniques.pp.replay import Replay, replay
+from shardwise.techniques.pp.split import trained_stages
+
+ROUNDS = 4
+"""Of so many rounds a replay is compared with those of one round and of two rounds less."""
+ALIKE = 1e-9
+"""Rounds take as long as one another that differ by less than this share."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a stage's passes of a micro-batch, by kind of action. ``opening_s`` and ``closing_s``: how much longer
+    its first forward takes, before which weights may be gathered, and its last backward, after which gradients are
+    reduced. ``passes``: all that happens in the first micro-batch, in one that is like most, and in the last."""
+
+    each_s: dict[str, float]
+    opening_s: float
+    closing_s: float
+    passes: tuple[Elapsed, Elapsed, Elapsed]
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """``sheets``: of each rank of a pipeline; ``stages``: the times of each stage. ``step``: when ranks compute,
+    perhaps of some micro-batches; ``makespan_s`` is of all. ``message_s``: what a message between neighbours takes;
+    ``slowest``: the rank that computes longest."""
+
+    sheets: tuple[Sheet, ...]
+    stages: tuple[StageTimes, ...]
+    step: Replay
+    makespan_s: float
+    message_s: float
+    micro_batches: int
+
+    @property
+    def slowest(self) -> int:
+        return max(range(len(self.sheets)), key=lambda rank: self.elapsed(rank).at_s["compute"])
+
+    def elapsed(self, rank: int) -> Elapsed:
+        """All that happens in a rank's passes, and what it sends along ``pp``."""
+        total, count = Elapsed(), self.micro_batches
+        own = {stage.number for stage in self.sheets[rank].place.stages}
+        beside = {number + step for number in own for step in (-1, 1)} - own - {-1, len(self.stages)}
+        total.sent_s["pp"] = count * len(beside) * self.message_s
+        for number in own:
+            first, usual, last = self.stages[number].passes
+            for passed, times in ((first, 1), (usual, count - 2), (last, 1)):
+                total.goes_on(Elapsed(), passed, times)
+        return total
+
+
+def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> PipelineTimes:
+    """Of the ranks that are first on all other axes."""
+    sheets, rates = tuple(along_pipeline(spec, plan)), rates_of(plan, cluster, traits)
+    times, known = dict[int, StageTimes](), dict[object, StageTimes]()
+    for sheet in sheets:
+        for stage in sheet.place.stages:
+            own = sheet.of_stage(stage)
+            alike = own.stem, own.tail, tuple(own.blocks[kind] for kind in own.order), sheet.trained[stage.number]
+            if alike not in known:
+                wires = wires_of(plan.layout, cluster, traits.network if plan.sharded else None)
+                clock = StepClock(rates, wires, traits.hidden)
+                known[alike] = _stage_times(clock, (sheet, stage), plan, cluster, rates)
+            times[stage.number] = known[alike]
+    stages = tuple(times[number] for number in sorted(times))
+    message_s = wires_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan))
+    line = PipelineReplay(plan, trained_stages(spec, plan), stages, message_s, traits.chained and plan.sharded)
+    step, makespan_s = line.replayed()
+    return PipelineTimes(sheets, stages, step, makespan_s, message_s, plan.batch.accumulation)
+
+
+def border_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Of a message from a stage to the next."""
+    block = sheet.blocks[0]
+    return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
+
+
+@dataclass(frozen=True)
+class PipelineReplay:
+    """What a step of a pipeline is replayed with. ``trained``: of each stage, whether any of its weights is.
+    ``chained``: a stage's neighbours wait while it gathers weights before its first forward, and sums gradients after
+    its last backward; else all stages gather at once, and sum at the end."""
+
+    plan: Plan
+    trained: tuple[bool, ...]
+    stages: tuple[StageTimes, ...]
+    message_s: float
+    chained: bool
+
+    def step(self, micro_batches: int) -> Replay:
+        """The step of so many micro-batches."""
+        batch = replace(self.plan.batch, accumulation=micro_batches)
+        lists = pp.orders(replace(self.plan, batch=batch), self.trained)
+        return replay(lists, self._seconds(lists), self.message_s)
+
+    def _seconds(self, lists: Lists) -> Callable[[Action], float]:
+        more = dict[Action, float]()
+        for order in lists if self.chained else ():
+            first = {action.stage: action for action in reversed(order) if action.kind == "F"}
+            last = {action.stage: action for action in order if action.kind in ("B", "I", "W")}
+            more |= {action: self.stages[stage].opening_s for stage, action in first.items()}
+            more |= {action: self.stages[stage].closing_s for stage, action in last.items()}
+
+        def seconds(action: Action) -> float:
+            each_s = self.stages[action.stage].each_s  # where nothing is trained, a gradient is of the input alone
+            return each_s[action.kind if action.kind in each_s else "B"] + more.get(action, 0.0)
+
+        return seconds
+
+    def ends_s(self, step: Replay) -> float:
+        """When all ranks are done with a step."""
+        if self.chained:
+            return step.makespan_s
+        last = (computed[-1] for computed in step.computed)
+        closed_s = (one.end_s + self.stages[one.action.stage].closing_s for one in last)
+        return max(stage.opening_s for stage in self.stages) + max(closed_s)
+
+    def replayed(self) -> tuple[Replay, float]:
+        """The step of some micro-batches, and how long that of all takes."""
+        ranks, count = self.plan.layout.pp, self.plan.batch.accumulation
+        rounds, more = ROUNDS, count % ranks  # of the rounds that many are a micro-batch larger
+        while (few := ranks * (rounds + more) + more) < count:
+            steps = [self.step(few - less * ranks) for less in (2, 1, 0)]
+            before_s, after_s = (self.ends_s(late) - self.ends_s(early) for early, late in pairwise(steps))
+            if abs(after_s - before_s) <= ALIKE * after_s:
+                return steps[-1], self.ends_s(steps[-1]) + (count - few) // ranks * after_s
+            rounds *= 2
+        step = self.step(count)
+        return step, self.ends_s(step)
+
+
+def _stage_times(
+    clock: StepClock, where: tuple[Sheet, Stage], plan: Plan, cluster: Cluster, rates: Rates
+) -> StageTimes:
+    """Of one stage of a place, by three micro-batches: the first, one that is like most, and the last."""
+    sheet, stage = where
+    step = Step(clock, *stage_of(sheet, stage, plan, cluster.kind, rates), stage.number)
+    halved = SCHEDULES[plan.pipeline.schedule].splits_backward and sheet.trained[stage.number]
+    parts, passes = list[list[float]](), list[Elapsed]()
+    for micro in range(3):
+        at = [clock.now.copy()]
+        step.forward(micro)
+        at.append(clock.now.copy())
+        if halved:
+            step.input_gradients(micro, last=micro == 2)
+            at.append(clock.now.copy())
+            step.weight_gradients(micro, last=micro == 2)
+        else:
+            step.backward(micro, last=micro == 2)
+        at.append(clock.now.copy())
+        parts.append([late.at_s["compute"] - early.at_s["compute"] for early, late in pairwise(at)])
+        passes.append(Elapsed())
+        passes[-1].goes_on(at[0], at[-1], 1)
+    opening, usual, closing = parts
+    each_s = {"F": usual[0], "B": sum(usual[1:])} | ({"I": usual[1], "W": usual[2]} if halved else {})
+    more = max(0.0, opening[0] - usual[0]), max(0.0, sum(closing[1:]) - sum(usual[1:]))
+    return StageTimes(each_s, *more, (passes[0], passes[1], passes[2]))
