@@ -60,5 +60,6 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = p
         answers = pool.run(train_on_rank, spec, [plans[i] for i in chosen], steps, world=world, timeout_s=300)
         for place, index in enumerate(chosen):
             right = plain(parity.job_of(spec, plans[index], steps))
-            found[index] = parity.compare(right, [traces[place] for traces in answers])
+            staged = plans[index].layout.pp > 1
+            found[index] = parity.compare(right, [traces[place] for traces in answers], staged=staged)
     return [found[index] for index in range(len(plans))]

@@ -26,7 +26,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Optim, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques import optim, precision, remat, shard
 from shardwise.techniques.optim.rounding import Kept, RoundedAdamW
 from shardwise.techniques.shard import replicas
@@ -186,6 +186,16 @@ DRIFT: dict[str, Fault] = {
         lambda: patch.object(remat, "_products", lambda block: products(block) + 1),
         plan_of("zero3", remat=Remat("selective")),
         "saved for backward",
+    ),
+    "recomputation counts the blocks of a stage": Fault(
+        lambda: patch.object(remat, "numbered", lambda part: enumerate(part.layers)),
+        replace(
+            plan_of("zero3", batch=Batch(8, 4, 512, 256), remat=Remat("full", every=2)),
+            layout=Layout(pp=2, dp_shard=4),
+            pipeline=Pipeline("interleaved", 2, (2, 1, 3, 2)),
+        ),
+        "peak:",
+        LARGE,
     ),
     "gradients live on through the next forward": Fault(
         gradients_stay, plan_of("ddp", batch=Batch(4, 1, 1024, 1024), shard=Shard()), "peak:", LARGE

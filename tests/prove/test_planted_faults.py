@@ -1,7 +1,7 @@
 """Proofs must see what is wrong: faults planted into the real code, each of which must be reported.
 
-Here are those of drift and of kills, those of parity are in tests/parity/test_faults.py and test_tp_faults.py;
-docs/proofs.md lists them all.
+Here are those of drift and of kills, those of parity are in tests/parity/test_faults.py, test_tp_faults.py and
+test_pp_faults.py; docs/proofs.md lists them all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shardwise.prove.drift import drift
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from tests.parity.test_faults import FAULTS
+from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
 from tests.prove.planted import DRIFT, RESUME, Fault
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
@@ -93,6 +94,6 @@ def test_the_list_in_the_docs_is_complete() -> None:
     """Each fault under the proof that sees it."""
     rows = [line.strip("| ").split(" | ") for line in LIST.read_text().splitlines() if line.startswith("| ")]
     listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "parity", "kills")}
-    proofs = {"drift": DRIFT, "parity": {**FAULTS, **TP_FAULTS}, "kills": RESUME}
+    proofs = {"drift": DRIFT, "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS}, "kills": RESUME}
     assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}
     assert len(listed) >= 20

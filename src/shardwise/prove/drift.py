@@ -57,7 +57,7 @@ class Drift:
 def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None) -> StepBytes:
     """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
     with is not that of the events one by one."""
-    place = place_of(rank, plan.layout, [range(spec.num_hidden_layers)])
+    place = place_of(rank, plan.layout, plan.stages(spec.num_hidden_layers))
     costed = techniques.cost(sheet_of(spec, plan, place, units), plan)
     events = schedule(costed, plan, device)
     span, at = fold(events), memory_at_marks(events)
@@ -66,8 +66,10 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     for send, calls in span.sent.items():
         sent[plan.layout.called(send.axis), send.kind, send.bytes] += calls
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
+    if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
+        start = end
     state = optim.state_bytes(costed, plan)
-    state["gradients"] = at["end of backward"]["gradients"]
+    state["gradients"] = at["end of backward"].get("gradients", 0)
     return StepBytes(sent, state, end - start, span.top_bytes)
 
 

@@ -41,6 +41,7 @@ from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
+Tensors = Mapping[str, Tensor]
 STEPS = 5
 MAX_STEPS = 10
 OPTIM = OptimSection(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
@@ -112,7 +113,7 @@ def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = S
         answers = pool.run(train_on_rank, spec, [plans[i] for i in chosen], steps, world=world, timeout_s=300)
         for place, index in enumerate(chosen):
             right = plain(job_of(spec, plans[index], steps))
-            found[index] = compare(right, [traces[place] for traces in answers])
+            found[index] = compare(right, [traces[place] for traces in answers], staged=plans[index].layout.pp > 1)
     return [found[index] for index in range(len(plans))]
 
 
@@ -123,8 +124,8 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Workload:
     return Workload(spec, rows, length, precision.compute, precision.weights, steps, frozen=plan.frozen, lora=plan.lora)
 
 
-def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
-    """The worst of every rank's errors."""
+def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> Parity:
+    """The worst of every rank's errors. ``staged``: each rank has some of the tensors, and all together have all."""
 
     def numbers(of: str, expected: Sequence[float], found: Sequence[Sequence[float]]) -> Worst:
         return worst(
@@ -135,15 +136,19 @@ def compare(right: Trace, traces: Sequence[Trace]) -> Parity:
             }
         )
 
-    def tensors(errors: Callable[[Trace], dict[str, float]]) -> Worst:
-        return worst({f"{n}, rank {rank}": e for rank, trace in enumerate(traces) for n, e in errors(trace).items()})
+    def tensors(of: Callable[[Trace], Tensors], errors: Callable[[Tensors, Tensors], dict[str, float]]) -> Worst:
+        found, known = [of(trace) for trace in traces], of(right)
+        nowhere = known.keys() - {name for each in found for name in each}
+        wanted = [{n: known[n] for n in known if not staged or n in each or n in nowhere} for each in found]
+        pairs = enumerate(zip(wanted, found, strict=True))
+        return worst({f"{n}, rank {rank}": e for rank, (want, each) in pairs for n, e in errors(want, each).items()})
 
     return Parity(
         numbers("loss", right.losses, [trace.losses for trace in traces]),
         numbers("norm", right.norms, [trace.norms for trace in traces]),
-        tensors(lambda trace: differences(right.gradients, trace.gradients)),
-        tensors(lambda trace: directions(right.gradients, trace.gradients)),
-        tensors(lambda trace: differences(right.weights, trace.weights)),
+        tensors(lambda trace: trace.gradients, differences),
+        tensors(lambda trace: trace.gradients, directions),
+        tensors(lambda trace: trace.weights, differences),
     )
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import group_size, watch_resizes
+from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.planner.record import Storages, plain_tensors
@@ -33,6 +35,7 @@ from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
 from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.runtime.passes import StepRules, finish_of
+from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
@@ -132,13 +135,13 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
         fake = parameter_count(spec) > SMALL
     with fake_world(plan.layout, rank) as groups:
         tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.called())
-        with watch_resizes(tracker.resize):
+        with watch_resizes(tracker.resize), patch.object(Sending, "left", lambda sending: True):
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
                 state = TrainState(parts, optim.build(parts, settings, plan))
                 method = Method(name="dpo") if plan.loss == "dpo" else Method()
                 rules = StepRules(plan, groups, settings, 100, finish_of(method, plan))
-                _step(state, rules, 1)  # FSDP2 sets itself up in its first forward
+                _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # in it FSDP2 sets itself up
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
                 return _measured_step(state, rules, tracker)
@@ -173,7 +176,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     for (axis, kind, size), calls in tracker.sent.items():
         result.sent[rules.plan.layout.called(axis), kind, size] += calls
     result.peak_bytes = tracker.peak_bytes
-    result.state["weights"] = _storage_bytes(list(state.parameters().values()))
+    result.state["weights"] = _storage_bytes([parameter for _, parameter in each_named(state.parts)])
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
     return result

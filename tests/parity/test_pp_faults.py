@@ -1,0 +1,163 @@
+"""Parity must see what is wrong in a pipeline: faults planted into the ranks' code. (What drift must see of one stands
+in tests/prove/planted.py.)"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import techniques
+from shardwise.distributed.meshes import Meshes
+from shardwise.models import init
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from shardwise.runtime.pipeline import PipelineRank
+from shardwise.spec.plan import Plan
+from shardwise.techniques import pp
+from shardwise.techniques.pp.actions import Action, Lists
+from shardwise.techniques.pp.replay import replay
+from tests.parity import drawn
+from tests.parity.pipes import plan, spec_of
+
+Planted = Callable[[], AbstractContextManager[Any]]
+before_micro_batch, orders, after_backward = techniques.before_micro_batch, pp.orders, pp.after_backward
+take, combine = PipelineRank._take, reduce.combine
+TWO, FOUR = spec_of("untied", 2), spec_of("untied", 4)
+TIED_TWO, TIED_FOUR = spec_of("tied", 2), spec_of("tied", 4)
+
+
+def scaled(self: PipelineRank[Any], letter: Any, action: Action) -> Tensor:
+    """As where every stage multiplies by the loss's scale again."""
+    found = take(self, letter, action)
+    return found * 2.0 if letter == "B" else found
+
+
+@contextmanager
+def one_too_early(strategy: str) -> Iterator[None]:
+    """The last stage takes the micro-batch before the last for the last: what comes after is not reduced."""
+    calls = Counter[int]()
+
+    def before(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+        [part] = parts
+        line = pp.line_of(parts)
+        assert line is not None and plan.shard.strategy == strategy
+        calls[id(part)] += 1
+        if line.place.head:
+            last = calls[id(part)] % plan.batch.accumulation == plan.batch.accumulation - 1
+        before_micro_batch(parts, plan, last=last)
+
+    with patch.object(techniques, "before_micro_batch", before):
+        yield
+
+
+def summed_twice(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    after_backward(parts, plan, meshes)
+    after_backward(parts, plan, meshes)
+
+
+def swapped(lists: Lists) -> Lists:
+    """The first two sends of the first rank that come one after another and are of two of its stages."""
+    order = list(lists[0])
+    sends = [place for place, action in enumerate(order) if action.kind == "SEND_F"]
+    one, other = next(p for p in pairwise(sends) if order[p[0]].stage != order[p[1]].stage)
+    order.insert(other, order.pop(one))
+    return (tuple(order), *lists[1:])
+
+
+def of_one_stage(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor) -> Tensor:
+    numbers = combine(meshes, squares, loss, *figures)
+    own = squares.clone().reshape(1)
+    meshes.sum(own, "stage")
+    return torch.cat([own, numbers[1:]])
+
+
+def alike(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
+    """Blocks counted from the first of their stage, of which there are two."""
+    own = re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) % (spec.num_hidden_layers // 2)), name)
+    return drawn.random_fill(own, shape, part, seed, spec)
+
+
+FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
+    "the loss is scaled once a stage": (
+        lambda: patch.object(PipelineRank, "_take", scaled),
+        FOUR,
+        plan("1f1b", FOUR, pp=4),
+    ),
+    "a stage's last micro-batch is not reduced": (lambda: one_too_early("ddp"), TWO, plan("1f1b", TWO, dp_replicate=2)),
+    "a stage's last micro-batch is not reduced, of shards": (
+        lambda: one_too_early("zero1"),
+        TWO,
+        plan("1f1b", TWO, "zero1", dp_shard=2),
+    ),
+    "the gradients of tied ends are not summed": (
+        lambda: patch.object(pp, "tied_ends", lambda parts: []),
+        TIED_TWO,
+        plan("1f1b", TIED_TWO),
+    ),
+    "the gradients of tied ends are summed twice": (
+        lambda: patch.object(pp, "after_backward", summed_twice),
+        TIED_TWO,
+        plan("1f1b", TIED_TWO),
+    ),
+    "the gradients of tied ends of one rank are not summed": (
+        lambda: patch.object(pp, "tied_ends", lambda parts: []),
+        TIED_FOUR,
+        plan("zbv", TIED_FOUR),
+    ),
+    "the gradients of tied ends of one rank are summed twice": (
+        lambda: patch.object(pp, "after_backward", summed_twice),
+        TIED_FOUR,
+        plan("zbv", TIED_FOUR),
+    ),
+    "what two stages of a rank send is swapped": (
+        lambda: patch.object(pp, "orders", lambda plan, trained: swapped(orders(plan, trained))),
+        FOUR,
+        plan("interleaved", FOUR),
+    ),
+    "the norm is of one stage": (lambda: patch.object(reduce, "combine", of_one_stage), TWO, plan("1f1b", TWO)),
+    "every stage draws the same weights": (
+        lambda: patch.object(init, "fill", alike),
+        FOUR,
+        plan("gpipe", FOUR),
+    ),
+}
+
+
+def train_with_fault(rank: int, world: int, name: str) -> list[parity.Trace]:
+    """Without it, and with it."""
+    fault, spec, of = FAULTS[name]
+    with drawn.drawn():
+        right = parity.take_steps(rank, spec, of, 2)
+        with fault():
+            return [right, parity.take_steps(rank, spec, of, 2)]
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_planted_fault_is_caught(ranks: RankPool, name: str) -> None:
+    _, spec, of = FAULTS[name]
+    answers = ranks.run(train_with_fault, name, world=of.layout.world)
+    for place, planted in enumerate((False, True)):
+        known = drawn.plain(parity.job_of(spec, of, 2))
+        found = parity.compare(known, [traces[place] for traces in answers], staged=True)
+        worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
+        assert worst > 1e-4 if planted else worst < 1e-9, f"{'not seen' if planted else 'without the fault'}: {found}"
+
+
+def test_a_replay_sees_swapped_sends_too() -> None:
+    of = plan("interleaved", FOUR)
+    lists = orders(of, (True,) * 4)
+    replay(lists, lambda action: 1.0)
+    with pytest.raises(ValueError, match="rank 0 sends rank 1"):
+        replay(swapped(lists), lambda action: 1.0)
