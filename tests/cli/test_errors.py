@@ -146,7 +146,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             ("plan", "--explain", "everything"),
             2,
             "error[CLI001]: nothing to explain about `everything`\nwhere: --explain\n"
-            "fix:   one of memory, network, time, why, keys\n",
+            "fix:   one of memory, network, time, schedule, why, keys\n",
         ),
         (
             ("plan", "--cluster", "8xH101"),

@@ -23,6 +23,7 @@ MEANT_FOR = {
     "continue-8b": "8xH100",
     "llama-70b-zero3": "4x8xH100+400Gb/node",
     "llama-8b-hsdp": "2x8xH100+400Gb/node",
+    "llama-405b-3d": "16x8xH100",
     "sft-8b": "8xH100",
     "lora-7b": "1xH100",
     "lora-70b": "8xH100",

@@ -7,22 +7,24 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_220,
-    "models": 3_300,
+    "spec": 2_310,
+    "models": 3_100,
     "data": 3_210,
-    "distributed": 500,
-    "methods": 450,
-    "techniques": 4_200,
-    "planner": 3_100,
-    "runtime": 4_800,
-    "prove": 1_000,
-    "launch": 1_300,
+    "distributed": 450,
+    "methods": 350,
+    "techniques": 3_700,
+    "planner": 3_560,
+    "runtime": 5_050,
+    "prove": 970,
+    "launch": 1_210,
     "interop": 650,
-    "cli": 2_270,
+    "cli": 2_440,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write
-them, 300 to planner and 270 to cli, which tell the seconds of a plan."""
+them, 300 to planner and 270 to cli, which tell the seconds of a plan; of techniques' 500, of models' 200, of methods'
+100, of launch's 90, of distributed's 50 and of prove's 30 went to planner, runtime, cli and spec, which run and tell
+pipelines."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -50,6 +50,7 @@ WITH_TORCH = {
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",
+    "shardwise.techniques.pp.later",
     "shardwise.techniques.lora.dora",
     "shardwise.techniques.lora.dropout",
     "shardwise.techniques.nf4.fourbit",
@@ -264,20 +265,28 @@ def test_the_contract_of_independence_names_every_technique() -> None:
 
 
 NAMED_BY_THE_RUNTIME = {
-    "build": {"optim": "builds the optimizer"},
+    "build": {"optim": "builds the optimizer", "pp": "the ends of stages are not tied"},
     "export": {"lora": "merges adapters"},
     "fit": {"optim": "an update of size zero"},
     "generate": {"compile": "or it would compile for every length of a text"},
     "own": dict.fromkeys(("compile", "remat", "shard", "tp"), "changes a user's module, by his arguments"),
     "own_optim": {"optim": "the moments that a user's optimizer begins with"},
+    "passes": {"pp": "whether parts are stages of a pipeline"},
+    "pipeline": {"pp": "the order of actions"},
     "reference": {"lora": "the reference is the model without its adapters"},
     "state": {"optim": "the names of what it trains, and how often it has"},
     "step": {"optim": "the learning rate and the update"},
     "metrics.measure": {"compile": "compiled blocks cannot be watched"},
-    "metrics.log": {"freeze": "FLOPs follow from what is trained", "lora": "and from what is added"},
+    "metrics.log": {"lora": "FLOPs follow from what is added"},
 }
 """By module of the runtime, the techniques that it names, and what for."""
-WITHIN_A_STEP = ("before_micro_batch", "after_backward", "after_inference")
+WITHIN_A_STEP = (
+    "before_micro_batch",
+    "before_input_gradients",
+    "after_weight_gradients",
+    "after_backward",
+    "after_inference",
+)
 
 
 def test_the_runtime_names_no_technique_for_what_it_does_within_a_step() -> None:

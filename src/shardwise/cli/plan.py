@@ -12,8 +12,9 @@ from typer import Argument, Option
 from shardwise.cli.decide import beyond, cluster_of, far
 from shardwise.cli.length import read_asked
 from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
-from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned
+from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned, schedule_of
 from shardwise.cli.show import note, print_json, say
+from shardwise.cli.timeline import svg
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
@@ -21,7 +22,7 @@ from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
 
-TOPICS = ("memory", "network", "time", "why", "keys")
+TOPICS = ("memory", "network", "time", "schedule", "why", "keys")
 
 
 @dataclass
@@ -43,8 +44,13 @@ class Options(Common):
     tokens: Annotated[str | None, Option("--tokens", help="How long and how much for so many tokens: 10B.")] = None
     price: Annotated[list[str], Option("--price", help="Dollars a GPU-hour: H100=2.5.")] = field(default_factory=list)
     explain: Annotated[
-        str | None, Option("--explain", help="More about: memory, network, time, why, keys (how they were read).")
+        str | None,
+        Option(
+            "--explain",
+            help="More about: memory, network, time, schedule, why, keys (how they were read).",
+        ),
     ] = None
+    plot: Annotated[Path | None, Option("--plot", help="Draw the schedule of a pipeline into this SVG file.")] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
         None
     )
@@ -77,6 +83,12 @@ def run(options: Options) -> None:
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(answer.chosen), encoding="utf-8")
+    if options.plot:
+        if answer.chosen.layout.pp == 1:
+            what = "the plan has no pipeline, whose schedule could be drawn"
+            raise UsageError(Problem("CLI001", what, "--plot", "leave it out, or pin one: parallel.pp=2"))
+        check_new(options.plot)
+        options.plot.write_text(svg(schedule_of(answer).step), encoding="utf-8")
     if options.json:
         return print_json(as_json(answer))
     keys = ["how keys were read", *(loaded.renamed or ["under their own names"]), ""]
@@ -91,7 +103,7 @@ def _print_next(path: Path | None, overrides: list[str], options: Options, clust
     if not options.out:
         words += ["--cluster", options.cluster] if options.cluster else []
         again = shlex.join(["shardwise", "plan", *words, "-o", "plan.yaml"])
-        return say(f"next: {again}        more: --explain memory | network | time | why")
+        return say(f"next: {again}        more: --explain memory | network | time | schedule | why")
     there = ""
     if options.cluster:  # the settings replace what the recipe says of machines
         words = [word for word in words if not word.startswith(("run.nproc=", "run.device=", "run.nodes="))]

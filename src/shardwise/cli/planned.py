@@ -8,14 +8,21 @@ from typing import Any
 from shardwise.cli import render, step_time
 from shardwise.cli.decide import told, with_history
 from shardwise.cli.length import Asked, length_lines, run_length
+from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search, fits, kind, seconds
+from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
+from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
+from shardwise.spec.units import show_seconds
+
+WIDTH = 100
+"""Characters of a row of a drawing."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,26 @@ def page_lines(answer: Planned, explain: str | None) -> list[str]:
         *([waits] if waits else []),
         *length_lines(answer.length),
         "",
+        *(schedule_lines(answer) if explain == "schedule" else []),
         *plan_lines(answer.plans, chosen, explain),
     ]
+
+
+def schedule_of(answer: Planned) -> PipelineTimes:
+    """When each rank of the chosen plan's pipeline computes what."""
+    return pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+
+
+def schedule_lines(answer: Planned) -> list[str]:
+    """A step of the pipeline, drawn."""
+    chosen = answer.chosen
+    if chosen.layout.pp == 1:
+        return ["the plan has no pipeline: every rank has all blocks, and no schedule is needed", ""]
+    times = schedule_of(answer)
+    played = 1 + max(one.action.micro for computed in times.step.computed for one in computed)
+    some = f", the first {played} of {chosen.batch.accumulation} micro-batches" * (played < chosen.batch.accumulation)
+    head = f"the schedule of a step ({chosen.pipeline.schedule}{some}): {show_seconds(times.step.makespan_s)}"
+    return [head, *text(times.step, WIDTH), ""]
 
 
 def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str]:

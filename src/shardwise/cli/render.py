@@ -24,9 +24,10 @@ COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 def label(plan: Plan) -> str:
     """``ZeRO-3 over 8, 2 replicas``."""
     name, layout = NAMES[plan.shard.strategy], plan.layout
-    if 1 == layout.dp < layout.tp:
-        return plan.tensor_words
-    tensor = f", {plan.tensor_words}" if layout.tp > 1 else ""
+    words = plan.model_words
+    if layout.dp == 1 and words:
+        return words
+    tensor = f", {words}" if words else ""
     if plan.shard.strategy == "ddp":
         return f"{name} over {layout.dp}{tensor}"
     replicas = f", {layout.dp_replicate} replicas (hybrid)" if layout.dp_replicate > 1 else ""

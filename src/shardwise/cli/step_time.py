@@ -67,6 +67,10 @@ def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
         sending = f"of {show_seconds(sum(found.sent_s.values()))} of sending"
         return f"the links are not the bottleneck: {share:.0%} of a step waits for them, {sending}"
     axis = max(found.exposed_s, key=lambda name: found.exposed_s[name])
+    if axis == "pp":
+        idle = found.exposed_s[axis] / found.step_s
+        head = f"the pipeline idles for {idle:.0%} of a step, while it fills and drains"
+        return f"{head}; more micro-batches (train.global_batch_size) or fewer ranks a pipeline would help"
     across = any(t.axis == axis and t.link == "network" for t in plan.estimate.traffic)
     link, verb = ("the network between nodes", "is") if across else ("the links inside a node", "are")
     head = f"{link} {verb} {'the bottleneck' if share >= MUCH else 'a part of it'}"
@@ -106,7 +110,11 @@ def named_elsewhere(plan: Plan) -> str:
     """What this plan would be in DDP, FSDP, DeepSpeed and Megatron, in one line."""
     hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
     dial = HYBRID if hybrid else ELSEWHERE[plan.shard.strategy]
-    if plan.layout.tp == 1:
-        return f"elsewhere  {dial}" if plan.layout.dp > 1 else "elsewhere  any of them, on one device"
-    tensor = f"tp {plan.layout.tp}: Megatron's --tensor-model-parallel-size, PyTorch's parallelize_module"
-    return f"elsewhere  {tensor}" + (f"; within it {dial}" if plan.layout.dp > 1 else "")
+    layout, found = plan.layout, list[str]()
+    if layout.pp > 1:
+        found.append(f"pp {layout.pp}: Megatron's --pipeline-model-parallel-size, PyTorch's pipelining")
+    if layout.tp > 1:
+        found.append(f"tp {layout.tp}: Megatron's --tensor-model-parallel-size, PyTorch's parallelize_module")
+    if not found:
+        return f"elsewhere  {dial}" if layout.dp > 1 else "elsewhere  any of them, on one device"
+    return "elsewhere  " + "; ".join([*found, *([f"within it {dial}"] if layout.dp > 1 else [])])

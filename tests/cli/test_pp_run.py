@@ -1,0 +1,102 @@
+"""A run over two stages from end to end, beside one of one process: losses, validation, the sample, the exported model;
+what a plan says of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.models.tensorfile import entries
+from shardwise.spec.load import load_plan
+from tests.cli.test_tp_run import MODEL, lines, train  # noqa: F401
+
+TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(("schedule", "more"), [("1f1b", []), ("zbv", ["checkpoint.save_steps=1"])])
+def test_a_run_is_that_of_one_process(
+    train: Callable[..., int],  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+    schedule: str,
+    more: list[str],
+) -> None:
+    """With tied ends. Losses and norms within 1e-5, validation too: sums are taken in another order, in fp32."""
+    assert train("--nproc", "1", "--run", "one", model=TIED) == 0
+    capfd.readouterr()
+    words = ["parallel.pp=2", f"parallel.schedule={schedule}", "train.micro_batch_size=1", *more]
+    assert train("--nproc", "2", "--run", "two", *words, model=TIED) == 0
+    told = capfd.readouterr().out
+    assert f"plan    pp 2 ({schedule}, stages of" in told
+    report = told[told.index("predicted") :]
+    sent = [row for row in report.splitlines() if "over pp" in row]
+    assert len(sent) == (3 if schedule == "1f1b" else 2), "a V has both ends of the model on one rank"
+    assert all(row.split()[-1] == "0" for row in sent), "as many bytes as predicted"
+    assert load_plan("runs/two/plan.yaml").layout.pp == 2
+    for mine, theirs in zip(lines("two"), lines("one"), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert mine.get(key) == (None if theirs.get(key) is None else pytest.approx(theirs[key], rel=1e-5)), key
+    ours, others = (entries(Path(f"runs/{name}/hf/model.safetensors")) for name in ("two", "one"))
+    assert ours.keys() == others.keys()
+    for name, entry in others.items():
+        assert (ours[name].read() - entry.read()).abs().max() < 1e-4, name
+
+
+def test_a_plan_draws_its_schedule(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    words = ["plan", f"model.config={json.dumps(TIED)}", "data.path=text", "train.seq_len=16", "run.device=cpu"]
+    words += ["train.micro_batch_size=1", "train.global_batch_size=4", "parallel.pp=2", "--cluster", "2xCPU"]
+    assert main([*words, "parallel.schedule=1f1b", "--explain", "schedule", "--plot", "step.svg"]) == 0
+    told = capfd.readouterr().out
+    assert "the schedule of a step (1f1b)" in told and "rank 1" in told and "B backward" in told
+    assert Path("step.svg").read_text().startswith("<svg")
+    assert main([*words[:-4], "--cluster", "2xCPU", "--plot", "other.svg"]) == 2
+    assert "the plan has no pipeline" in capfd.readouterr().err
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+ZBV = ["parallel.pp=2", "parallel.schedule=zbv"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "code", "said", "fix"),
+    [
+        (TIED, ["parallel.pp=3"], "PLAN001", "pp 3 x tp 1 does not divide the 2 devices", "1, 2"),
+        (TIED | {"num_hidden_layers": 1}, ["parallel.pp=2"], "PLAN023", "has 1 blocks", "`parallel.pp=1`"),
+        (TIED | {"num_hidden_layers": 3}, ZBV, "PLAN023", "2 ranks with 2 stages each", "`parallel.pp=1`"),
+        (
+            TIED,
+            [*ZBV, "parallel.stages_per_rank=3"],
+            "PLAN023",
+            "zbv takes 2 stages per rank, not 3",
+            "`parallel.stages_per_rank=2`",
+        ),
+        (TIED, ["parallel.pp=2", "parallel.split=[3,2]", "parallel.schedule=1f1b"], "PLAN023", "add up to 4", "[3, 1]"),
+        (
+            TIED,
+            ["parallel.pp=2", "parallel.schedule=1f1b", "train.micro_batch_size=4"],
+            "PLAN024",
+            "needs 2 micro-batches or more, not 1",
+            "`train.gradient_accumulation_steps=2`",
+        ),
+        (TIED, [*ZBV, "compile=true", "train.micro_batch_size=1"], "PLAN023", "apart", "`compile=false`"),
+        (GPT2, ["parallel.pp=2"], "PLAN023", "transformers' own modules", "`parallel.pp=1`"),
+    ],
+)
+def test_what_cannot_be(
+    train: Callable[..., int],  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+    model: dict[str, Any],
+    words: list[str],
+    code: str,
+    said: str,
+    fix: str,
+) -> None:
+    """Before any process starts, with the nearest value that can be."""
+    assert train("--nproc", "2", "--run", "none", *words, model=model) == 78
+    told = capfd.readouterr().err
+    assert f"error[{code}]" in told and said in told and fix in told, told
+    assert not Path("runs/none").exists()
