@@ -35,6 +35,7 @@ import torch
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
+from shardwise.models.blocks import named
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -203,7 +204,7 @@ def random_state(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: Any, device:
     """Random weights, drawn on the device: drawn as a run draws them, on the CPU, those of an 8 B take a minute."""
     parts = build_parts(spec, plan, mesh, device)
     with torch.no_grad():
-        for weight in optim.named(parts).values():
+        for weight in named(parts).values():
             local(weight).normal_(0.0, spec.initializer_range) if weight.ndim > 1 else local(weight).fill_(1.0)
     return TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed))
 
