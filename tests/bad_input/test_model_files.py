@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from shardwise.cli.app import main
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError
 from shardwise.models import hf, init, peft, tensorfile
-from shardwise.models.config import from_hf, layer_kinds, parameter_count, parameter_shapes, problems, to_hf
+from shardwise.models.config import ModelSpec, from_hf, layer_kinds, parameter_count, parameter_shapes, problems, to_hf
 from shardwise.models.load import load_spec, read_spec
-from shardwise.planner import search
+from shardwise.planner import compare
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Plan
-from shardwise.spec.sheet import Sheet
 from shardwise.techniques import lora
 from tests.models import families, hf_models
 from tests.models.test_config import SMALL
@@ -201,16 +200,16 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 def test_a_search_is_interrupted() -> None:
     """While it prices its fifth layout of 1,000 layers; it ends within a second of the processor's time."""
-    priced, interrupted = search.price, []
+    priced, interrupted = compare.price, []
 
-    def interrupt(sheet: Sheet, plan: Plan, cluster: Cluster) -> Plan:
+    def interrupt(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float) -> Plan:
         interrupted.append(time.process_time())
         if len(interrupted) == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return priced(sheet, plan, cluster)
+        return priced(spec, plan, cluster, most=most)
 
     words = [f"model.config.{key}={value}" for key, value in (SMALL | {"num_hidden_layers": 1000}).items()]
-    with patch.object(search, "price", interrupt):
+    with patch.object(compare, "price", interrupt):
         assert main(["plan", "--cluster", "8xH100", "data.path=x", "train.global_batch_size=8", *words]) == 130
     assert len(interrupted) == 5
     assert time.process_time() - interrupted[-1] < 1

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.models.load import load_spec
-from shardwise.planner.search import choose, seconds
+from shardwise.planner.compare import seconds
+from shardwise.planner.search import choose
 from shardwise.planner.seconds.constants import shipped
 from shardwise.spec.cluster import devices, parse_cluster
 from shardwise.spec.plan import Plan

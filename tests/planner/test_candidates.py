@@ -7,7 +7,8 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner.candidates import candidates, splits
-from shardwise.planner.search import choose, fits
+from shardwise.planner.compare import fits
+from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe, Train

@@ -12,8 +12,9 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import candidates
+from shardwise.planner.compare import MARGIN, TIE, fits, kind, name, peak_share, seconds, simplest
 from shardwise.planner.price import price
-from shardwise.planner.search import MARGIN, TIE, Search, fits, kind, name, peak_share, seconds
+from shardwise.planner.search import Search
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.plan import Plan
@@ -105,7 +106,7 @@ def check(case: Case) -> None:
     assert fits(chosen) is bool(fitting)
     if fitting:
         best_s = min(seconds(plan).step_s for plan in fitting)
-        found = search.simplest(search.fastest(search.all))
+        found = simplest(search.known.fastest(search.all))
         assert seconds(chosen).step_s <= seconds(found).step_s <= (1 + TIE) * best_s
     else:
         least = min(plan.estimate.peak_bytes for plan in plans)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.load import load_spec
+from shardwise.planner.compare import MARGIN
 from shardwise.planner.remedy import remedies
-from shardwise.planner.search import MARGIN, Search, choose
+from shardwise.planner.search import Search, choose
 from shardwise.spec.cluster import Device, parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan

@@ -15,12 +15,14 @@ from shardwise.errors import ConfigError
 from shardwise.methods.head import forward_tensors
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
+from shardwise.planner.compare import MARGIN, fits, kind, seconds
 from shardwise.planner.price import price
-from shardwise.planner.search import MARGIN, Search, choose, fits, kind, seconds
+from shardwise.planner.search import Search, choose
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, Device, Kind, parse_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
+from shardwise.techniques.shard.degrees import STRATEGIES
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
 ONE_B = load_spec("meta-llama/Llama-3.2-1B")
@@ -41,12 +43,12 @@ def families(asked: Recipe, spec: ModelSpec, cluster: Cluster) -> dict[str, Plan
 def test_where_all_fit_the_fastest_is_chosen() -> None:
     """Bytes a weight, times 7/8: ddp's all-reduce 8; zero1 gathers 2 in bf16 and scatters 4; zero2 scatters 4 in each
     micro-batch, and zero3 gathers twice in each. gloo's reduce-scatter is an all-reduce: on CPUs ddp sends least."""
-    asked = recipe(parallel=Parallel(tp=1))
+    asked = recipe(parallel=Parallel(tp=1, pp=1))
     plan, found = choose(asked, ONE_B, H100S), families(asked, ONE_B, H100S)
     assert (plan.shard.strategy, plan.batch.accumulation) == ("zero1", 4)
     assert seconds(plan).step_s == min(seconds(other).step_s for other in found.values())
     assert plan.why["shard.strategy"].startswith("searched: ") and "; ddp over 8: " in plan.why["shard.strategy"]
-    assert [each for each in found if each != "tp"] == ["zero1", "ddp", "zero2", "zero3"]
+    assert [each for each in found if each in STRATEGIES] == ["zero1", "ddp", "zero2", "zero3"]
     cpus = replace(parse_cluster("2xCPU"), device=Device("CPU", 200 * 2**30))
     plan = choose(asked, ONE_B, cpus)
     assert (plan.shard.strategy, plan.layout.dp_replicate) == ("ddp", 2)
@@ -64,13 +66,13 @@ def test_of_what_takes_as_long_the_simplest_is_chosen() -> None:
 
 def test_between_nodes_the_weights_of_adapters_stay_in_the_node() -> None:
     """ZeRO-3 over 16 gathers 558 GB a step, 10 s of the network; replicas of two nodes send 0.1 GB over it."""
-    asked = Recipe(train=Train(seq_len=8192), lora=LoraSection(rank=16), parallel=Parallel(tp=1))
+    asked = Recipe(train=Train(seq_len=8192), lora=LoraSection(rank=16), parallel=Parallel(tp=1, pp=1))
     cluster = parse_cluster("2x8xH100+400Gb/node")
     plan = choose(asked, SEVENTY_B, cluster)
     assert (plan.shard.strategy, plan.layout.dp_replicate, plan.layout.dp_shard) == ("zero3", 2, 8)
     assert sum(t.bytes for t in plan.estimate.traffic if t.link == "network") < 0.11e9
     assert "; zero3 over 16: " in plan.why["shard.strategy"]
-    pinned = choose(asked.model_copy(update={"parallel": Parallel(strategy="zero3", tp=1)}), SEVENTY_B, cluster)
+    pinned = choose(asked.model_copy(update={"parallel": Parallel(strategy="zero3", tp=1, pp=1)}), SEVENTY_B, cluster)
     assert pinned.layout.dp_shard == 16 and pinned.why["shard.strategy"] == "pinned"
 
 
@@ -206,7 +208,7 @@ def test_every_problem_of_the_pins_is_told() -> None:
 def test_the_table_has_the_best_of_each_kind_and_what_rules_out_the_others() -> None:
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
     plans = Search(recipe(), SEVENTY_B, cluster).families()
-    assert {kind(plan) for plan in plans} == {"ddp", "zero1", "zero2", "zero3", "hybrid", "tp"}
+    assert {kind(plan) for plan in plans} == {"ddp", "zero1", "zero2", "zero3", "hybrid", "tp", "pp", "pp x tp"}
     able = [fits(plan) for plan in plans]
     assert able == sorted(able, reverse=True) and any(able) and not all(able)
     for group in (True, False):
@@ -234,9 +236,10 @@ def test_accumulation_multiplies_what_zero3_gathers() -> None:
 def test_a_plan_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     priced: list[Plan] = []
     search = Search(recipe(), ONE_B, H100S)
-    made = search.priced
+    made = search.known.priced
     monkeypatch.setattr(
-        "shardwise.planner.search.price", lambda spec, plan, cluster: priced.append(plan) or price(spec, plan, cluster)
+        "shardwise.planner.compare.price",
+        lambda spec, plan, cluster, most: priced.append(plan) or price(spec, plan, cluster, most=most),
     )
     assert fits(search.chosen) and search.families() and made(priced[0]) == made(priced[0])
     assert len(set(priced)) == len(priced) < len(search.all)

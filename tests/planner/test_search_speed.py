@@ -21,7 +21,8 @@ would be its parent's, where that was larger when it started the process."""
 SEARCHED = """
 import sys
 from shardwise.models.load import load_spec
-from shardwise.planner.search import choose, fits
+from shardwise.planner.compare import fits
+from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.recipe import Recipe
 model, cluster, seq_len, batch = sys.argv[1:]

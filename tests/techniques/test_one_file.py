@@ -18,7 +18,8 @@ from shardwise.methods.loss import logits
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.planner import candidates, sheets
-from shardwise.planner.search import MARGIN, Search, choose
+from shardwise.planner.compare import MARGIN
+from shardwise.planner.search import Search, choose
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster

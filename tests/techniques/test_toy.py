@@ -11,7 +11,8 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner import candidates, sheets
-from shardwise.planner.search import MARGIN, choose
+from shardwise.planner.compare import MARGIN
+from shardwise.planner.search import choose
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool

@@ -11,9 +11,10 @@ from shardwise.cli.length import Asked, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
+from shardwise.planner.compare import fits, kind, seconds
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
-from shardwise.planner.search import Search, fits, kind, seconds
+from shardwise.planner.search import Search
 from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec.cluster import Cluster
@@ -50,7 +51,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
         chosen = with_history(chosen, cluster)
     length, able = run_length(recipe, chosen, cluster, asked), fits(chosen)
     needed = [] if able else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster) if able else []
+    others = alternatives(recipe, spec, cluster, chosen) if able else []
     return Planned(spec, cluster, chosen, plans, length, needed, others)
 
 

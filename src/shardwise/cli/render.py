@@ -8,8 +8,8 @@ from math import ceil
 
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.planner.compare import MARGIN
 from shardwise.planner.remedy import Remedy
-from shardwise.planner.search import MARGIN
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.keys import PLANNED, dotted
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec
+from shardwise.planner.compare import seconds
 from shardwise.planner.price import price
-from shardwise.planner.search import seconds
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat, Seconds
 from shardwise.spec.units import columns, show_count, show_seconds

@@ -3,14 +3,15 @@ priced."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.batch import TOKENS_PER_MICRO_BATCH, batch, batch_reasons
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import pp, shard, tp
@@ -60,6 +61,69 @@ def candidates(
     return found, refused
 
 
+@dataclass(frozen=True)
+class StagedDegrees:
+    """Those of a pipeline and of tensor parallelism, with a schedule. ``ends``: of each mode of recomputation, from the
+    fastest, a plan with the largest micro-batches, and the one that holds least."""
+
+    staged: Plan
+    ends: tuple[tuple[Plan, Plan], ...]
+
+
+@dataclass
+class Pipelines:
+    """The pipelines that are tried where a recipe pins none, for steps of ``whole`` sequences."""
+
+    recipe: Recipe
+    spec: ModelSpec
+    cluster: Cluster
+    whole: int
+    pinned: bool = True
+
+    def degrees(self) -> Iterator[StagedDegrees]:
+        """All that the devices and the batch allow."""
+        recipe, spec, cluster = self.recipe, self.spec, self.cluster
+        if recipe.parallel.pp and self.pinned:
+            return
+        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, shard)]
+        for cut in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):
+            if tp.check(spec, cut, cluster):
+                continue
+            ends = [*techniques.choices(others, recipe, spec, cluster, cut)]
+            for staged in pp.pipelines(recipe, spec, cluster, cut):
+                layout = staged.layout
+                dp, rest = divmod(cluster.world, layout.pp * layout.tp)
+                least = SCHEDULES[staged.pipeline.schedule].least_micro_batches(layout.pp)
+                sizes = [] if rest else splits(recipe.train, self.whole, dp, layout.tp)
+                if sizes := [each for each in sizes if each[1] >= least]:
+                    degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
+                    split = Shard("zero3" if dp > 1 else "ddp")
+                    own = [replace(end, layout=degrees, pipeline=staged.pipeline, shard=split) for end in ends]
+                    most, fewest = (self._batch(each) for each in (sizes[0], sizes[-1]))
+                    both = [(replace(end, batch=most), replace(end, batch=fewest)) for end in own]
+                    yield StagedDegrees(staged, tuple(both))
+
+    def _batch(self, size: tuple[int, int]) -> Batch:
+        """Micro-batches with the largest chunks of the loss, which are the fastest."""
+        seq_len = self.recipe.train.seq_len
+        return Batch(*size, seq_len, chunk_of(self.spec, LARGER_CHUNKS[0], size[0] * seq_len)[0])
+
+    def plans(self, degrees: StagedDegrees) -> list[Plan]:
+        """The legal ones of these degrees. Where the dial is open, of what is cut it has zero1, which reduces once, and
+        zero3, which holds least, over all ranks of a stage: stages have made weights small, and lie on few nodes."""
+        try:
+            legal, _ = _legal(self.recipe, self.spec, self.cluster, degrees.staged, pinned=self.pinned)
+        except ConfigError:
+            return []
+        train, dial = self.recipe.train, self.recipe.parallel.strategy
+        if dial == "hsdp":
+            legal = [plan for plan in legal if plan.layout.dp_replicate > 1]
+        if dial == "auto":
+            whole = [plan for plan in legal if 1 in (plan.layout.dp_shard, plan.layout.dp_replicate)]
+            legal = [plan for plan in whole if plan.shard.strategy != "zero2"]
+        return [each for plan in legal for each in _with_batches(plan, train, self.spec, self.cluster, self.whole)[0]]
+
+
 def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan before any technique has been set: what is the recipe's alone to say."""
     why = batch_reasons(recipe.train)
@@ -84,6 +148,9 @@ def _legal(
     others = [technique for technique in techniques.ORDER if technique not in (pp, tp, shard)]
     enough = SCHEDULES[degree.pipeline.schedule].least_micro_batches(degree.layout.pp)
     for other in techniques.choices(others, recipe, spec, cluster, degree):
+        if other.compile and recipe.compile == "auto" and SCHEDULES[degree.pipeline.schedule].splits_backward:
+            why = "derived: off: the schedule makes gradients of weights apart, which compiled blocks cannot do"
+            other = replace(other, compile=False, why={**other.why, "compile": why})
         for split in shard.choices(recipe, spec, cluster, other, pinned=pinned):
             whole = replace(split, batch=Batch(1, enough, recipe.train.seq_len, 128))
             problems = techniques.check(spec, whole, cluster)
@@ -96,10 +163,12 @@ def _with_batches(
     plan: Plan, train: Train, spec: ModelSpec, cluster: Cluster, whole: int
 ) -> tuple[list[Plan], Problem | None]:
     """The plan with every way to cut the step's ``whole`` sequences into micro-batches; and where a pipeline needs more
-    of them than any way has, what is wrong."""
+    of them than any way has, what is wrong. The last stage of a pipeline has larger chunks of the loss from the start,
+    since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
+    most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp):
-        chunk, reasons = chunk_of(spec, CHUNK_NUMBERS[cluster.kind], micro * seq_len)
+        chunk, reasons = chunk_of(spec, most, micro * seq_len)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
         if problems := pp.check(spec, made, cluster):
             problem = problems[0]

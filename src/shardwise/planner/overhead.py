@@ -72,12 +72,18 @@ def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int
     """Bytes that are held for the whole step, by category of memory."""
     if cluster.kind != "cuda":
         return {}
+    return {**fixed_bytes(plan, cluster), "allocator rounding": _rounding_bytes(costed, plan)}
+
+
+def fixed_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
+    """Those of them that any model needs."""
+    if cluster.kind != "cuda":
+        return {}
     recent = cluster.device.capability is None or cluster.device.capability >= (9, 0)
     workspace = HOPPER_WORKSPACE_BYTES if recent or plan.deterministic else EARLIER_WORKSPACE_BYTES
     channels = NVLINK_CHANNELS if cluster.device.peer_bytes_per_s else PCIE_CHANNELS
     return {
         "cuBLAS workspaces": CUBLAS_HANDLES * workspace,
-        "allocator rounding": _rounding_bytes(costed, plan),
         "NCCL buffers": sum(communicators(plan)) * channels * CHANNEL_BYTES,
         "reserve": CUDA_RESERVE_BYTES,
     }

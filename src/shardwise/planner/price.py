@@ -18,12 +18,13 @@ from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
-from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Plan, Traffic
+from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
 from shardwise.spec.sheet import Sheet
 
 
-def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
-    """``plan`` of a model with its estimate: that of the fullest of its places."""
+def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
+    """``plan`` of a model with its estimate: that of the fullest of its places, or of the first of them that takes more
+    than ``most`` of the memory."""
     found, passes, rates = [], {}, rates_of(plan, cluster, own_traits())
     for costed in at_places(spec, plan):
         alike = costed.units, costed.place.stages
@@ -34,6 +35,8 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
+        if size > most * cluster.device.memory_bytes:
+            return replace(plan, estimate=found[-1])
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
@@ -57,6 +60,13 @@ def along_pipeline(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     for rank in range(plan.layout.pp):
         place = place_of(plan.layout.rank({"pp": rank}), plan.layout, stages)
         yield techniques.cost(sheet_of(spec, plan, place), plan)
+
+
+def unstaged(plan: Plan) -> Plan:
+    """The plan without a pipeline: what all of its stages together do."""
+    if plan.layout.pp == 1:
+        return plan
+    return replace(plan, layout=replace(plan.layout, pp=1, v_shaped=False), pipeline=Pipeline())
 
 
 def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.search import MARGIN, Search
+from shardwise.planner.compare import MARGIN, fits, seconds
+from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, devices
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
@@ -32,13 +33,13 @@ class Remedy:
 
 def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
     """The single changes that would make ``chosen``, which is above the margin, fit; if there are none, those that come
-    closest."""
+    closest. Where the recipe leaves stages open, they are as many as in ``chosen``, or there are none."""
     share = MARGIN if _share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
     for choices in (*([change] for change in _recipe_changes(recipe, cluster)), *_cluster_changes(cluster)):
         for change in choices:
-            remedy = _replanned(change, recipe, spec, share)
+            remedy = _replanned(change, recipe, spec, share, chosen.layout.pp)
             if remedy is not None and _share(remedy.plan) <= share:
                 found.append(remedy)
                 break
@@ -46,7 +47,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
             beyond += choices[-1:]
     if found:
         return found
-    near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None))]
+    near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None, chosen.layout.pp))]
     return sorted(near, key=lambda remedy: _share(remedy.plan))[:CLOSEST]
 
 
@@ -56,7 +57,9 @@ def _share(plan: Plan) -> float:
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     optim, adapted = recipe.optim, recipe.lora.rank is not None
-    pins = recipe.parallel.model_dump(include={"strategy", "dp_shard", "dp_replicate", "tp"}, exclude_defaults=True)
+    pins = recipe.parallel.model_dump(
+        include={"strategy", "dp_shard", "dp_replicate", "tp", "pp"}, exclude_defaults=True
+    )
     if pins:
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
         yield free, cluster, "the split of the ranks is chosen for you"
@@ -107,12 +110,12 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
         yield [({}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}") for device in better]
 
 
-def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Remedy]:
+def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
     """What single changes would make of a recipe's plan, of the machines and of the recipe: other GPUs, more of them,
     faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
-    fit, are left out."""
+    fit, are left out. Of stages as :func:`remedies`."""
     found = (
-        _replanned(change, recipe, spec, None)
+        _replanned(change, recipe, spec, None, chosen.layout.pp)
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     )
     return [remedy for remedy in found if remedy and _share(remedy.plan) <= 1]
@@ -154,7 +157,7 @@ def _other_recipes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
         yield {"precision.weights": "bf16"}, cluster, "weights in bf16: small updates are lost"
 
 
-def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None) -> Remedy | None:
+def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None, stages: int) -> Remedy | None:
     """None if the change is not allowed, or if a lower bound already exceeds ``share`` of the memory."""
     keys, machines, price = change
     changed = recipe.model_dump(exclude_unset=True)
@@ -164,12 +167,22 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     other = Recipe.model_validate(changed)
     if cross_check(other, lambda key: key):
         return None
-    try:
-        search = Search(other, spec, machines)
-        if share is not None and not search.could_fit(share):
-            return None
-        plan = search.chosen
-    except ConfigError:
+    found = [_planned(each, spec, machines, share) for each in _with_stages(other, stages)]
+    if not (plans := [plan for plan in found if plan]):
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
-    return Remedy(" ".join(words) or f"--cluster {machines}", price, plan)
+    best = min(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
+    return Remedy(" ".join(words) or f"--cluster {machines}", price, best)
+
+
+def _with_stages(recipe: Recipe, stages: int) -> Iterator[Recipe]:
+    for ranks in sorted({1, stages}) if recipe.parallel.pp is None else (recipe.parallel.pp,):
+        yield recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"pp": ranks})})
+
+
+def _planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float | None) -> Plan | None:
+    try:
+        search = Search(recipe, spec, cluster)
+        return search.chosen if share is None or search.could_fit(share) else None
+    except ConfigError:
+        return None

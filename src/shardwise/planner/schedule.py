@@ -294,7 +294,7 @@ def _piped(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     """The span of all micro-batches of a pipeline. Of many a few rounds are played, each of as many as there are ranks;
     what is left out does what a round does, and holds no more."""
     ranks, m = plan.layout.pp, plan.batch.accumulation
-    few = 4 * ranks * plan.pipeline.stages_per_rank
+    few = 2 * ranks * plan.pipeline.stages_per_rank
     if plan.pipeline.schedule == "gpipe" or m <= few + ranks or m % ranks:
         return _played_through(sheet, plan, passes, m, {})
     known: Known = {}

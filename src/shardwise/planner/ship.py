@@ -49,7 +49,9 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             adapted = lora and replace(lora, frozen=types.compute)
             plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3" if sharded else "ddp"), types, lora=adapted)
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
-            yield from ((spec, replace(plan, sequence_parallel=ranks > 1), unit) for unit in units)
+            plan = replace(plan, sequence_parallel=ranks > 1)
+            yield from ((spec, plan, unit) for unit in units)
+            yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
 
 
 def make(variants: Iterable[Variant]) -> dict[str, list[Any]]:

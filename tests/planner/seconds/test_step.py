@@ -9,8 +9,8 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
+from shardwise.planner.compare import seconds
 from shardwise.planner.price import price
-from shardwise.planner.search import seconds
 from shardwise.planner.seconds import step
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import own_traits, rates_of

@@ -5,7 +5,7 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, hypot, log, log2
 
@@ -91,24 +91,38 @@ def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimize
     )
 
 
-def bound_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
-    """Seconds that the step takes at least: all that is computed, and what is sent between kernels, without a wait."""
+@dataclass(frozen=True)
+class Least:
+    """What the passes of a unit take at least: seconds of the device forward and backward, and of the host."""
+
+    forward_s: float
+    backward_s: float
+    host_s: float
+
+
+def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[Least, ...]:
+    """Of each kind of unit, for a micro-batch: all that is computed, and what is sent between kernels, without a
+    wait."""
     rates = rates_of(plan, cluster, traits)
     passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
-    device_s = host_s = 0.0
-    for unit, times in costed.repeated():
-        for which in (Passes.forward, Passes.backward) if unit.forward else ():
+    found = []
+    for unit in costed.units:
+        device_s, host_s = [], 0.0
+        for which in (Passes.forward, Passes.backward):
+            device_s.append(0.0)
             for piece in folded_pass(which, passes, unit):
                 if isinstance(piece, Span):
                     sent = sum(n * wires.seconds(s.kind, s.axis, s.bytes) for s, n in piece.sent.items())
-                    device_s += times * (sum(piece.busy_ns.values()) / 1e9 + (1 - traits.hidden) * sent)
-                    host_s += times * piece.host_ns / 1e9
-    fixed_s = traits.step_s if cluster.kind == "cuda" else 0.0
-    return (
-        plan.batch.accumulation * max(device_s, host_s)
-        + optimizer(costed, plan, rates, unfused=traits.unfused)
-        + fixed_s
-    )
+                    device_s[-1] += sum(piece.busy_ns.values()) / 1e9 + (1 - traits.hidden) * sent
+                    host_s += piece.host_ns / 1e9
+        found.append(Least(device_s[0], device_s[1], host_s))
+    return tuple(found)
+
+
+def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
+    """Of a step, the optimizer and what the host does."""
+    rates = rates_of(plan, cluster, traits)
+    return optimizer(costed, plan, rates, unfused=traits.unfused) + (traits.step_s if cluster.kind == "cuda" else 0.0)
 
 
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:

@@ -37,32 +37,58 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
     from shardwise.techniques.pp.later import WeightGradients
 
-AUTOMATIC: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zbv")
-"""Schedules that are tried where none is pinned."""
+AUTOMATIC: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
+"""Schedules that are tried where none is pinned, and with how many stages a rank where that is not; simpler ones
+first."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """What the recipe pins; else no pipeline. Of the schedule, unless it is pinned, every one that a rank's number of
-    stages allows; stages are split evenly, unless the recipe says how many blocks each has."""
-    asked = recipe.parallel
-    ranks = (asked.pp or 1) if pinned else 1
+    """What the recipe pins; else no pipeline, unless :func:`pipelines` are asked for. Of the schedule, unless it is
+    pinned, every one that a rank's number of stages allows; stages are split evenly, unless the recipe says how many
+    blocks each has."""
+    ranks = (recipe.parallel.pp or 1) if pinned else 1
     if ranks == 1:
         yield plan
+    else:
+        yield from _scheduled(recipe, spec, plan, ranks)
+
+
+def pipelines(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """Every pipeline that is tried where the recipe pins none: of GPUs, over 2, 4, 8, ... ranks that divide them, of
+    which each has a block. That a CPU's processes share its memory is no measure of links. A recipe that says how many
+    ranks are replicas or have slices means all ranks that tensor parallelism leaves."""
+    ranks = 2
+    if recipe.parallel.dp_shard or recipe.parallel.dp_replicate:
         return
-    for schedule in AUTOMATIC if asked.schedule == "auto" else (asked.schedule,):
-        kind = SCHEDULES[schedule]
-        each = asked.stages_per_rank or kind.least_stages
-        if asked.schedule == "auto" and any(one.name == "stages_per_rank" for one in illegal(schedule, ranks, each, 1)):
-            continue
+    while cluster.kind == "cuda" and spec.hf_model is None and ranks <= min(cluster.world, spec.num_hidden_layers):
+        if cluster.world % ranks == 0:
+            yield from _scheduled(recipe, spec, plan, ranks)
+        ranks *= 2
+
+
+def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Iterator[Plan]:
+    """The plan with a pipeline over so many ranks, under each schedule."""
+    asked, given = recipe.parallel, recipe.parallel.pp == ranks
+    tried: dict[tuple[ScheduleName, int], None] = {}
+    for schedule, stages in AUTOMATIC if asked.schedule == "auto" else ((asked.schedule, 0),):
+        each = asked.stages_per_rank or stages or SCHEDULES[schedule].least_stages
+        more = not given or (asked.schedule == "auto" and stages > SCHEDULES[schedule].least_stages)
+        barred = any(one.name == "stages_per_rank" for one in illegal(schedule, ranks, each, 1))
+        too_many = ranks * each > spec.num_hidden_layers and more
+        # Blocks that are compiled cannot have their backward in two; that costs more than what idles otherwise.
+        halved = SCHEDULES[schedule].splits_backward and asked.schedule == "auto" and recipe.compile is not False
+        if not (halved or too_many or (barred and (asked.schedule == "auto" or not given))):
+            tried[schedule, each] = None
+    for schedule, each in tried:
         counts = tuple(asked.split or ()) or even(spec, recipe.train.seq_len, ranks * each)
         why = {
-            "layout.pp": "pinned",
+            "layout.pp": "pinned" if given else "searched: no plan without it fits, or is as fast",
             "pipeline.schedule": "pinned" if asked.schedule != "auto" else "searched",
             "pipeline.split": "pinned" if asked.split else "derived: the output layer weighs in with the last stage",
         }
         yield replace(
             plan,
-            layout=replace(plan.layout, pp=ranks, v_shaped=kind.shape == "v"),
+            layout=replace(plan.layout, pp=ranks, v_shaped=SCHEDULES[schedule].shape == "v"),
             pipeline=Pipeline(schedule, each, counts),
             why={**plan.why, **why},
         )

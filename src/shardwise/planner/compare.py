@@ -1,0 +1,173 @@
+"""Plans beside one another: which fit, which are faster, which simpler.
+
+Plans are gone through in the order of a time that none of them can beat (planner/bounds.py), until that is longer than
+the best that was found: few are priced, fewer replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+
+from shardwise.models.config import ModelSpec
+from shardwise.planner.bounds import LowerBounds
+from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
+from shardwise.planner.price import price
+from shardwise.planner.seconds.step import timed
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import Plan, Seconds
+from shardwise.techniques.pp.actions import SCHEDULES
+from shardwise.techniques.remat import MODES
+from shardwise.techniques.shard.degrees import STRATEGIES
+
+MARGIN = 0.8
+"""An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
+TIGHT = 0.95
+"""What may be taken where nothing stays below the margin: more is left to chance."""
+TIE = 0.02
+"""Steps that differ by less take as long: runs of one plan differ by as much."""
+KINDS = (*STRATEGIES, "hybrid", "tp", "pp", "pp x tp")
+"""The kinds of plans, from the simplest on."""
+
+SIMPLER = (
+    "1f1b",
+    "interleaved",
+    *(name for name in SCHEDULES if name not in ("1f1b", "interleaved", "gpipe")),
+    "gpipe",
+)
+"""Schedules, simpler ones first."""
+
+
+def fits(plan: Plan) -> bool:
+    """Whether the plan stays below the margin."""
+    return plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
+
+
+def peak_share(plan: Plan) -> float:
+    """The share of the memory that the fullest rank takes."""
+    return plan.estimate.peak_bytes / max(1, plan.estimate.capacity_bytes)
+
+
+def seconds(plan: Plan) -> Seconds:
+    """Those of a plan that has some."""
+    assert plan.estimate.seconds is not None
+    return plan.estimate.seconds
+
+
+def name(plan: Plan) -> str:
+    """``zero3 over 8 x 2, tp 4, pp 4 (1f1b)``."""
+    layout = plan.layout
+    piped = f", pp {layout.pp} ({plan.pipeline.schedule})" * (layout.pp > 1)
+    over = layout.dp if plan.shard.strategy == "ddp" else layout.fsdp
+    replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
+    return f"{plan.shard.strategy} over {over}{replicas}" + f", tp {layout.tp}" * (layout.tp > 1) + piped
+
+
+def kind(plan: Plan) -> str:
+    """Which of ``KINDS`` a plan is of."""
+    if plan.layout.pp > 1:
+        return "pp x tp" if plan.layout.tp > 1 else "pp"
+    if plan.layout.tp > 1:
+        return "tp"
+    return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
+
+
+def simplicity(plan: Plan) -> tuple[object, ...]:
+    """Simpler plans come first."""
+    hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
+    dial = hybrid, STRATEGIES.index(plan.shard.strategy)
+    piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
+    return *piped, plan.layout.tp, *dial, MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
+
+
+def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
+    return plan.layout, plan.batch, plan.shard, plan.pipeline, plan.compile
+
+
+def simplest(plans: list[Plan]) -> Plan:
+    """Of plans with seconds, the simplest of those that are as fast as the fastest."""
+    limit_s = (1 + TIE) * min(seconds(plan).step_s for plan in plans)
+    return min((plan for plan in plans if seconds(plan).step_s <= limit_s), key=simplicity)
+
+
+def smallest_ones(plans: list[Plan]) -> list[Plan]:
+    """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch."""
+    found: dict[object, Plan] = {}
+    for plan in plans:
+        alike = plan.layout, plan.shard, plan.remat
+        other = found.get(alike, plan)
+        found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
+    return list(found.values())
+
+
+@dataclass
+class Comparison:
+    """Plans of one model on one cluster, each priced and timed once."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    prices: dict[Plan, Plan] = field(default_factory=dict)
+    too_large: dict[Plan, Plan] = field(default_factory=dict)
+    times: dict[Plan, Plan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bounds = LowerBounds(self.spec, self.cluster)
+
+    def fastest(self, plans: list[Plan], share: float = MARGIN, limit_s: float | None = None) -> list[Plan]:
+        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds, in the order
+        of ``plans``; with a ``limit_s``, those that were below it and the fastest when they were looked at. Each plan
+        is looked at when no other has a lower bound: at first a rough one, then a better one, then its price. What
+        recomputes more than one that fits, and is as it otherwise, is no faster."""
+        found: dict[int, Plan] = {}
+        modes: dict[tuple[object, ...], int] = {}
+        best_s, bounds, tie = limit_s or float("inf"), self.bounds, 0.0 if limit_s else TIE
+        standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
+        waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
+        heapify(waiting)
+        while waiting:
+            bound_s, looked, i = heappop(waiting)
+            if bound_s > (1 + tie) * best_s:
+                break
+            own, mode = _but_for_recomputation(plans[i]), MODES.index(plans[i].remat.mode)
+            if modes.get(own, mode) < mode:
+                continue
+            if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
+                heappush(waiting, (rough_s, 0, i))
+            elif not looked:
+                heappush(waiting, (bounds.seconds(plans[i]), 1, i))
+            elif peak_share(priced := self.priced(plans[i], share)) <= share:
+                modes[own], found[i] = mode, self.timed(priced)
+                best_s = min(best_s, seconds(found[i]).step_s)
+        return [found[i] for i in sorted(found)]
+
+    def smallest(self, plans: list[Plan]) -> Plan:
+        """The plan whose fullest rank holds the least."""
+        return min(map(self.priced, smallest_ones(plans)), key=lambda plan: plan.estimate.peak_bytes)
+
+    def priced(self, plan: Plan, most: float = float("inf")) -> Plan:
+        """The plan with its estimate of memory and traffic, made once; of a pipeline that takes more than ``most`` of
+        the memory, that of a rank that does."""
+        if plan in self.prices:
+            return self.prices[plan]
+        if plan in self.too_large and peak_share(self.too_large[plan]) > most:
+            return self.too_large[plan]
+        made = price(self.spec, plan, self.cluster, most=most)
+        whole = plan.layout.pp == 1 or peak_share(made) <= most
+        (self.prices if whole else self.too_large)[plan] = made
+        return made
+
+    def timed(self, priced: Plan) -> Plan:
+        """The same with seconds."""
+        if priced not in self.times:
+            self.times[priced] = timed(self.spec, priced, self.cluster)
+        return self.times[priced]
+
+    def with_larger_chunks(self, plan: Plan) -> Plan:
+        """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
+        tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+        for most in LARGER_CHUNKS if self.cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
+            chunk, reasons = chunk_of(self.spec, most, tokens)
+            larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})
+            if fits(priced := self.priced(larger)):
+                return self.timed(priced)
+        return plan

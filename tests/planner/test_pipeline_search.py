@@ -1,0 +1,92 @@
+"""When plans have a pipeline, which, and what bounds the search of them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.models.load import load_spec
+from shardwise.planner.bounds import LowerBounds
+from shardwise.planner.candidates import Pipelines, candidates
+from shardwise.planner.compare import TIE, fits, kind, name, peak_share, seconds
+from shardwise.planner.price import price
+from shardwise.planner.search import Search
+from shardwise.planner.seconds.step import timed
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.recipe import Recipe
+
+EIGHT_B, SEVENTY_B = load_spec("Llama-3.1-8B"), load_spec("Llama-3.1-70B")
+ONE_B = load_spec("Llama-3.2-1B")
+
+
+def recipe(sequences: int = 64, **sections: object) -> Recipe:
+    return Recipe.model_validate({"train": {"seq_len": 4096, "global_batch_size": sequences}, **sections})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(("spec", "cluster"), [(EIGHT_B, "2x8xH100+400Gb/node"), (ONE_B, "8xL40S")])
+def test_bounds_of_pipelines_are_below_what_they_bound(schedule: str, spec: Any, cluster: str) -> None:
+    """Of seconds and of memory, in whatever order plans are asked."""
+    machines = parse_cluster(cluster)
+    plans = candidates(recipe(parallel={"pp": 4, "schedule": schedule}), spec, machines)[0]
+    bounds, drawn = LowerBounds(spec, machines), Random(2).sample(plans, 12)
+    for plan in drawn:
+        rough_s, bound_s = bounds.roughly(plan), bounds.seconds(plan)
+        priced = timed(spec, price(spec, plan, machines), machines)
+        assert rough_s <= bound_s * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9), name(plan)
+        assert bounds.stand(plan, peak_share(priced)), name(plan)
+
+
+def test_bounds_of_degrees_are_below_all_of_their_plans() -> None:
+    machines = parse_cluster("2x8xH100+400Gb/node")
+    pipelines, bounds = Pipelines(recipe(), EIGHT_B, machines, 64), LowerBounds(EIGHT_B, machines)
+    for degrees in Random(3).sample([*pipelines.degrees()], 6):
+        least_s = min(bounds.degrees_s(fast) for fast, _ in degrees.ends)
+        for plan in Random(4).sample(pipelines.plans(degrees), 3):
+            assert least_s <= seconds(timed(EIGHT_B, price(EIGHT_B, plan, machines), machines)).step_s
+
+
+def test_a_pipeline_is_taken_where_it_is_faster_than_all_else() -> None:
+    """70 B on eight nodes with one slow card each: what tensor parallelism in the node leaves to be summed between
+    nodes takes longer than what stages idle. A model of 1 B on one node of fast links gains nothing by stages."""
+    search = Search(recipe(1024), SEVENTY_B, parse_cluster("8x8xH100+400Gb/node"))
+    chosen, without = search.chosen, Search(recipe(1024, parallel={"pp": 1}), SEVENTY_B, search.cluster).chosen
+    assert chosen.layout.pp > 1 and fits(chosen) and without.layout.pp == 1
+    assert seconds(chosen).step_s * (1 + TIE) < seconds(without).step_s
+    assert chosen.why["layout.pp"].startswith("searched") and f"pp {chosen.layout.pp} (" in name(chosen)
+    assert chosen.batch.global_batch_size(chosen.layout.dp) == 1024
+    assert Search(recipe(), ONE_B, parse_cluster("8xH100")).chosen.layout.pp == 1
+
+
+def test_a_pin_wins() -> None:
+    for pins in ({"pp": 2}, {"pp": 4, "schedule": "interleaved", "stages_per_rank": 4}, {"pp": 2, "schedule": "zbv"}):
+        plan = Search(recipe(parallel=pins), EIGHT_B, parse_cluster("8xH100")).chosen
+        assert plan.layout.pp == pins["pp"] and plan.why["layout.pp"] == "pinned"
+        assert plan.pipeline.schedule == pins.get("schedule", plan.pipeline.schedule)
+    assert not plan.compile and plan.why["compile"].startswith("derived: off")
+
+
+@pytest.mark.parametrize(
+    ("pins", "code", "fix"),
+    [
+        ({"pp": 3}, "PLAN001", "1, 2, 4, 8"),
+        ({"pp": 64}, "PLAN001", "1, 2, 4, 8"),
+        ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 32}, "PLAN023", "pp=1"),
+        ({"pp": 2, "schedule": "1f1b", "stages_per_rank": 2}, "PLAN023", "stages_per_rank=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(pins: dict[str, object], code: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Search(recipe(parallel=pins), EIGHT_B, parse_cluster("8xH100")).chosen  # noqa: B018
+    assert code in {problem.code for problem in refused.value.problems}
+    assert any(fix in problem.fix for problem in refused.value.problems)
+
+
+def test_the_table_has_the_best_pipelines_with_and_without_tensor_parallelism() -> None:
+    found = {kind(plan): plan for plan in Search(recipe(256), EIGHT_B, parse_cluster("2x8xH100+400Gb/node")).families()}
+    assert found["pp"].layout.tp == 1 < found["pp"].layout.pp and found["pp x tp"].layout.tp > 1
+    steps = [seconds(plan).step_s for plan in found.values() if fits(plan)]
+    assert steps == sorted(steps)
