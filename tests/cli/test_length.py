@@ -20,7 +20,7 @@ from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of
-from shardwise.planner import search
+from shardwise.planner import compare
 from shardwise.planner.length import Length
 from shardwise.planner.seconds.history import FILE, past_runs, remember
 from shardwise.runtime.report.report import Report
@@ -45,7 +45,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     def in_two_seconds(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         return replace(plan, estimate=replace(plan.estimate, seconds=SECONDS))
 
-    monkeypatch.setattr(search, "timed", in_two_seconds)
+    monkeypatch.setattr(compare, "timed", in_two_seconds)
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(list(words))

@@ -104,15 +104,15 @@ def test_6_a_70b_on_one_node_of_four() -> None:
 
 def test_14_7b_to_30b_on_a_few_nodes() -> None:
     """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits. Over slow cards two stages, one
-    a node, are faster still by a tenth. A 32B is fully sharded too; pairs of tensor parallelism in the node beside that
-    are worth less than a tenth of a step."""
+    a node, are faster still by a twentieth. A 32B without stages is fully sharded too; pairs of tensor parallelism in the
+    node beside that are worth less than a tenth of a step."""
     asked = {"seq_len": 4096, "global_batch_size": 16}
     once = plans(EIGHT_B, "2x8xA100+400Gb/node", train=asked, parallel={"pp": 1, "tp": 1}).chosen
     staged = plans(EIGHT_B, "2x8xA100+400Gb/node", train=asked).chosen
     often = plans(EIGHT_B, "2x8xH200+400Gb/node", train={**asked, "global_batch_size": 1024}).chosen
     assert kind(once) in ("zero1", "zero2", "zero3", "hybrid") and kind(often) in ("zero1", "zero2", "hybrid")
-    assert staged.layout.pp == 2 and seconds(staged).step_s < 0.9 * seconds(once).step_s
-    search = plans(load_spec("Qwen2.5-32B"), "4x8xH100+3.2Tb/node")
+    assert staged.layout.pp == 2 and seconds(staged).step_s < 0.95 * seconds(once).step_s
+    search = plans(load_spec("Qwen2.5-32B"), "4x8xH100+3.2Tb/node", parallel={"pp": 1})
     assert search.chosen.shard.strategy == "zero3" and search.chosen.layout.tp <= 2
     plain = families(search)["zero3"]
     assert fits(plain) and seconds(plain).step_s < 1.1 * seconds(search.chosen).step_s

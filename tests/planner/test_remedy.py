@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import Search, choose
 from shardwise.spec.cluster import Device, parse_cluster
@@ -65,7 +65,11 @@ def test_what_is_named_fits_when_it_is_typed(words: list[str], cluster: str, exp
         if more[0] == "--cluster":
             other, more = parse_cluster(more[1]), []
         again = choose(load_recipe(None, [MODEL, *words, *more]), SEVENTY_B, other)
-        assert share(again) <= 1 and again.estimate == remedy.plan.estimate
+        assert share(again) <= 1
+        if share(remedy.plan) <= TIGHT:  # other numbers of stages are tried as well
+            assert seconds(again).step_s <= (1 + TIE) * seconds(remedy.plan).step_s
+        if again.layout.pp == remedy.plan.layout.pp:
+            assert again.estimate == remedy.plan.estimate
         assert remedy.price
 
 

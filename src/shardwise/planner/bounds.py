@@ -28,6 +28,17 @@ from shardwise.techniques import optim
 from shardwise.techniques.pp.actions import SCHEDULES
 
 
+class Sizes(NamedTuple):
+    """What plans have in common that differ in the dial and in their micro-batches: operations of products a token, the
+    bytes of all weights as they are gathered (four-bit codes stay so), of those those of the blocks, and the numbers in
+    weights that are trained, before they are sharded."""
+
+    flops: int
+    gathered: int
+    blocks: int
+    trained: int
+
+
 class BlockSeconds(NamedTuple):
     """Seconds that gathering the weights of a block takes, and summing its gradients."""
 
@@ -97,11 +108,14 @@ class LowerBounds:
     spec: ModelSpec
     cluster: Cluster
     states: dict[object, int] = field(default_factory=dict)
-    sizes: dict[object, tuple[int, int, int, int]] = field(default_factory=dict)
+    sizes: dict[object, Sizes] = field(default_factory=dict)
     computed_s: dict[object, tuple[float, float]] = field(default_factory=dict)
     larger: dict[object, tuple[int, float, float]] = field(default_factory=dict)
     through: dict[object, Through] = field(default_factory=dict)
     blocks: dict[object, tuple[float, float, Unit]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slower = step.straggling(self.cluster)
 
     def stand(self, plan: Plan, share: float) -> bool:
         """Whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of large
@@ -109,10 +123,9 @@ class LowerBounds:
         key, whole = (plan.layout.fsdp, _alike(plan)), unstaged(plan)
         if key not in self.states:
             self.states[key] = sum(optim.state_bytes(self._costed(whole), whole).values())
-        _, gathered, trained, _ = self._sizes(whole)
-        gathered *= plan.shard.strategy in ("zero1", "zero2")
-        slices = plan.layout.fsdp if plan.sharded else 1
-        gradients = trained * BYTES[plan.precision.weights] // slices
+        sizes, slices = self._sizes(whole), plan.layout.fsdp if plan.sharded else 1
+        gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
+        gradients = sizes.trained * BYTES[plan.precision.weights] // slices
         room = share * self.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.cluster).values())
         held = self.states[key] + max(gradients, gathered)
         return held <= room * plan.layout.pp and (plan.layout.pp == 1 or self._first_rank_bytes(plan) <= room)
@@ -152,15 +165,15 @@ class LowerBounds:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their
         gradients, whichever is more, which is found in next to no time; or what larger micro-batches compute, which no
         GPU computes faster in smaller ones."""
-        flops, gathered, trained, _ = self._sizes(unstaged(plan))
+        sizes = self._sizes(unstaged(plan))
         batch, ranks = plan.batch, plan.layout.pp
         sequences = batch.micro_batch_size * batch.accumulation
         rates = rates_of(plan, self.cluster, own_traits())
-        computed_s = flops * sequences * batch.seq_len / rates.best_flops_per_s / ranks
+        computed_s = sizes.flops * sequences * batch.seq_len / rates.best_flops_per_s / ranks
         micro, each_s, once_s = self.larger.get(_alike(plan), (0, 0.0, 0.0))
         if batch.micro_batch_size < micro:
             computed_s = max(computed_s, (each_s * sequences + once_s) / ranks)
-        return max(computed_s, self._sent_s(plan, gathered, trained) / ranks)
+        return max(computed_s, self.slower * self._sent_s(plan, sizes) / ranks)
 
     def seconds(self, plan: Plan) -> float:
         """The same with all kernels, and with what is sent between them; of a pipeline, until all stages are filled and
@@ -169,7 +182,7 @@ class LowerBounds:
         if ranks > 1:
             through, once_s = self._through(plan), self._computed_s(plan)[1]
             step_s = through.step_s(plan, batch.accumulation, 1, self._message_s(plan), self._block_s(plan))
-            return max(step_s + once_s / ranks, self.roughly(plan))
+            return max(self.slower * step_s + once_s / ranks, self.roughly(plan))
         return max(sum(self._computed_s(plan)), self.roughly(plan))
 
     def _message_s(self, plan: Plan) -> float:
@@ -180,10 +193,10 @@ class LowerBounds:
         """While the next stage waits."""
         if not plan.sharded:
             return NOTHING
-        _, gathered, trained, blocks = self._sizes(unstaged(plan))
-        wires, share = wires_of(plan.layout, self.cluster), blocks / max(1, gathered)
-        gathered_s = wires.seconds("all_gather", "fsdp", gathered)
-        reduced_s = wires.seconds("reduce_scatter", "fsdp", trained * BYTES[plan.precision.reduce])
+        sizes, wires = self._sizes(unstaged(plan)), wires_of(plan.layout, self.cluster)
+        share = sizes.blocks / max(1, sizes.gathered)
+        gathered_s = wires.seconds("all_gather", "fsdp", sizes.gathered)
+        reduced_s = wires.seconds("reduce_scatter", "fsdp", sizes.trained * BYTES[plan.precision.reduce])
         count = self.spec.num_hidden_layers
         all_trained = plan.lora is None and not plan.frozen
         return BlockSeconds(share * gathered_s / count, share * reduced_s / count * all_trained)
@@ -193,7 +206,7 @@ class LowerBounds:
         batch, once_s = plan.batch, self._computed_s(plan)[1]
         sequences, parts = batch.micro_batch_size * batch.accumulation, batch.micro_batch_size
         step_s = self._through(plan).step_s(plan, sequences, parts, self._message_s(plan))
-        return step_s + once_s / plan.layout.pp
+        return self.slower * step_s + once_s / plan.layout.pp
 
     def _computed_s(self, plan: Plan) -> tuple[float, float]:
         """Of the plan without stages, what its micro-batches take, and what is done once a step."""
@@ -201,9 +214,9 @@ class LowerBounds:
         if key not in self.computed_s:
             costed, traits = self._costed(whole), own_traits()
             each_s, once_s = self._through(plan).whole_s, step.once_s(costed, whole, self.cluster, traits)
-            self.computed_s[key] = batch.accumulation * each_s, once_s
+            self.computed_s[key] = batch.accumulation * each_s * self.slower, once_s
             if self.cluster.kind == "cuda":
-                larger = batch.micro_batch_size, each_s / batch.micro_batch_size, once_s
+                larger = batch.micro_batch_size, each_s / batch.micro_batch_size * self.slower, once_s
                 self.larger[_alike(plan)] = max(self.larger.get(_alike(plan), (0, 0.0, 0.0)), larger)
         return self.computed_s[key]
 
@@ -217,36 +230,36 @@ class LowerBounds:
             self.through[key] = Through.of(stem, blocks, tail)
         return self.through[key]
 
-    def _sizes(self, plan: Plan) -> tuple[int, int, int, int]:
-        """Operations of products a token, the bytes of all weights as they are gathered (four-bit codes stay so), the
-        numbers in those that are trained, before they are sharded, and the gathered bytes of the blocks alone: what
-        plans have in common that differ in the dial and in their micro-batches."""
-        key = _alike(plan)
+    def _sizes(self, whole: Plan) -> Sizes:
+        key = _alike(whole)
         if key not in self.sizes:
-            costed = self._costed(plan)
-            weights = [(weight, times) for unit, times in costed.repeated() for weight in unit.weights]
-            counts = [(prod(map(int, weight.shape)) * times, weight) for weight, times in weights]
+            costed = self._costed(whole)
+            weights = [
+                (prod(map(int, weight.shape)) * times, weight, unit.name)
+                for unit, times in costed.repeated()
+                for weight in unit.weights
+            ]
             flops = sum(times * _flops(unit) for unit, times in costed.repeated())
-            gathered = sum(n * BYTES[weight.used_as] for n, weight in counts)
-            inside = [(block, times) for block, times in costed.repeated() if block.name == "block"]
-            blocks = sum(
-                prod(map(int, weight.shape)) * times * BYTES[weight.used_as]
-                for block, times in inside
-                for weight in block.weights
+            gathered = [(n * BYTES[weight.used_as], name) for n, weight, name in weights]
+            self.sizes[key] = Sizes(
+                flops,
+                sum(size for size, _ in gathered),
+                sum(size for size, name in gathered if name == "block"),
+                sum(n for n, weight, _ in weights if weight.trained),
             )
-            self.sizes[key] = flops, gathered, sum(n for n, weight in counts if weight.trained), blocks
         return self.sizes[key]
 
-    def _sent_s(self, plan: Plan, gathered: int, trained: int) -> float:
+    def _sent_s(self, plan: Plan, sizes: Sizes) -> float:
         """Seconds for which the dial keeps the links of its weights busy, at least; on GPUs, gathers and reductions
         share them."""
         layout, strategy, m = plan.layout, plan.shard.strategy, plan.batch.accumulation
         wires = wires_of(layout, self.cluster)
-        reduced = trained * BYTES[plan.precision.reduce]
+        reduced = sizes.trained * BYTES[plan.precision.reduce]
         if strategy == "ddp":
             return wires.seconds("all_reduce", "loss", reduced)
         gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
-        gathered_s = gathers * wires.seconds("all_gather", "fsdp", gathered)
+        again = sizes.blocks if strategy == "zero3" and not plan.frozen else 0  # for backward
+        gathered_s = gathers * wires.seconds("all_gather", "fsdp", sizes.gathered + again)
         reduced_s = reduces * wires.seconds("reduce_scatter", "fsdp", reduced)
         sliced_s = gathered_s + reduced_s if self.cluster.kind == "cuda" else max(gathered_s, reduced_s)
         return max(sliced_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))

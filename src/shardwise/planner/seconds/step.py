@@ -68,7 +68,7 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
     """All of a step, from what its passes come to."""
-    slower = 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
+    slower = straggling(cluster)
     optimizer_s *= slower
     exposed = {axis: slower * seconds for axis, seconds in now.exposed_s.items() if seconds > 1e-12}
     passes_s = slower * max(now.at_s["compute"], now.host_s)
@@ -89,6 +89,11 @@ def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimize
         high_s=high_s,
         basis=basis,
     )
+
+
+def straggling(cluster: Cluster) -> float:
+    """How many times as long a step takes on so many nodes, since all wait for the slowest."""
+    return 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
 
 
 @dataclass(frozen=True)

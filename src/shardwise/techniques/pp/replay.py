@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.techniques.pp.actions import Action, Kind, Message
@@ -24,19 +25,33 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A step of a pipeline. What follows the seconds has one entry a rank; counts are the most at any moment.
+    """A step of a pipeline by its ``lists``. All else has one entry a rank; counts are the most at any moment.
 
     alive           (stage, micro-batch) pairs whose forward is done and whose backward is not, W included
     alive_to_input  likewise, but only to the end of B or I
     buffers         receives that are posted and whose tensors are not used yet
     """
 
+    lists: Sequence[Sequence[Action]]
     makespan_s: float
     busy_s: tuple[float, ...]
     computed: tuple[tuple[Timed, ...], ...]
-    alive: tuple[int, ...]
-    alive_to_input: tuple[int, ...]
-    buffers: tuple[int, ...]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(zip(*map(_held, self.lists), strict=True))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return self._held[0]
+
+    @property
+    def alive_to_input(self) -> tuple[int, ...]:
+        return self._held[1]
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        return self._held[2]
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -140,14 +155,11 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]
         pass
     if left := run.left():
         raise ValueError("; ".join(left))
-    alive, alive_to_input, buffers = zip(*map(_held, lists), strict=True)
     return Replay(
+        lists=lists,
         makespan_s=max(run.clock_s),
         busy_s=tuple(sum(one.end_s - one.start_s for one in rank) for rank in run.computed),
         computed=tuple(map(tuple, run.computed)),
-        alive=alive,
-        alive_to_input=alive_to_input,
-        buffers=buffers,
     )
 
 
