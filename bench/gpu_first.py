@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -40,6 +41,7 @@ from shardwise.models import attention
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
 from shardwise.models.config import ModelSpec
+from shardwise.models.hf_model import model_of
 from shardwise.models.kernels import able
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -51,6 +53,7 @@ from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat
+from shardwise.techniques.pp.later import LaterProduct, WeightGradients
 
 ONE = ModelSpec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
 ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -348,6 +351,41 @@ def loss_chunks(on: Device) -> Lines:
         yield f"| {chunk} | {on.time_ms(work):,.2f} | {mib(on.peak_bytes(work))} |"
 
 
+def halves(on: Device) -> Lines:
+    """A backward in two halves, as zero-bubble pipelines make it, beside a whole one: gradients, time, and peak."""
+    spec = replace(ONE, vocab_size=300, hidden_size=64, intermediate_size=96, head_dim=8) if on.rehearse else ONE
+    rows, tokens = (1, 32) if on.rehearse else (4, 2048)
+    torch.manual_seed(0)
+    model = model_of(spec).to(on.device, torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    ids = torch.randint(spec.vocab_size, (rows, tokens), device=on.device)
+    positions = torch.arange(tokens, device=on.device).expand(rows, -1)
+    out_grad = torch.randn(rows, tokens, spec.vocab_size, device=on.device).bfloat16()
+
+    def gradients(later: WeightGradients | None) -> list[Tensor]:
+        model.zero_grad()
+        products: list[LaterProduct] = []
+        with later.collecting(products) if later else nullcontext():
+            model(ids, positions, MaskSpec()).backward(out_grad)
+        if later:
+            later.run(products)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    whole = gradients(None)
+    whole_ms, whole_peak = on.time_ms(lambda: gradients(None)), on.peak_bytes(lambda: gradients(None))
+    later = WeightGradients()
+    later.watch(model)
+    split = gradients(later)
+    worst = max(error(found, right) for found, right in zip(split, whole, strict=True))
+    wrong = "" if len(split) == len(whole) and worst <= ERRORS[torch.bfloat16] else " WRONG"
+    yield f"gradients of {len(split)} weights differ by {worst:.1e} at most{wrong}"
+    yield from ("| backward | ms | peak, MiB |", "|---|---:|---:|")
+    yield f"| whole | {whole_ms:,.2f} | {mib(whole_peak)} |"
+    split_ms, split_peak = on.time_ms(lambda: gradients(later)), on.peak_bytes(lambda: gradients(later))
+    yield f"| in halves | {split_ms:,.2f} | {mib(split_peak)} |"
+
+
 def real_run(on: Device) -> Lines:
     """30 steps with asynchronous saves, whole; then the same killed on its way and resumed; what both say."""
     model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
@@ -408,6 +446,7 @@ SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
     "step": (one_step, 90),
     "kernels": (kernels, 60),
     "loss": (loss_chunks, 60),
+    "halves": (halves, 60),
     "speed": (speed, 300),
     "run": (real_run, 150),
 }

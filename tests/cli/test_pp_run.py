@@ -13,6 +13,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.models.tensorfile import entries
 from shardwise.spec.load import load_plan
+from shardwise.spec.shipped import recipes_directory
 from tests.cli.test_tp_run import MODEL, lines, train  # noqa: F401
 
 TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
@@ -44,6 +45,25 @@ def test_a_run_is_that_of_one_process(
     assert ours.keys() == others.keys()
     for name, entry in others.items():
         assert (ours[name].read() - entry.read()).abs().max() < 1e-4, name
+
+
+@pytest.mark.prove
+def test_the_recipe_of_three_dimensions_run_small(
+    train: Callable[..., int],  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """recipes/llama-405b-3d.yaml with its schedule and stages, on 2 x 2 ranks, beside one process."""
+    deep = MODEL | {"num_hidden_layers": 8}
+    small = [str(recipes_directory() / "llama-405b-3d.yaml"), "model.path=null", "data.tokenizer.path=null"]
+    small += ["run.nodes=1", "train.micro_batch_size=1", "optim.warmup_steps=0"]
+    apart = ["run.nproc=4", "parallel.tp=2", "parallel.pp=2"]
+    whole = ["run.nproc=1", "parallel.tp=1", "parallel.pp=1", "parallel.schedule=auto", "parallel.stages_per_rank=null"]
+    assert train(*small, *apart, "run.name=three", model=deep) == 0, capfd.readouterr().err
+    assert train(*small, *whole, "run.name=one", model=deep) == 0
+    plan = load_plan("runs/three/plan.yaml")
+    assert (plan.pipeline.schedule, plan.pipeline.stages_per_rank, plan.layout.tp) == ("interleaved", 4, 2)
+    for mine, theirs in zip(lines("three"), lines("one"), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
 def test_a_plan_draws_its_schedule(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -1,5 +1,6 @@
 """Drift of models that are trained in earnest: bytes equal and peaks within 3 %, on the first, a middle and the last
-of 512 ranks; with tensor parallelism of 16,384, on the first and last of either axis."""
+of 512 ranks; with tensor parallelism of 16,384, on the first and last of either axis; with a pipeline as well, on its
+first, a middle and its last rank."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import pytest
 from shardwise.models.load import load_spec
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, ScheduleName, Shard
+from shardwise.techniques.pp.actions import SCHEDULES
+from shardwise.techniques.pp.split import split
 
 BF16 = Precision("bf16")
 ZERO3 = Shard("zero3")
@@ -64,6 +67,29 @@ def test_large_models_under_tensor_parallelism(name: str, corner: str) -> None:
     world, tp = plan.layout.world, plan.layout.tp
     rank = {"first": 0, "last of tp": tp - 1, "last of dp": world - tp, "last": world - 1}[corner]
     found = drift(load_spec(model), plan, rank)
+    assert not found.differences()
+    assert found.measured.peak_bytes > 2**30
+    assert abs(found.peak_error) < PEAK_TOLERANCE
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("place", [0, 8, 15])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_405b_in_three_dimensions(schedule: ScheduleName, stages_per_rank: int, place: int) -> None:
+    """126 blocks over 16 and 32 stages, on 16,384 ranks."""
+    spec = load_spec("Llama-3.1-405B")
+    blocks = split(spec, 8192, 16 * stages_per_rank)
+    assert sum(blocks) == 126 and len(set(blocks)) > 1
+    plan = Plan(
+        Layout(dp_shard=128, pp=16, tp=8, v_shaped=SCHEDULES[schedule].shape == "v"),
+        Batch(1, 16, 8192),
+        Shard("zero1" if schedule == "zbv" else "zero2"),
+        BF16,
+        Remat("selective"),
+        sequence_parallel=True,
+        pipeline=Pipeline(schedule, stages_per_rank, blocks),
+    )
+    found = drift(spec, plan, plan.layout.rank({"pp": place, "dp_shard": 127 * (place > 0), "tp": 7 * (place > 8)}))
     assert not found.differences()
     assert found.measured.peak_bytes > 2**30
     assert abs(found.peak_error) < PEAK_TOLERANCE

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwise.prove import parity
 from shardwise.spec.plan import Plan, Remat
 from tests.faults.job import KILL, SAVE, STEPS, Job, write_text
 from tests.faults.ranks import ranks_to_kill
+from tests.parity import pipes
 from tests.parity.cases import BF16, FLASH, FP64, TIED, UNTIED, plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -72,6 +74,31 @@ def test_parity_in_bf16(tmp_path: Path, strategy: str, world: int) -> None:
     for (spec, of, steps), traces in zip(jobs, trained(tmp_path, world, jobs), strict=True):
         found = parity.compare(parity.plain(parity.job_of(spec, of, steps)), traces)
         assert found.turn.error < 2e-3, f"{found} of {of}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "strategy", "degrees"),
+    [
+        (schedule, strategy, degrees)
+        for schedule, strategy, degrees in [
+            ("1f1b", "ddp", {}),
+            ("interleaved", "ddp", {}),
+            ("zbv", "ddp", {}),
+            ("1f1b", "ddp", {"tp": 2}),
+            ("interleaved", "zero1", {"dp_shard": 2}),
+            ("zbv", "zero3", {"dp_shard": 2}),
+        ]
+        if 2 * prod(degrees.values()) <= torch.cuda.device_count()
+    ],
+)
+def test_parity_of_pipelines_in_fp64(tmp_path: Path, schedule: str, strategy: str, degrees: dict[str, int]) -> None:
+    """1e-9 after five AdamW steps, ends that are tied included."""
+    specs = [pipes.spec_of(model, 2 * pipes.stages_per_rank(schedule)) for model in ("untied", "tied")]
+    jobs = [(spec, pipes.plan(schedule, spec, strategy, **degrees), parity.STEPS) for spec in specs]
+    world = jobs[0][1].layout.world
+    for (spec, of, steps), traces in zip(jobs, trained(tmp_path, world, jobs), strict=True):
+        found = parity.compare(parity.plain(parity.job_of(spec, of, steps)), traces, staged=True)
+        assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, f"{found} of {of}"
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,8 @@ def test_6_a_70b_on_one_node_of_four() -> None:
 
 def test_14_7b_to_30b_on_a_few_nodes() -> None:
     """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits. Over slow cards two stages, one
-    a node, are faster still by a twentieth. A 32B without stages is fully sharded too; pairs of tensor parallelism in the
-    node beside that are worth less than a tenth of a step."""
+    a node, are faster still by a twentieth. A 32B without stages is fully sharded too; pairs of tensor parallelism in
+    the node beside that are worth less than a tenth of a step."""
     asked = {"seq_len": 4096, "global_batch_size": 16}
     once = plans(EIGHT_B, "2x8xA100+400Gb/node", train=asked, parallel={"pp": 1, "tp": 1}).chosen
     staged = plans(EIGHT_B, "2x8xA100+400Gb/node", train=asked).chosen
