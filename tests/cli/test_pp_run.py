@@ -12,9 +12,13 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.models.tensorfile import entries
+from shardwise.prove.pool import RankPool
+from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_plan
+from shardwise.spec.plan import Pipeline, Plan
 from shardwise.spec.shipped import recipes_directory
-from tests.cli.test_tp_run import MODEL, lines, train  # noqa: F401
+from tests.cli import moved_ranks
+from tests.cli.test_tp_run import MODEL, PROMPT, contents, lines, train  # noqa: F401
 
 TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
@@ -22,6 +26,7 @@ TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": T
 @pytest.mark.parametrize(("schedule", "more"), [("1f1b", []), ("zbv", ["checkpoint.save_steps=1"])])
 def test_a_run_is_that_of_one_process(
     train: Callable[..., int],  # noqa: F811
+    ranks: RankPool,
     capfd: pytest.CaptureFixture[str],
     schedule: str,
     more: list[str],
@@ -45,6 +50,30 @@ def test_a_run_is_that_of_one_process(
     assert ours.keys() == others.keys()
     for name, entry in others.items():
         assert (ours[name].read() - entry.read()).abs().max() < 1e-4, name
+    exports_are_alike(ranks, Path("runs/two").absolute(), capfd)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "1f1b": {"layout": Layout(pp=2), "pipeline": Pipeline("1f1b", 1, (2, 2))},
+    "interleaved": {"layout": Layout(pp=2), "pipeline": Pipeline("interleaved", 2, (1, 1, 1, 1))},
+    "zbv": {"layout": Layout(pp=2, v_shaped=True), "pipeline": Pipeline("zbv", 2, (1, 1, 1, 1))},
+}
+
+
+def exports_are_alike(ranks: RankPool, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run's checkpoint, loaded into each of the layouts and exported from there, is the run's own model in every
+    file, bit by bit; and so is a text of greedy choices that all ranks write."""
+    expected = contents(run / "hf")
+    capfd.readouterr()
+    assert main(["generate", str(run / "hf"), "--prompt", PROMPT, "--tokens", "12", "--json"]) == 0
+    text = json.loads(capfd.readouterr().out)["text"]
+    for name, settings in LAYOUTS.items():
+        plan, target = Plan(**settings), run / f"from {name}"
+        arguments = str(run), plan, str(target), PROMPT, 12
+        world = plan.layout.world
+        assert ranks.run(moved_ranks.load_and_export, *arguments, world=world) == [text] * world, name
+        assert contents(target) == expected, name
 
 
 @pytest.mark.prove

@@ -138,3 +138,25 @@ def received(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Received:
         run, job = begin(spec, plan), parity.job_of(spec, plan, 1)
         run.step(parity.share_of_rank(parity.batch_rows(job, 0), run.groups, plan))
     return found
+
+
+def overflowing(
+    rank: int, world: int, spec: ModelSpec, plan: Plan
+) -> list[tuple[bool, float | None, dict[str, Tensor]]]:
+    """Of three steps in fp16, the second with a gradient that is not finite on the first stage alone: whether it was
+    skipped, the loss's scale, and this rank's weights after it."""
+    number = 0
+
+    def enter(phase: str) -> None:
+        gradients = (weight.grad for weight in run.state.trained() if weight.grad is not None)
+        if phase == "clip" and number == 1 and rank == 0:
+            next(gradients).view(-1)[0] = float("inf")
+
+    run, job, found = begin(spec, plan, enter), parity.job_of(spec, plan, 3), []
+    for number in range(3):  # enter asks for it
+        batches = parity.share_of_rank(parity.batch_rows(job, number), run.groups, plan)
+        supervised, _ = count_supervised(run.groups, sum(batch.supervised_tokens() for batch in batches))
+        stats = step(run.state, batches, supervised, run.rules)
+        weights = {name: parity.full(weight.detach()) for name, weight in run.state.parameters().items()}
+        found.append((stats.skipped, stats.loss_scale, weights))
+    return found

@@ -12,7 +12,7 @@ from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.plan import Plan, Remat
+from shardwise.spec.plan import Plan, Precision, Remat
 from tests.parity import drawn, field_ranks
 from tests.parity.pipes import layout_of, plan, spec_of
 from tests.parity.test_fp64 import holds
@@ -125,3 +125,15 @@ def test_S4_S5_few_receives_are_posted_and_each_has_memory_of_its_own(ranks: Ran
     of = plan(schedule, UNTIED, micro=8)
     for found in ranks.run(field_ranks.received, UNTIED, of):
         assert 1 <= found.most <= 3 and not found.shared
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_gradient_that_overflows_on_one_stage_skips_the_step_of_all(ranks: RankPool, schedule: str) -> None:
+    """And halves the scale of all, once; the step after it is taken again."""
+    of = replace(plan(schedule, UNTIED), precision=Precision(compute="fp16"))
+    found = ranks.run(field_ranks.overflowing, UNTIED, of)
+    for first, second, third in found:
+        assert [skipped for skipped, _, _ in (first, second, third)] == [False, True, False]
+        assert all(torch.equal(weight, first[2][name]) for name, weight in second[2].items())
+        assert not all(torch.equal(weight, second[2][name]) for name, weight in third[2].items())
+    assert {tuple(scale for _, scale, _ in steps) for steps in found} == {(2.0**16, 2.0**16, 2.0**15)}
