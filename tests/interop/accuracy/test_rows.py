@@ -8,7 +8,7 @@ from shardwise.interop.accuracy.rows import Measurement, habits_of, read
 from shardwise.models.config import parameter_count
 from shardwise.spec.cluster import find_device
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Optim, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Precision, Remat, Shard
 from tests.interop.accuracy.published import ROW, changed
 
 
@@ -39,6 +39,24 @@ def test_what_is_blank_is_guessed_and_named() -> None:
     assert row.plan.batch == Batch(8, 1, 2048, 8 * 2048)
     assert row.plan.remat.mode == "selective" and row.plan.shard.strategy == "zero3"
     assert row.cluster.network_bytes_per_s == 8 * 25e9, "what the table says of a node of A100"
+
+
+@pytest.mark.parametrize(
+    ("virtual", "framework", "pipeline", "sequence"),
+    [
+        ("", "torchtitan", Pipeline("1f1b", 1, (8, 8, 8, 8)), True),
+        ("2", "Megatron-Core", Pipeline("interleaved", 2, (4,) * 8), True),
+        ("3", "Megatron-LM", Pipeline("interleaved", 3), False),
+    ],
+)
+def test_a_pipeline(virtual: str, framework: str, pipeline: Pipeline, sequence: bool) -> None:
+    """Of 32 blocks, as many a stage as come out even. ZeRO-2 reduces once too, and Megatron of 2021 had no sequence
+    parallelism."""
+    row = reading(pp="4", vpp=virtual, framework=framework, zero_stage="2", gbs="64", mbs="2")
+    assert row.plan.layout == Layout(dp_shard=2, pp=4, tp=2, ranks_per_node=8) and row.plan.shard == Shard("zero1")
+    assert (row.plan.pipeline.schedule, row.plan.pipeline.stages_per_rank) == (pipeline.schedule, int(virtual or 1))
+    assert (row.plan.pipeline.split == pipeline.split) is (virtual != "3") and sum(row.plan.pipeline.split) == 32
+    assert row.plan.batch.accumulation == 16 and row.plan.sequence_parallel is sequence
 
 
 @pytest.mark.parametrize(
@@ -104,7 +122,8 @@ def test_fine_tuning() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"pp": "2"}, "pp larger than 1"),
+        ({"pp": "64", "num_gpus": "64", "tp": "1"}, "more stages than blocks"),
+        ({"pp": "2", "notes": "zero bubble schedule"}, "a schedule that overlaps other stages"),
         ({"cp": "4"}, "cp larger than 1"),
         ({"ep": "8"}, "ep larger than 1"),
         ({"precision": "mxfp8"}, "8-bit or 4-bit products"),
@@ -134,7 +153,7 @@ def test_fine_tuning() -> None:
         ({"seq_len": ""}, "sequence length not told"),
         ({"num_gpus": ""}, "number of GPUs not told"),
         ({"tp": "", "zero_stage": ""}, "layout not told"),
-        ({"num_gpus": "15"}, "tp does not divide the GPUs"),
+        ({"num_gpus": "15"}, "tp x pp does not divide the GPUs"),
     ],
 )
 def test_what_is_skipped_and_why(values: dict[str, str], reason: str) -> None:

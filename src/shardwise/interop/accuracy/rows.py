@@ -20,8 +20,11 @@ from shardwise.models import known
 from shardwise.models.config import ModelSpec, from_hf, parameter_count, problems
 from shardwise.spec.cluster import Cluster, Device, find_device
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques.pp import even
 
+WITHOUT_SEQUENCE_PARALLELISM = ("megatron21", "bigscience")
+"""Eras that had none."""
 FINE_TUNING = ("sft", "lora", "qlora", "full-ft")
 MOST_MICRO_BATCH = 16
 """A micro-batch that is not stated is a rank's share of the batch, if that is at most so large, else 1."""
@@ -128,7 +131,7 @@ def _read(text: Text) -> Measurement:
     spec = _model(text)
     habits = habits_of(said(text, "framework"), device)
     guessed: list[str] = []
-    plan = _plan(text, habits, guessed)
+    plan = _plan(text, spec, habits, guessed)
     cluster = _cluster(text, device, plan.layout)
     plan = replace(plan, model=spec.name, layout=replace(plan.layout, ranks_per_node=cluster.devices_per_node))
     if found := [*problems(spec), *techniques.check(spec, plan, cluster)]:
@@ -138,13 +141,17 @@ def _read(text: Text) -> Measurement:
 
 def _refuse(text: Text) -> None:
     """What the planner does not price, or nobody could compare."""
-    for axis in ("pp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         if (number(text, axis) or 1) > 1:
             raise _Skipped(f"{axis} larger than 1")
     names = ("notes", "task", "offload", "model", "optimizer")
     notes, task, offload, model, optimizer = (said(text, name).lower() for name in names)
     rules = {
         "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
+        "a schedule that overlaps other stages": re.search(
+            "dualpipe|zero.?bubble", f"{notes} {said(text, 'framework')}".lower()
+        )
+        is not None,
         "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
         "experts": (number(text, "num_experts") or 1) > 1 or re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None,
         "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}")
@@ -201,21 +208,21 @@ def _model(text: Text) -> ModelSpec:
     return min(either, key=lambda spec: abs(parameter_count(spec) - parameters))
 
 
-def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
-    world, tp = whole(text, "num_gpus"), whole(text, "tp") or 1
-    if world is None or world % tp:
-        raise _Skipped("number of GPUs not told" if world is None else "tp does not divide the GPUs")
+def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Plan:
+    world, tp, pp = whole(text, "num_gpus"), whole(text, "tp") or 1, whole(text, "pp") or 1
+    if world is None or world % (tp * pp):
+        raise _Skipped("number of GPUs not told" if world is None else "tp x pp does not divide the GPUs")
     layout_columns = ("tp", "pp", "dp", "fsdp_shard", "zero_stage", "sharding")
     if world > 1 and not any(said(text, column) for column in layout_columns):
         raise _Skipped("layout not told")
-    dp = world // tp
+    dp = world // (tp * pp)
     strategy: Any = _strategy(text, habits, guessed) if dp > 1 else "ddp"
     shard = dp if strategy != "ddp" else 1
     if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
         shard = stated
     elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
         shard = int(found[1]) if dp % int(found[1]) == 0 else dp
-    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, tp=tp)
+    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, pp=pp, tp=tp)
     return Plan(
         layout,
         _batch(text, dp, guessed),
@@ -223,14 +230,31 @@ def _plan(text: Text, habits: Habits, guessed: list[str]) -> Plan:
         _precision(text, habits),
         _remat(text, habits, guessed),
         compile=said(text, "compile").lower() in ("yes", "1", "true"),
-        sequence_parallel=tp > 1,
+        sequence_parallel=tp > 1
+        and habits.era not in WITHOUT_SEQUENCE_PARALLELISM
+        and said(text, "sp").lower() not in ("0", "no"),
         optim=Optim("adamw8bit" if "8bit" in said(text, "optimizer").lower() else "adamw"),
         lora=_lora(text),
+        pipeline=_pipeline(text, spec, pp),
     )
+
+
+def _pipeline(text: Text, spec: ModelSpec, ranks: int) -> Pipeline:
+    """Stages of as many blocks each, as Megatron cuts them; where that does not come out even, as they are cut here."""
+    each = whole(text, "vpp") or 1
+    if ranks == 1:
+        return Pipeline()
+    if ranks * each > spec.num_hidden_layers:
+        raise _Skipped("more stages than blocks")
+    count, rest = divmod(spec.num_hidden_layers, ranks * each)
+    counts = even(spec, whole(text, "seq_len") or 1, ranks * each) if rest else (count,) * (ranks * each)
+    return Pipeline("interleaved" if each > 1 else "1f1b", each, counts)
 
 
 def _strategy(text: Text, habits: Habits, guessed: list[str]) -> Any:
     stage, words = said(text, "zero_stage"), said(text, "sharding").lower()
+    if stage == "2" and (whole(text, "pp") or 1) > 1:
+        return "zero1"  # no pipeline reduces gradients after every micro-batch
     if stage in ("0", "1", "2", "3"):
         return "ddp" if stage == "0" else f"zero{stage}"
     for word, strategy in STRATEGIES.items():

@@ -166,6 +166,8 @@ def _traits(row: Measurement) -> Traits:
         known["2021 network"] if habits.era in EARLY and row.plan.shard.strategy == "zero3" else None,
         bool(habits.step_copies),
         2 * habits.logit_bytes / OWN_LOGIT_BYTES if habits.logit_bytes else 1.0,
+        chained=False,
+        scattered=True,
     )
 
 

@@ -88,7 +88,8 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
                 known[alike] = _stage_times(clock, (sheet, stage), plan, cluster, rates)
             times[stage.number] = known[alike]
     stages = tuple(times[number] for number in sorted(times))
-    message_s = wires_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan))
+    parts = plan.layout.tp if traits.scattered and not plan.sequence_parallel else 1
+    message_s = wires_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan) // parts)
     line = PipelineReplay(plan, trained_stages(spec, plan), stages, message_s, traits.chained and plan.sharded)
     step, makespan_s = line.replayed()
     return PipelineTimes(sheets, stages, step, makespan_s, message_s, plan.batch.accumulation)

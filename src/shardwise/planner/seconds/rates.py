@@ -39,7 +39,8 @@ class Traits:
     cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
     ``logits``: bytes that the loss moves of a logit, as a share of ours. ``dequantised``: bytes that dequantising moves
     an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
-    wait while the one before them gathers weights or sums gradients."""
+    wait while the one before them gathers weights or sums gradients. ``scattered``: tensor-parallel ranks that all have
+    the same hidden states send the next stage a part each."""
 
     efficiency: float
     step_s: float
@@ -51,6 +52,7 @@ class Traits:
     logits: float = 1.0
     dequantised: float = 0.0
     chained: bool = True
+    scattered: bool = False
 
 
 def own_traits() -> Traits:
