@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch, collate
@@ -159,4 +160,44 @@ def overflowing(
         stats = step(run.state, batches, supervised, run.rules)
         weights = {name: parity.full(weight.detach()) for name, weight in run.state.parameters().items()}
         found.append((stats.skipped, stats.loss_scale, weights))
+    return found
+
+
+@dataclass
+class Meanwhile:
+    """How many gradients left while their backward still ran, of how many; whether all weights of this rank's stages
+    were whole when it first waited for another."""
+
+    early: int = 0
+    sent: int = 0
+    whole: bool | None = None
+
+
+def meanwhile(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Meanwhile:
+    """The second step of a run."""
+    found, running = Meanwhile(), False
+    send, wait, backward = PipelineRank._send, PipelineRank._wait, PipelineRank._backward
+
+    def sends(self: PipelineRank[Any], action: Any) -> None:
+        if action.kind == "SEND_B" and action.gives in self.here:
+            found.sent, found.early = found.sent + 1, found.early + running
+        send(self, action)
+
+    def waits(self: PipelineRank[Any], *given: Any) -> None:
+        if found.whole is None:
+            weights = [weight for part in self.parts.values() for weight in part.parameters()]
+            found.whole = not any(isinstance(weight, DTensor) for weight in weights)
+        wait(self, *given)
+
+    def goes_back(self: PipelineRank[Any], *given: Any, **named: Any) -> None:
+        nonlocal running
+        running = True
+        backward(self, *given, **named)
+        running = False
+
+    run, job = begin(spec, plan), parity.job_of(spec, plan, 2)
+    run.step(parity.share_of_rank(parity.batch_rows(job, 0), run.groups, plan))
+    changed = {"_send": sends, "_wait": waits, "_backward": goes_back}
+    with patch.multiple(PipelineRank, **changed):
+        run.step(parity.share_of_rank(parity.batch_rows(job, 1), run.groups, plan))
     return found

@@ -137,3 +137,12 @@ def test_a_gradient_that_overflows_on_one_stage_skips_the_step_of_all(ranks: Ran
         assert all(torch.equal(weight, first[2][name]) for name, weight in second[2].items())
         assert not all(torch.equal(weight, second[2][name]) for name, weight in third[2].items())
     assert {tuple(scale for _, scale, _ in steps) for steps in found} == {(2.0**16, 2.0**16, 2.0**15)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_nothing_is_waited_for_in_vain(ranks: RankPool, schedule: str) -> None:
+    """Every gradient leaves before the rank waits for sums, and ranks after the first gather while they wait for it."""
+    of = plan(schedule, UNTIED, "zero1", dp_shard=2)
+    for rank, found in enumerate(ranks.run(field_ranks.meanwhile, UNTIED, of, world=4)):
+        assert found.early == found.sent and (found.sent > 0) is (schedule == "interleaved" or rank >= 2)
+        assert found.whole is True or rank < 2

@@ -281,6 +281,7 @@ NAMED_BY_THE_RUNTIME = {
 }
 """By module of the runtime, the techniques that it names, and what for."""
 WITHIN_A_STEP = (
+    "before_waiting",
     "before_micro_batch",
     "before_input_gradients",
     "after_weight_gradients",

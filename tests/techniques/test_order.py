@@ -38,13 +38,16 @@ def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeyp
             vars(technique)[moment] = lambda *args, moment=moment, **named: called.append((name, moment, *named))
         return technique
 
-    moments = ("before_micro_batch", "after_backward", "after_inference")
+    moments = ("before_waiting", "before_micro_batch", "after_backward", "after_inference")
     order = (acting("a", *moments), acting("silent"), acting("b", *moments[:2]), acting("c", "after_inference"))
     monkeypatch.setattr(techniques, "ORDER", order)
+    techniques.before_waiting([], PLAN)
     techniques.before_micro_batch([], PLAN, last=True)
     techniques.after_backward([], PLAN, Meshes())
     techniques.after_inference([], PLAN)
     assert called == [
+        ("a", "before_waiting"),
+        ("b", "before_waiting"),
         ("a", "before_micro_batch", "last"),
         ("b", "before_micro_batch", "last"),
         ("b", "after_backward"),

@@ -161,6 +161,14 @@ def differentiable_inside_operations() -> AbstractContextManager[Any]:
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 
 
+def begin_sharding(module: torch.nn.Module) -> None:
+    """Have FSDP2 set itself up for a root, which it does by itself at its first forward, and before which it gathers
+    nothing. Without the name stages could not gather their first weights while they wait."""
+    from torch.distributed.fsdp import fully_shard
+
+    vars(fully_shard)["state"](module)._lazy_init()
+
+
 def end_backward(module: torch.nn.Module) -> None:
     """Have FSDP2 do what it does by itself at the end of a backward: reduce gradients, or keep them. It has no public
     way where gradients of weights are made apart from those of inputs; torch's own pipeline stages use the same names.

@@ -78,7 +78,7 @@ class Through:
         has left the ranks before it; or the way of its micro-batches to the last stage and back, of which only some are
         under way at a time; for the rank of which that is most. Micro-batches are so many ``parts`` of one.
         ``message_s``: from a rank to the next. ``block_s``: of a block, what the first forward waits for its weights,
-        and the last backward for the sum of its gradients, if that is longer than what it computes."""
+        and a rank's own last backward for the sum of its gradients, if that is longer than what it computes."""
         layout, most = plan.layout, 0.0
         halved = SCHEDULES[plan.pipeline.schedule].splits_backward
         stages, f, b = stages_of(plan.pipeline.split), self.forward_s, self.backward_s
@@ -86,9 +86,11 @@ class Through:
             own = {n: blocks for n, blocks in enumerate(stages) if stage_rank(layout, n) == rank}
             busy = sum(f[one.stop] - f[one.start] + b[one.stop] - b[one.start] for one in own.values())
             before, after = own[rank].start, own[rank].stop
-            fills = rank * message_s + max(f[before], before * block_s.gathered)
-            opens = max(0.0, (after - before) * block_s.gathered - (f[after] - f[before]))
-            drains = 0.0 if halved else max(b[before], before * block_s.reduced)
+            fills, opens = rank * message_s + f[before], 0.0
+            if rank == 0 or plan.shard.strategy == "zero3":  # others gather while they wait
+                fills = max(fills, rank * message_s + before * block_s.gathered)
+                opens = max(0.0, (after - before) * block_s.gathered - (f[after] - f[before]))
+            drains = 0.0 if halved else b[before]
             closes = 0.0 if halved else max(0.0, (after - before) * block_s.reduced - (b[after] - b[before]))
             drains += rank * message_s * (b[before] > 0)
             most = max(most, fills + opens + micro_batches * busy + closes + drains)

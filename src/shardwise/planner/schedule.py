@@ -75,6 +75,9 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
     halved = SCHEDULES[plan.pipeline.schedule].splits_backward
     leaving: list[TensorKey] = []
     run = _remembering(tape, {} if known is None else known) if isinstance(tape, Folding) else Step.run
+    if sheet.place.coordinate("pp") > 0:
+        for step in steps.values():
+            step.weights.before_waiting(step.names)
     for action in order:
         stage, micro, last = action.stage, action.micro, closing.get(action.stage) == action.micro
         step = steps[stage]
@@ -238,6 +241,7 @@ class Step:
         # FSDP2 learns of the end of a backward from the gradient of the input; where there is none, when all is over.
         for name in reversed(late):
             self.weights.after_backward(name)
+        self.tape.add(Mark("gradient of the input"))
         self.weights.end()
 
     def at(self, micro_batch: int, unit: int, tensor: int | str = "") -> TensorKey:

@@ -9,7 +9,7 @@ torch/distributed/fsdp/_fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Iterable, Set
 from math import prod
 from typing import Any
 
@@ -32,6 +32,12 @@ class Weights:
         ends = sheet.stem.weights[:1] if sheet.tied else sheet.tail.weights[-1:]
         self.output = ends[0] if ends else None
         self.last, self.half = True, False
+
+    def before_waiting(self, names: Iterable[Hashable]) -> None:
+        """What stays whole for a step is gathered before its first forward, where that comes from another rank."""
+        for name in names if self.plan.sharded and self.plan.shard.strategy != "zero3" else ():
+            self.before_forward(name)
+            self.after_forward("tail")
 
     def begin(self, *, last: bool, half: bool = False) -> None:
         """``half``: the first half of a backward begins, whose second half is the step's ``last``."""

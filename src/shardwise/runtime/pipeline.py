@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -69,6 +70,7 @@ class PipelineRank(Generic[Made]):
         self.posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
         self.here: dict[Message, Tensor] = {}
         self.sending: list[Sending] = []
+        self.backwards: dict[Message, Action] = {}
         self.made: list[Made] = []
         self.at = Action("F", 0, 0)
 
@@ -78,6 +80,9 @@ class PipelineRank(Generic[Made]):
         order = pp.orders(self.line.plan, self.trained)[self.line.meshes.index("pp")]
         closing = {action.stage: action.micro for action in order if action.kind in "BIW"}
         trained = {action.stage for action in order if action.kind in "BI"}
+        self.backwards = {action.gives: action for action in order if action.kind == "SEND_B" and action.gives}
+        if self.line.meshes.index("pp") > 0:
+            techniques.before_waiting([*self.parts.values()], self.line.plan)
         for action in order:
             self.at = action
             last = closing.get(action.stage) == action.micro
@@ -141,17 +146,25 @@ class PipelineRank(Generic[Made]):
             techniques.before_micro_batch([part], plan, last=last)
         else:
             techniques.before_input_gradients([part], plan, last=last)
+        if kept.hidden is not None and kept.hidden.requires_grad:
+            kept.hidden.register_post_accumulate_grad_hook(partial(self._give_back, action))
         with nullcontext() if later is None else later.collecting(kept.later):
             assert kept.root is not None
             torch.autograd.backward([kept.root], [grad])
-        if kept.hidden is not None and kept.hidden.requires_grad:
-            assert kept.hidden.grad is not None
-            self.here["B", action.stage - 1, action.micro] = kept.hidden.grad
         kept.hidden = kept.root = None
         if later is None:
             del self.kept[action.stage, action.micro]
         elif action.kind == "B":
             self._weights(action, last=last)
+
+    def _give_back(self, action: Action, hidden: Tensor) -> None:
+        """What the stage before waits for is sent as soon as it is there: before this rank waits for the sums of its
+        weights' gradients."""
+        message: Message = "B", action.stage - 1, action.micro
+        assert hidden.grad is not None
+        self.here[message] = hidden.grad
+        if message in self.backwards:
+            self._send(self.backwards[message])
 
     def _weights(self, action: Action, *, last: bool) -> None:
         """The other half: the gradients of weights."""
@@ -174,6 +187,8 @@ class PipelineRank(Generic[Made]):
 
     def _send(self, action: Action) -> None:
         assert action.gives is not None
+        if action.gives not in self.here:
+            return  # it left as soon as it was there
         tensor = self.here.pop(action.gives).contiguous()
         me = self.line.meshes.index("pp")
         channel = self.line.meshes.channels[me, action.peer]

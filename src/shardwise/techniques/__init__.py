@@ -215,6 +215,12 @@ def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], 
         made = act(parameters, name, part, made)
 
 
+def before_waiting(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """Call where a step begins with waiting for another stage: what can be done meanwhile."""
+    for act in _those_with("before_waiting"):
+        act(parts, plan)
+
+
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     """Call before each forward that a backward follows at once, else before the backward. Whether it is the ``last`` of
     its step decides what it sends and frees."""

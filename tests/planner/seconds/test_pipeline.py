@@ -15,7 +15,7 @@ from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.seconds.step import timed
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, stage_rank
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Seconds, Shard
 from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -32,14 +32,18 @@ def staged(schedule: Any, ranks: int, m: int, strategy: Any = "ddp", **axes: int
     return Plan(layout, batch, shard, precision, pipeline=Pipeline(schedule, each, split), model=spec.name)
 
 
-def line(plan: Plan, forward_s: list[float], *, chained: bool = False) -> PipelineReplay:
-    """Stages of which each backward takes twice its forward, half of it for inputs, and what is sent none."""
-    halved = SCHEDULES[plan.pipeline.schedule].splits_backward
-    stages = tuple(
-        StageTimes({"F": f, "B": 2 * f} | ({"I": f, "W": f} if halved else {}), 0.3, 0.7, (Elapsed(),) * 3)
-        for f in forward_s
-    )
-    return PipelineReplay(plan, (True,) * len(stages), stages, 0.0, chained)
+def line(plan: Plan, forward_s: list[float], *, chained: bool = False, early: bool = True) -> PipelineReplay:
+    """Stages of which each backward takes twice its forward, half of it for inputs, and what is sent none. Gathers take
+    0.3 s: before the first message, or on the first rank within its first forwards; sums 0.7 s after the last backward,
+    of which the gradient of the input is there before them (``early``), or after."""
+    halved, ranks = SCHEDULES[plan.pipeline.schedule].splits_backward, plan.layout.pp
+    stages = []
+    for number, f in enumerate(forward_s):
+        each_s = {"F": f, "B": 2 * f} | ({"I": f, "W": f} if halved else {})
+        waits = chained and stage_rank(plan.layout, number) > 0
+        waiting_s, opening_s = (0.3 / (len(forward_s) // ranks), 0.0) if waits else (0.0, 0.3)
+        stages.append(StageTimes(each_s, waiting_s, opening_s, 0.7, (0.0, 0.7 * early), (Elapsed(),) * 3))
+    return PipelineReplay(plan, (True,) * len(stages), tuple(stages), 0.0, chained)
 
 
 @pytest.mark.parametrize(("schedule", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
@@ -64,11 +68,14 @@ def test_many_micro_batches_take_as_long_as_a_replay_of_all(schedule: str, ranks
         assert found.replayed()[1] == pytest.approx(found.ends_s(found.step(m)), rel=1e-9)
 
 
-def test_gathers_and_reductions_delay_the_next_stage_only_where_they_are_chained() -> None:
-    """0.3 s before each stage's first forward and 0.7 s in its last backward: four times, or once."""
-    plan = staged("1f1b", 4, 8)
-    apart, chained = (line(plan, [1.0] * 4, chained=each).replayed()[1] for each in (False, True))
-    assert apart == pytest.approx(3.0 * (8 + 3) + 1.0) and chained == pytest.approx(3.0 * (8 + 3) + 4.0)
+def test_ranks_wait_for_their_own_gathers_and_sums_alone() -> None:
+    """0.3 s before each stage's first forward and 0.7 s in its last backward: once, of the first rank. Were gradients
+    sent only when sums are done, all four sums would follow one another."""
+    plan, ideal_s = staged("1f1b", 4, 8), 3.0 * (8 + 3)
+    apart, own = (line(plan, [1.0] * 4, chained=each).replayed()[1] for each in (False, True))
+    assert apart == pytest.approx(ideal_s + 1.0) and own == pytest.approx(ideal_s + 1.0)
+    late = line(plan, [1.0] * 4, chained=True, early=False)
+    assert late.replayed()[1] == pytest.approx(ideal_s + 0.3 + 4 * 0.7)
 
 
 def seconds(plan: Plan, cluster: str = "8xH100") -> Seconds:

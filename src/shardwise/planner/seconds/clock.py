@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from shardwise.planner.events import Begin, Copy, Event, Key, Send, Tier
+from shardwise.planner.events import Begin, Copy, Event, Key, Mark, Send, Tier
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.seconds.wires import Wires
@@ -62,6 +62,7 @@ class StepClock(Folding):
         self.axis: dict[str, str] = {}
         self.contention = shipped()["contention"] if rates.cuda else 0.0
         self.beside_s = 0.0  # of communication that has begun and slows what is computed next
+        self.given_s = 0.0  # when the gradient of a stage's input was there, last
 
     def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
         """Nothing: bytes take no time."""
@@ -78,6 +79,8 @@ class StepClock(Folding):
                 self.now.at_s[event.stream] = max(self.now.at_s[event.stream], self.now.host_s) + seconds
         elif isinstance(event, Begin):
             self.taken()
+        elif event == Mark("gradient of the input"):
+            self.given_s = self.now.at_s["compute"]
 
     def play(self, piece: Event | Span, at: object) -> None:
         assert isinstance(piece, Span)

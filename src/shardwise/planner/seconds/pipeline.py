@@ -15,10 +15,10 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.price import along_pipeline
 from shardwise.planner.schedule import Step, stage_of
 from shardwise.planner.seconds.clock import Elapsed, StepClock
-from shardwise.planner.seconds.rates import Rates, Traits, rates_of
+from shardwise.planner.seconds.rates import Traits, rates_of
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Stage
+from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import pp
@@ -34,13 +34,17 @@ ALIKE = 1e-9
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a stage's passes of a micro-batch, by kind of action. ``opening_s`` and ``closing_s``: how much longer
-    its first forward takes, before which weights may be gathered, and its last backward, after which gradients are
-    reduced. ``passes``: all that happens in the first micro-batch, in one that is like most, and in the last."""
+    """Seconds of a stage's passes of a micro-batch, by kind of action. ``waiting_s``: of what is done before the first
+    message comes. ``opening_s`` and ``closing_s``: how much longer its first forward takes, before which weights may be
+    gathered, and its last backward, after which gradients are reduced. ``after_s``: how long its backward goes on when
+    the gradient of its input is there, and its last. ``passes``: all that happens in the first micro-batch, in one that
+    is like most, and in the last."""
 
     each_s: dict[str, float]
+    waiting_s: float
     opening_s: float
     closing_s: float
+    after_s: tuple[float, float]
     passes: tuple[Elapsed, Elapsed, Elapsed]
 
 
@@ -81,11 +85,19 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
     for sheet in sheets:
         for stage in sheet.place.stages:
             own = sheet.of_stage(stage)
-            alike = own.stem, own.tail, tuple(own.blocks[kind] for kind in own.order), sheet.trained[stage.number]
+            waits = traits.chained and sheet.place.coordinate("pp") > 0
+            alike = (
+                own.stem,
+                own.tail,
+                tuple(own.blocks[kind] for kind in own.order),
+                sheet.trained[stage.number],
+                waits,
+            )
             if alike not in known:
                 wires = wires_of(plan.layout, cluster, traits.network if plan.sharded else None)
                 clock = StepClock(rates, wires, traits.hidden)
-                known[alike] = _stage_times(clock, (sheet, stage), plan, cluster, rates)
+                played = Step(clock, *stage_of(sheet, stage, plan, cluster.kind, rates), stage.number)
+                known[alike] = _stage_times(clock, played, plan, trained=sheet.trained[stage.number], waits=waits)
             times[stage.number] = known[alike]
     stages = tuple(times[number] for number in sorted(times))
     parts = plan.layout.tp if traits.scattered and not plan.sequence_parallel else 1
@@ -104,8 +116,8 @@ def border_bytes(sheet: Sheet, plan: Plan) -> int:
 @dataclass(frozen=True)
 class PipelineReplay:
     """What a step of a pipeline is replayed with. ``trained``: of each stage, whether any of its weights is.
-    ``chained``: a stage's neighbours wait while it gathers weights before its first forward, and sums gradients after
-    its last backward; else all stages gather at once, and sum at the end."""
+    ``chained``: the first rank gathers weights in its first forwards, others before them, and each rank waits itself
+    while it sums gradients after its last backward; else all stages gather at once, and sum at the end."""
 
     plan: Plan
     trained: tuple[bool, ...]
@@ -117,7 +129,11 @@ class PipelineReplay:
         """The step of so many micro-batches."""
         batch = replace(self.plan.batch, accumulation=micro_batches)
         lists = pp.orders(replace(self.plan, batch=batch), self.trained)
-        return replay(lists, self._seconds(lists), self.message_s)
+        waiting_s = [0.0] * len(lists)
+        for number, stage in enumerate(self.stages):
+            waiting_s[stage_rank(self.plan.layout, number)] += stage.waiting_s
+        after = self._after(lists) if self.chained else None
+        return replay(lists, self._seconds(lists), self.message_s, after, waiting_s)
 
     def _seconds(self, lists: Lists) -> Callable[[Action], float]:
         more = dict[Action, float]()
@@ -130,6 +146,16 @@ class PipelineReplay:
         def seconds(action: Action) -> float:
             each_s = self.stages[action.stage].each_s  # where nothing is trained, a gradient is of the input alone
             return each_s[action.kind if action.kind in each_s else "B"] + more.get(action, 0.0)
+
+        return seconds
+
+    def _after(self, lists: Lists) -> Callable[[Action], float]:
+        """How long a computation goes on after what it gives another stage is there."""
+        last = {action.stage: action for order in lists for action in order if action.kind in ("B", "I")}
+
+        def seconds(action: Action) -> float:
+            usual_s, closing_s = self.stages[action.stage].after_s
+            return 0.0 if action.kind not in ("B", "I") else closing_s if last[action.stage] == action else usual_s
 
         return seconds
 
@@ -155,29 +181,32 @@ class PipelineReplay:
         return step, self.ends_s(step)
 
 
-def _stage_times(
-    clock: StepClock, where: tuple[Sheet, Stage], plan: Plan, cluster: Cluster, rates: Rates
-) -> StageTimes:
-    """Of one stage of a place, by three micro-batches: the first, one that is like most, and the last."""
-    sheet, stage = where
-    step = Step(clock, *stage_of(sheet, stage, plan, cluster.kind, rates), stage.number)
-    halved = SCHEDULES[plan.pipeline.schedule].splits_backward and sheet.trained[stage.number]
-    parts, passes = list[list[float]](), list[Elapsed]()
+def _stage_times(clock: StepClock, step: Step, plan: Plan, *, trained: bool, waits: bool) -> StageTimes:
+    """Of one stage of a place, by three micro-batches: the first, one that is like most, and the last. ``waits``: the
+    first comes from another rank."""
+    halved = SCHEDULES[plan.pipeline.schedule].splits_backward and trained
+    parts, passes, after_s = list[list[float]](), list[Elapsed](), list[float]()
+    begun = clock.now.copy()
+    if waits:
+        step.weights.before_waiting(step.names)
+    waiting_s = clock.now.at_s["compute"] - begun.at_s["compute"]
     for micro in range(3):
         at = [clock.now.copy()]
         step.forward(micro)
         at.append(clock.now.copy())
         if halved:
             step.input_gradients(micro, last=micro == 2)
+            after_s.append(clock.now.at_s["compute"] - clock.given_s)
             at.append(clock.now.copy())
             step.weight_gradients(micro, last=micro == 2)
         else:
             step.backward(micro, last=micro == 2)
+            after_s.append(clock.now.at_s["compute"] - clock.given_s)
         at.append(clock.now.copy())
         parts.append([late.at_s["compute"] - early.at_s["compute"] for early, late in pairwise(at)])
         passes.append(Elapsed())
-        passes[-1].goes_on(at[0], at[-1], 1)
+        passes[-1].goes_on(at[0] if micro else begun, at[-1], 1)
     opening, usual, closing = parts
     each_s = {"F": usual[0], "B": sum(usual[1:])} | ({"I": usual[1], "W": usual[2]} if halved else {})
     more = max(0.0, opening[0] - usual[0]), max(0.0, sum(closing[1:]) - sum(usual[1:]))
-    return StageTimes(each_s, *more, (passes[0], passes[1], passes[2]))
+    return StageTimes(each_s, waiting_s, *more, (after_s[1], after_s[2]), (passes[0], passes[1], passes[2]))

@@ -15,6 +15,9 @@ BEFORE: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 """What must have been computed of the same stage and micro-batch."""
 
 
+Seconds = Callable[[Action], float]
+
+
 class Timed(NamedTuple):
     """A computation, and when it starts and ends."""
 
@@ -81,8 +84,9 @@ class _Channel:
 class _Progress:
     """Ranks that do their actions in order, each as far as it can."""
 
-    def __init__(self, lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float], transfer_s: float):
-        self.lists, self.seconds, self.transfer_s = lists, seconds, transfer_s
+    def __init__(self, lists: Sequence[Sequence[Action]], seconds: Seconds, transfer_s: float, after: Seconds):
+        self.lists, self.seconds, self.transfer_s, self.after = lists, seconds, transfer_s, after
+        self.given_s: dict[Message, float] = {}
         self.clock_s, self.place = [0.0] * len(lists), [0] * len(lists)
         self.computed: list[list[Timed]] = [[] for _ in lists]
         self.done: set[Action] = set()
@@ -112,7 +116,7 @@ class _Progress:
         start_s = max(self.clock_s[rank], self.ready_s.get(taken, 0.0))
         self.clock_s[rank] = start_s + self.seconds(action)
         if action.gives:
-            self.ready_s[rank, action.gives] = self.clock_s[rank]
+            self.given_s[action.gives] = self.ready_s[rank, action.gives] = self.clock_s[rank] - self.after(action)
         self.computed[rank].append(Timed(action, start_s, self.clock_s[rank]))
         self.done.add(action)
         return True
@@ -123,7 +127,7 @@ class _Progress:
         source, to = (rank, action.peer) if sent else (action.peer, rank)
         channel = self.channels[source, to]
         if sent:
-            channel.sends.append((now_s, sent))
+            channel.sends.append((self.given_s.get(sent, now_s), sent))
         elif wanted:
             channel.receives.append((now_s, wanted))
         if channel.sends and channel.receives:
@@ -146,11 +150,19 @@ class _Progress:
         return waits
 
 
-def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float], transfer_s: float = 0.0) -> Replay:
-    """A step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. Sends never block; a
-    rank waits only for what its next computation takes. Raises ValueError where ranks wait for ever, where the two
-    sides of a channel have different orders, or where one side is missing."""
-    run = _Progress(lists, seconds, transfer_s)
+def replay(
+    lists: Sequence[Sequence[Action]],
+    seconds: Seconds,
+    transfer_s: float = 0.0,
+    after: Seconds | None = None,
+    begin_s: Sequence[float] = (),
+) -> Replay:
+    """A step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. What a computation
+    gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when each rank does
+    nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError where ranks
+    wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
+    run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
+    run.clock_s = [*begin_s] or run.clock_s
     while sum(run.advance(rank) for rank in range(len(lists))):
         pass
     if left := run.left():

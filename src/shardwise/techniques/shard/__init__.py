@@ -25,7 +25,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from shardwise.distributed.torch_private import end_backward
+from shardwise.distributed.torch_private import begin_sharding, end_backward
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
@@ -281,6 +281,18 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
     if reached or any(parameter.requires_grad for _, parameter in stem):
         return []
     return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
+
+
+def before_waiting(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """Gathers what stays whole for the step, while no stage before has sent anything yet."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in parts if plan.shard.strategy in ("zero1", "zero2") else ():
+        if isinstance(part, FSDPModule):
+            begin_sharding(part)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
