@@ -39,7 +39,7 @@ def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeyp
         return technique
 
     moments = ("before_waiting", "before_micro_batch", "after_backward", "after_inference")
-    order = (acting("a", *moments), acting("silent"), acting("b", *moments[:2]), acting("c", "after_inference"))
+    order = (acting("a", *moments), acting("silent"), acting("b", *moments[:3]), acting("c", "after_inference"))
     monkeypatch.setattr(techniques, "ORDER", order)
     techniques.before_waiting([], PLAN)
     techniques.before_micro_batch([], PLAN, last=True)
