@@ -23,7 +23,9 @@ from tests.cli.test_tp_run import MODEL, PROMPT, contents, lines, train  # noqa:
 TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize(("schedule", "more"), [("1f1b", []), ("zbv", ["checkpoint.save_steps=1"])])
+@pytest.mark.parametrize(
+    ("schedule", "more"), [("1f1b", []), pytest.param("zbv", ["checkpoint.save_steps=1"], marks=pytest.mark.prove)]
+)
 def test_a_run_is_that_of_one_process(
     train: Callable[..., int],  # noqa: F811
     ranks: RankPool,

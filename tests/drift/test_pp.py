@@ -93,7 +93,7 @@ def graded(cases: list[tuple[str, ...]], few: int, many: int) -> list[Any]:
 SETTINGS = pairwise(SCHEDULES, PLACES, list(DIALS)[:5], TENSOR, REMATS)
 
 
-@pytest.mark.parametrize(("schedule", "place", "dial", "tensor", "remat"), graded(SETTINGS, 4, 18))
+@pytest.mark.parametrize(("schedule", "place", "dial", "tensor", "remat"), graded(SETTINGS, 2, 18))
 def test_settings(schedule: str, place: str, dial: str, tensor: str, remat: str) -> None:
     precision = list(PRECISIONS.values())[len(schedule + place + dial) % len(PRECISIONS)]
     check(SPEC, plan_of(schedule, dial, tensor, remat=REMATS[remat], precision=precision), place)
@@ -102,7 +102,7 @@ def test_settings(schedule: str, place: str, dial: str, tensor: str, remat: str)
 SCHEDULED = pairwise(MODELS, SCHEDULES, PLACES)
 
 
-@pytest.mark.parametrize(("model", "schedule", "place"), graded(SCHEDULED, 3, 14))
+@pytest.mark.parametrize(("model", "schedule", "place"), graded(SCHEDULED, 1, 10))
 def test_models(model: str, schedule: str, place: str) -> None:
     turn = list(MODELS).index(model) + list(SCHEDULES).index(schedule)
     dial, tensor = list(DIALS)[turn % len(DIALS)], list(TENSOR)[turn % len(TENSOR)]
@@ -124,17 +124,17 @@ def test_every_schedule_is_seen_on_every_rank() -> None:
     assert {case[:2] for case in SETTINGS[:18]} == set(product(SCHEDULES, PLACES))
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.prove)])
-def test_fake_tensors_show_what_real_ones_show(schedule: str) -> None:
+@pytest.mark.prove
+def test_fake_tensors_show_what_real_ones_show() -> None:
     """The peak too; large models are measured on fake tensors alone."""
-    plan = plan_of(schedule, "zero3 over 4", remat=REMATS["every 2"])
+    plan = plan_of("zbv", "zero3 over 4", remat=REMATS["every 2"])
     assert measure(SPEC, plan, 5, fake=True) == measure(SPEC, plan, 5, fake=False)
 
 
 LARGE_CASES = pairwise(SCHEDULES, PLACES, ("ddp over 1", "zero1 over 2", "zero3 over 4"), ("none", "selective", "full"))
 
 
-@pytest.mark.parametrize(("schedule", "place", "dial", "remat"), graded(LARGE_CASES, 0, 3))
+@pytest.mark.parametrize(("schedule", "place", "dial", "remat"), graded(LARGE_CASES, 0, 1))
 def test_peak_of_a_gigabyte(schedule: str, place: str, dial: str, remat: str) -> None:
     plan = replace(plan_of(schedule, dial, remat=REMATS[remat]), batch=Batch(8, 6, 2048, 1024))
     found = drift(LARGE, plan, plan.layout.rank({"pp": PLACES[place]}))

@@ -143,7 +143,7 @@ def train_with_fault(rank: int, world: int, name: str) -> list[parity.Trace]:
             return [right, parity.take_steps(rank, spec, of, 2)]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_planted_fault_is_caught(ranks: RankPool, name: str) -> None:
     _, spec, of = FAULTS[name]

@@ -18,6 +18,7 @@ from tests.parity.pipes import layout_of, plan, spec_of
 from tests.parity.test_fp64 import holds
 
 UNTIED, TIED = spec_of("untied", 4), spec_of("tied", 4)
+TWO = ["1f1b", pytest.param("zbv", marks=pytest.mark.prove)]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev")
 
 
@@ -25,13 +26,17 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev
     "of",
     [
         pytest.param(plan("1f1b", UNTIED), id="P1 the norm is of all stages, and clips"),
-        pytest.param(plan("gpipe", UNTIED, micro=1), id="P2 one micro-batch"),
-        pytest.param(plan("interleaved", UNTIED, micro=2), id="P2 two"),
-        pytest.param(plan("zbv", UNTIED, micro=8), id="P2 eight"),
-        pytest.param(plan("1f1b", UNTIED, pp=4), id="P3 P4 tokens differ, over four stages"),
+        pytest.param(plan("gpipe", UNTIED, micro=1), id="P2 one micro-batch", marks=pytest.mark.prove),
+        pytest.param(plan("interleaved", UNTIED, micro=2), id="P2 two", marks=pytest.mark.prove),
+        pytest.param(plan("zbv", UNTIED, micro=8), id="P2 eight", marks=pytest.mark.prove),
+        pytest.param(plan("1f1b", UNTIED, pp=4), id="P3 P4 tokens differ, over four stages", marks=pytest.mark.prove),
         pytest.param(plan("interleaved", UNTIED, micro=3), id="P6 P7 S7 documents of each micro-batch"),
-        pytest.param(plan("zbv", UNTIED, dp_replicate=2), id="P11 halves of a backward beside replicas"),
-        pytest.param(replace(plan("zbv", UNTIED), remat=Remat("full")), id="P10 recomputed in halves"),
+        pytest.param(
+            plan("zbv", UNTIED, dp_replicate=2), id="P11 halves of a backward beside replicas", marks=pytest.mark.prove
+        ),
+        pytest.param(
+            replace(plan("zbv", UNTIED), remat=Remat("full")), id="P10 recomputed in halves", marks=pytest.mark.prove
+        ),
     ],
 )
 def test_is_one_process(ranks: RankPool, of: Plan) -> None:
@@ -40,7 +45,7 @@ def test_is_one_process(ranks: RankPool, of: Plan) -> None:
     assert min(drawn.plain(parity.job_of(UNTIED, of, 2)).norms) > parity.OPTIM.max_grad_norm  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", TWO)
 def test_P5_P21_lengths_that_differ_within_a_step(ranks: RankPool, schedule: str) -> None:
     """Gradients are the sum of all micro-batches', to the last token of the longest: 1e-12 relative."""
     of = plan(schedule, UNTIED, micro=len(field_ranks.LENGTHS))
@@ -71,8 +76,11 @@ def test_P10_what_is_recomputed_for_the_first_half_is_kept_no_longer_than_the_se
 
 @pytest.mark.parametrize(
     ("schedule", "strategy", "ids"),
-    [("1f1b", "ddp", 67), ("zbv", "ddp", 67), ("interleaved", "zero3", 67)],
-    ids=["P12 two ranks", "P12 one rank has both", "S1 slices that nothing divides"],
+    [
+        pytest.param("1f1b", "ddp", 67, id="P12 two ranks"),
+        pytest.param("zbv", "ddp", 67, id="P12 one rank has both", marks=pytest.mark.prove),
+        pytest.param("interleaved", "zero3", 67, id="S1 slices that nothing divides", marks=pytest.mark.prove),
+    ],
 )
 def test_tied_ends_are_alike_after_each_of_twenty_steps(
     ranks: RankPool, schedule: str, strategy: str, ids: int
@@ -90,7 +98,7 @@ def test_tied_ends_are_alike_after_each_of_twenty_steps(
     assert not any(torch.equal(first[name], last[name]) for name in first)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", [*TWO, pytest.param("interleaved", marks=pytest.mark.prove)])
 def test_P15_P16_evaluation_before_and_between_steps(ranks: RankPool, schedule: str) -> None:
     """Every rank comes through, and all say what one process says."""
     of = plan(schedule, UNTIED)
@@ -110,7 +118,7 @@ def test_P18_ranks_that_come_late(ranks: RankPool, pp: int) -> None:
     assert parity.compare(right, slow, staged=True).weight.error < 1e-9
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", TWO)
 def test_P22_first_weights_are_one_processs(ranks: RankPool, schedule: str) -> None:
     of = plan(schedule, UNTIED)
     found = {name: weight for rank in ranks.run(field_ranks.begun, UNTIED, of) for name, weight in rank.items()}
@@ -119,6 +127,7 @@ def test_P22_first_weights_are_one_processs(ranks: RankPool, schedule: str) -> N
     assert found.keys() == set(parity.parameter_shapes(UNTIED))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_S4_S5_few_receives_are_posted_and_each_has_memory_of_its_own(ranks: RankPool, schedule: str) -> None:
     """Of eight micro-batches, three at most."""
@@ -127,7 +136,7 @@ def test_S4_S5_few_receives_are_posted_and_each_has_memory_of_its_own(ranks: Ran
         assert 1 <= found.most <= 3 and not found.shared
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", TWO)
 def test_a_gradient_that_overflows_on_one_stage_skips_the_step_of_all(ranks: RankPool, schedule: str) -> None:
     """And halves the scale of all, once; the step after it is taken again."""
     of = replace(plan(schedule, UNTIED), precision=Precision(compute="fp16"))
@@ -139,7 +148,7 @@ def test_a_gradient_that_overflows_on_one_stage_skips_the_step_of_all(ranks: Ran
     assert {tuple(scale for _, scale, _ in steps) for steps in found} == {(2.0**16, 2.0**16, 2.0**15)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.prove)])
 def test_nothing_is_waited_for_in_vain(ranks: RankPool, schedule: str) -> None:
     """Every gradient leaves before the rank waits for sums, and ranks after the first gather while they wait for it."""
     of = plan(schedule, UNTIED, "zero1", dp_shard=2)

@@ -36,7 +36,7 @@ def test_every_pair_is_met() -> None:
     assert len(FEW) == sum(case.plan.layout.world <= 4 for case in CASES)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize(("schedule", "model", "strategy"), FEW)
 def test_up_to_four_ranks(ranks: RankPool, pairs: Path, schedule: str, model: str, strategy: str) -> None:
     prove(ranks, pairs, [FEW[schedule, model, strategy]])

@@ -56,6 +56,7 @@ def test_the_bubble_of_even_stages_is_p_less_1_over_m_v(schedule: str, v: int, r
     assert found.replayed()[1] == pytest.approx(ideal_s * (1 + (ranks - 1) / (m * v)) + 0.3 + 0.7)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "m"), [(2, 64), (4, 150), (8, 97)])
 def test_many_micro_batches_take_as_long_as_a_replay_of_all(schedule: str, ranks: int, m: int) -> None:

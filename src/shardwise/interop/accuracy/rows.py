@@ -129,7 +129,7 @@ def _read(text: Text) -> Measurement:
     _refuse(text)
     device = _device(text)
     spec = _model(text)
-    habits = habits_of(said(text, "framework"), device)
+    habits = habits_of(said(text, "framework"), device, said(text, "source"))
     guessed: list[str] = []
     plan = _plan(text, spec, habits, guessed)
     cluster = _cluster(text, device, plan.layout)
@@ -340,10 +340,12 @@ def _value(text: str) -> Any:
     return text if text[0].isalpha() else float(text) if "." in text else int(text)
 
 
-def habits_of(framework: str, device: Device) -> Habits:
+def habits_of(framework: str, device: Device, source: str = "") -> Habits:
     """The habits of the first line of the table whose words are part of the framework's name; the last has none. What
-    runs on Hopper and later is not the Megatron of 2021."""
-    words = framework.lower()
+    runs on Hopper and later is not the Megatron of 2021, nor is what a paper of 2023 and later measured."""
+    words, paper = framework.lower(), re.search(r"arxiv:? ?(\d\d)\d\d\.", source.lower())
     if "megatron" in words and (device.capability or (0, 0)) >= (9, 0):
         words += " megatron-core"
+    elif words == "megatron-lm" and paper is not None and int(paper[1]) >= 23:
+        words += " of 2022"
     return next(habits for name, habits in _table() if name in words)
