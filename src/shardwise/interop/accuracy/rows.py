@@ -156,6 +156,7 @@ def _refuse(text: Text) -> None:
         "experts": (number(text, "num_experts") or 1) > 1 or re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None,
         "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}")
         is not None,
+        "another model than its sizes say": "different flops" in notes,
         "latent attention": bool(re.match("(1|yes|true)", said(text, "mla").lower())),
         "offloading": offload not in ("", "none", "no"),
         "adapters other than LoRA": task == "adapter",
@@ -241,7 +242,8 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
 
 def _pipeline(text: Text, spec: ModelSpec, ranks: int) -> Pipeline:
     """Stages of as many blocks each, as Megatron cuts them; where that does not come out even, as they are cut here."""
-    each = whole(text, "vpp") or 1
+    told = re.search(r"\bvpp (\d+)", said(text, "notes"))
+    each = whole(text, "vpp") or (int(told[1]) if told else 1)
     if ranks == 1:
         return Pipeline()
     if ranks * each > spec.num_hidden_layers:
@@ -321,8 +323,11 @@ def _cluster(text: Text, device: Device, layout: Layout) -> Cluster:
 
 
 def _network_bytes_per_s(links: str, each: int) -> float | None:
-    """What ``8x200Gb/s HDR IB per node``, ``1600 Gbps/node`` or ``400 Gb/s RDMA per GPU`` say of a whole node."""
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s)?[^;]*?(?:per |/)(node|gpu)", links, re.I)
+    """What ``8x200Gb/s HDR IB per node``, ``4 NICs OmniPath 100Gb/s each per node``, ``1600 Gbps/node`` or ``400 Gb/s
+    RDMA per GPU`` say of a whole node."""
+    found = re.search(
+        r"(?:(\d+)\s*(?:x|NICs \w+)\s*)?(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s)?[^;]*?(?:per |/)(node|gpu)", links, re.I
+    )
     if found is None:
         return None
     rate = int(found[1] or 1) * float(found[2]) * (1e12 if found[3] in "Tt" else 1e9) / 8
