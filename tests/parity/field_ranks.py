@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,10 +27,13 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Recipe, Run
+from shardwise.techniques.lora import adapter, dropout
 from tests.parity.drawn import drawn
 
 LENGTHS = (5, 12, 7, 12)
 """Of the micro-batches of one step, the shorter before the longer."""
+STEADY = parity.OPTIM.model_copy(update={"schedule": "constant"})
+"""The rate of parity's own settings is zero after its tenth step."""
 
 
 @dataclass
@@ -104,8 +107,10 @@ def sleepy(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> pa
 
 
 def ends(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> list[dict[str, Tensor]]:
-    """After each step, what this rank has of the embedding and of the output layer that is tied to it, whole."""
+    """After each step, at a rate that does not fall, what this rank has of the embedding and of the output layer that
+    is tied to it, whole."""
     run, job, found = begin(spec, plan), parity.job_of(spec, plan, steps), []
+    run.rules = replace(run.rules, optim=STEADY)
     for number in range(steps):
         run.step(parity.share_of_rank(parity.batch_rows(job, number), run.groups, plan))
         named = [pair for part in run.state.parts for pair in part.named_parameters()]
@@ -161,6 +166,21 @@ def overflowing(
         weights = {name: parity.full(weight.detach()) for name, weight in run.state.parameters().items()}
         found.append((stats.skipped, stats.loss_scale, weights))
     return found
+
+
+def dropping(
+    rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int
+) -> tuple[list[tuple[tuple[int, ...], bytes]], dict[str, Tensor]]:
+    """Every mask that this rank drew, in order: its shape and what it keeps; and its weights after the last step."""
+    drew, drop = list[tuple[tuple[int, ...], bytes]](), dropout.dropped
+
+    def record(x: Tensor, share: float, place: int | None = None) -> Tensor:
+        out = drop(torch.ones_like(x), share, place)
+        drew.append((tuple(x.shape), (out > 0).numpy().tobytes()))
+        return x * out
+
+    with drawn(), patch.object(adapter, "dropped", record):
+        return drew, parity.take_steps(rank, spec, plan, steps).weights
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,11 @@ from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.plan import Plan, Precision, Remat
+from shardwise.spec.plan import Lora, Plan, Precision, Remat
 from tests.parity import drawn, field_ranks
 from tests.parity.pipes import layout_of, plan, spec_of
 from tests.parity.test_fp64 import holds
+from tests.parity.test_tp_dropout import LAYERS
 
 UNTIED, TIED = spec_of("untied", 4), spec_of("tied", 4)
 TWO = ["1f1b", pytest.param("zbv", marks=pytest.mark.prove)]
@@ -85,17 +87,23 @@ def test_P10_what_is_recomputed_for_the_first_half_is_kept_no_longer_than_the_se
 def test_tied_ends_are_alike_after_each_of_twenty_steps(
     ranks: RankPool, schedule: str, strategy: str, ids: int
 ) -> None:
-    """Bit by bit. Gradients of both uses are one process's in test_pp_pairwise.py. (P13: there is one optimizer for all
+    """Bit by bit; every row moves in every step, and all are one process's to 1e-9: sums are taken in another order, in
+    float64. Gradients of both uses are one process's in test_pp_pairwise.py. (P13: there is one optimizer for all
     weights, and no Muon.)"""
     spec = replace(TIED, vocab_size=ids)
     of = plan(schedule, spec, strategy, **({} if strategy == "ddp" else {"dp_shard": 2}))
+    alone = replace(of, layout=layout_of("1f1b", 1), pipeline=Plan().pipeline, shard=Plan().shard)
+    alone = replace(alone, batch=replace(of.batch, accumulation=of.batch.accumulation * of.layout.dp))
+    [right] = ranks.run(field_ranks.ends, spec, alone, 20, world=1)
     found = ranks.run(field_ranks.ends, spec, of, 20, world=of.layout.world)
+    before = drawn.whole("embed.weight", spec)
     for number in range(20):
         copies = [weight for rank in found for weight in rank[number].values()]
         assert len(copies) == 2 * (1 if strategy == "ddp" else 2), schedule
         assert all(torch.equal(copies[0], other) for other in copies[1:]), number
-    first, last = found[0][0], found[0][-1]
-    assert not any(torch.equal(first[name], last[name]) for name in first)
+        assert (copies[0] != before).any(1).all(), number
+        assert parity.differences(right[number], {"embed.weight": copies[0]})["embed.weight"] < 1e-9, number
+        before = copies[0]
 
 
 @pytest.mark.parametrize("schedule", [*TWO, pytest.param("interleaved", marks=pytest.mark.prove)])
@@ -146,6 +154,25 @@ def test_a_gradient_that_overflows_on_one_stage_skips_the_step_of_all(ranks: Ran
         assert all(torch.equal(weight, first[2][name]) for name, weight in second[2].items())
         assert not all(torch.equal(weight, second[2][name]) for name, weight in third[2].items())
     assert {tuple(scale for _, scale, _ in steps) for steps in found} == {(2.0**16, 2.0**16, 2.0**15)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "times"),
+    [("1f1b", "none", 1), pytest.param("zbv", "full", 2, marks=pytest.mark.prove)],
+    ids=["drawn once", "recomputed in halves"],
+)
+def test_masks_of_dropout_are_others_on_every_stage(ranks: RankPool, schedule: str, mode: str, times: int) -> None:
+    """No two of any step, stage, block, layer and micro-batch are alike; each is drawn again where it is recomputed;
+    and the same run draws the same, to the last weight."""
+    settings = Lora(4, 8.0, frozen="fp64", dropout=0.4)
+    of = replace(plan(schedule, UNTIED), lora=settings, remat=Remat(mode))  # type: ignore[arg-type]
+    found, again = (ranks.run(field_ranks.dropping, UNTIED, of, 2) for _ in range(2))
+    drawn_by = Counter(mask for masks, _ in found for mask in masks)
+    assert len(drawn_by) == 2 * of.batch.accumulation * UNTIED.num_hidden_layers * LAYERS
+    assert set(drawn_by.values()) == {times}
+    for (masks, weights), (others, same) in zip(found, again, strict=True):
+        assert masks == others and weights.keys() == same.keys()
+        assert all(torch.equal(weight, same[name]) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.prove)])
