@@ -8,7 +8,7 @@ from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
     "spec": 2_310,
-    "models": 3_080,
+    "models": 3_070,
     "data": 3_210,
     "distributed": 410,
     "methods": 350,
@@ -17,14 +17,14 @@ PACKAGE_LINES = {
     "runtime": 5_050,
     "prove": 920,
     "launch": 1_210,
-    "interop": 670,
+    "interop": 680,
     "cli": 2_440,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write
 them, 300 to planner and 270 to cli, which tell the seconds of a plan; of techniques' 500, of models' 200, of methods'
 100, of launch's 90, of distributed's 50 and of prove's 30 went to planner, runtime, cli and spec, which run and tell
-pipelines; 250 more of techniques', 50 of prove's and 40 of distributed's to planner, which chooses them, and 20 of
+pipelines; 250 more of techniques', 50 of prove's and 40 of distributed's to planner, which chooses them, and 30 of
 models' to interop, which reads those that were measured."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
