@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import techniques
+from shardwise.cli.app import main
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
@@ -67,6 +68,29 @@ def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
         assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")
     if path.stem == "llama-8b-hsdp":
         assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
+
+
+@pytest.mark.parametrize(("nodes", "pp", "rows"), [(8, 8, 64), (16, 16, 64), (2048, 16, 2048)])
+def test_405b_on_64_128_and_16384(nodes: int, pp: int, rows: int) -> None:
+    """64 H100 have 5.0 TiB, of which 16 bytes of each of 405.9 B parameters are 5.9: no plan fits, and the one that is
+    told needs more than there is. The other two fit, with tp 8 within nodes and the schedule of the recipe."""
+    words = [f"parallel.pp={pp}", f"run.nodes={nodes}", f"train.global_batch_size={rows}"]
+    recipe = load_recipe(recipes_directory() / "llama-405b-3d.yaml", words)
+    plan = choose(recipe, resolve(recipe), parse_cluster(f"{nodes}x8xH100"))
+    assert (plan.layout.world, plan.layout.tp, plan.layout.pp) == (8 * nodes, 8, pp)
+    assert (plan.pipeline.schedule, plan.pipeline.stages_per_rank) == ("interleaved", 4)
+    assert len(plan.pipeline.split) == 4 * pp and sum(plan.pipeline.split) == 126
+    assert plan.batch.global_batch_size(plan.layout.dp) == rows
+    assert (plan.estimate.peak_bytes <= plan.estimate.capacity_bytes) == (nodes > 8)
+
+
+@pytest.mark.prove
+def test_64_do_not_hold_405b_and_the_plan_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(recipes_directory() / "llama-405b-3d.yaml")
+    main(["plan", path, "--cluster", "8x8xH100", "parallel.pp=8", "run.nodes=8"])
+    told = capfd.readouterr().out
+    assert "It does not fit: the smallest plan, tp 8 with sp, pp 8 (interleaved" in told
+    assert "--cluster 16x8xH100" in told[told.index("any one of these changes makes it fit") :]
 
 
 def test_preference_on_a_node_of_eight_as_its_second_line_says() -> None:
