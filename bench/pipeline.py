@@ -102,24 +102,18 @@ class Stage(nn.Module):
         super().__init__()
         self.first = rank == 0
         blocks = stages_of(plan.pipeline.split)[rank]
-        self.part = model_of(step.SPEC, blocks, stem=self.first, head=rank == step.WORLD - 1)
+        self.part: Any = model_of(step.SPEC, blocks, stem=self.first, head=rank == step.WORLD - 1)
         with torch.no_grad():
             for name, parameter in self.part.named_parameters():
                 shape = tuple(parameter.shape)
-                canonical = name if not name.startswith("layers.") else _global(name, blocks)
                 whole = tuple(slice(0, size) for size in shape)
-                parameter.copy_(init.fill(canonical, shape, whole, Run().seed, step.SPEC))
+                parameter.copy_(init.fill(name, shape, whole, Run().seed, step.SPEC))
 
     def forward(self, given: Tensor) -> Tensor:
         positions = torch.arange(step.SEQ_LEN).expand(given.shape[0], -1)
         ids, hidden = (given, None) if self.first else (torch.zeros(given.shape[:2], dtype=torch.int64), given)
-        return self.part(ids, positions, MaskSpec(), None, hidden)
-
-
-def _global(name: str, blocks: range) -> str:
-    """A block's parameter by its number in the whole model; parts that keep these numbers have them already."""
-    _, number, rest = name.split(".", 2)
-    return name if int(number) in blocks else f"layers.{blocks[int(number)]}.{rest}"
+        logits: Tensor = self.part(ids, positions, MaskSpec(), None, hidden)
+        return logits
 
 
 def plain(plan: Plan) -> step.Step:

@@ -30,7 +30,7 @@ from shardwise.techniques.pp.actions import SCHEDULES
 
 class Sizes(NamedTuple):
     """What plans have in common that differ in the dial and in their micro-batches: operations of products a token, the
-    bytes of all weights as they are gathered (four-bit codes stay so), of those those of the blocks, and the numbers in
+    bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
     weights that are trained, before they are sharded."""
 
     flops: int
@@ -192,7 +192,7 @@ class LowerBounds:
         return wires_of(plan.layout, self.cluster).message_s(border_bytes(self._costed(unstaged(plan)), plan))
 
     def _block_s(self, plan: Plan) -> BlockSeconds:
-        """While the next stage waits."""
+        """Of a block as large as the mean, by what is gathered and reduced of all."""
         if not plan.sharded:
             return NOTHING
         sizes, wires = self._sizes(unstaged(plan)), wires_of(plan.layout, self.cluster)

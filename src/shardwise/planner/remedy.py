@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, fits, seconds
+from shardwise.planner.compare import MARGIN, fits, peak_share, seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, devices
 from shardwise.spec.complaints import cross_check
@@ -34,13 +34,13 @@ class Remedy:
 def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
     """The single changes that would make ``chosen``, which is above the margin, fit; if there are none, those that come
     closest. Where the recipe leaves stages open, they are as many as in ``chosen``, or there are none."""
-    share = MARGIN if _share(chosen) <= 1 else 1.0
+    share = MARGIN if peak_share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
     for choices in (*([change] for change in _recipe_changes(recipe, cluster)), *_cluster_changes(cluster)):
         for change in choices:
             remedy = _replanned(change, recipe, spec, share, chosen.layout.pp)
-            if remedy is not None and _share(remedy.plan) <= share:
+            if remedy is not None and peak_share(remedy.plan) <= share:
                 found.append(remedy)
                 break
         else:
@@ -48,11 +48,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
     if found:
         return found
     near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None, chosen.layout.pp))]
-    return sorted(near, key=lambda remedy: _share(remedy.plan))[:CLOSEST]
-
-
-def _share(plan: Plan) -> float:
-    return plan.estimate.peak_bytes / max(1, plan.estimate.capacity_bytes)
+    return sorted(near, key=lambda remedy: peak_share(remedy.plan))[:CLOSEST]
 
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
@@ -118,7 +114,7 @@ def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan
         _replanned(change, recipe, spec, None, chosen.layout.pp)
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     )
-    return [remedy for remedy in found if remedy and _share(remedy.plan) <= 1]
+    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
 
 
 def _other_machines(cluster: Cluster) -> Iterator[Change]:

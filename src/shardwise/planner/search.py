@@ -65,7 +65,7 @@ class Search:
 
     @cached_property
     def pipelines(self) -> list[StagedDegrees]:
-        """StagedDegrees and schedules of pipelines that are tried where the recipe pins none."""
+        """Degrees and schedules of pipelines that are tried where the recipe pins none."""
         return [*self._pipelines.degrees()]
 
     @cached_property
@@ -172,8 +172,6 @@ class Search:
             none = "activations fit" if fits(plan) else "activations are not what does not fit"
             less = "with less no plan fits, or none is as fast"
             found["remat.mode"] = f"searched: {none if plan.remat.mode == 'none' else less}"
-        if plan.layout.pp > 1 and not self.recipe.parallel.pp:
-            found["layout.pp"] = "searched: no plan without it fits, or is as fast"
         if plan.layout.tp > 1 and not self.recipe.parallel.tp:
             found["layout.tp"] = "searched: no plan without it fits, or is as fast"
         why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}

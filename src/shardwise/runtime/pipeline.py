@@ -86,8 +86,10 @@ class PipelineRank(Generic[Made]):
         for action in order:
             self.at = action
             last = closing.get(action.stage) == action.micro
-            if action.kind.startswith("SEND"):
+            if action.kind == "SEND_F":
                 self._send(action)
+            elif action.kind == "SEND_B":
+                assert action.gives not in self.backwards, "the gradient of a stage's input was not made"
             elif action.kind.startswith("RECV"):
                 self._post(action, batches[action.micro])
             elif action.kind == "F":
@@ -163,8 +165,8 @@ class PipelineRank(Generic[Made]):
         message: Message = "B", action.stage - 1, action.micro
         assert hidden.grad is not None
         self.here[message] = hidden.grad
-        if message in self.backwards:
-            self._send(self.backwards[message])
+        if send := self.backwards.pop(message, None):
+            self._send(send)
 
     def _weights(self, action: Action, *, last: bool) -> None:
         """The other half: the gradients of weights."""
@@ -187,8 +189,6 @@ class PipelineRank(Generic[Made]):
 
     def _send(self, action: Action) -> None:
         assert action.gives is not None
-        if action.gives not in self.here:
-            return  # it left as soon as it was there
         tensor = self.here.pop(action.gives).contiguous()
         me = self.line.meshes.index("pp")
         channel = self.line.meshes.channels[me, action.peer]

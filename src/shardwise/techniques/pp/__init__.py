@@ -75,7 +75,7 @@ def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Itera
         more = not given or (asked.schedule == "auto" and stages > SCHEDULES[schedule].least_stages)
         barred = any(one.name == "stages_per_rank" for one in illegal(schedule, ranks, each, 1))
         too_many = ranks * each > spec.num_hidden_layers and more
-        # Blocks that are compiled cannot have their backward in two; that costs more than what idles otherwise.
+        # Blocks that are compiled cannot have their backward in two.
         halved = SCHEDULES[schedule].splits_backward and asked.schedule == "auto" and recipe.compile is not False
         if not (halved or too_many or (barred and (asked.schedule == "auto" or not given))):
             tried[schedule, each] = None
