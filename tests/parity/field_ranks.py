@@ -185,8 +185,8 @@ def dropping(
 
 @dataclass
 class Meanwhile:
-    """How many gradients left while their backward still ran, of how many; whether all weights of this rank's stages
-    were whole when it first waited for another."""
+    """How many gradients left while autograd still ran their backward, of how many; whether all weights of this rank's
+    stages were whole when it first waited for another."""
 
     early: int = 0
     sent: int = 0
@@ -196,10 +196,10 @@ class Meanwhile:
 def meanwhile(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Meanwhile:
     """The second step of a run."""
     found, running = Meanwhile(), False
-    send, wait, backward = PipelineRank._send, PipelineRank._wait, PipelineRank._backward
+    send, wait, backward = PipelineRank._send, PipelineRank._wait, torch.autograd.backward
 
     def sends(self: PipelineRank[Any], action: Any) -> None:
-        if action.kind == "SEND_B" and action.gives in self.here:
+        if action.kind == "SEND_B":
             found.sent, found.early = found.sent + 1, found.early + running
         send(self, action)
 
@@ -209,15 +209,15 @@ def meanwhile(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Meanwhile:
             found.whole = not any(isinstance(weight, DTensor) for weight in weights)
         wait(self, *given)
 
-    def goes_back(self: PipelineRank[Any], *given: Any, **named: Any) -> None:
+    def goes_back(*given: Any) -> None:
         nonlocal running
         running = True
-        backward(self, *given, **named)
+        backward(*given)
         running = False
 
     run, job = begin(spec, plan), parity.job_of(spec, plan, 2)
     run.step(parity.share_of_rank(parity.batch_rows(job, 0), run.groups, plan))
-    changed = {"_send": sends, "_wait": waits, "_backward": goes_back}
-    with patch.multiple(PipelineRank, **changed):
+    changed = {"_send": sends, "_wait": waits}
+    with patch.multiple(PipelineRank, **changed), patch.object(torch.autograd, "backward", goes_back):
         run.step(parity.share_of_rank(parity.batch_rows(job, 1), run.groups, plan))
     return found
