@@ -20,6 +20,7 @@ from shardwise.data.stream import EvaluationBatch, evaluation, stream
 from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.workload import random_everywhere
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
@@ -29,7 +30,6 @@ from shardwise.runtime.reference import refer
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run
-from tests.parity.drawn import drawn
 
 CPU = torch.device("cpu")
 SEQ_LEN = 48
@@ -107,11 +107,10 @@ def evaluated(rank: int, world: int, directory: str, spec: ModelSpec, plan: Plan
             shutil.rmtree(job.directory, ignore_errors=True)
             job.directory.mkdir(parents=True)
         dist.barrier()
-        with drawn():
-            state = build(job.recipe, spec, plan, job.meshes, CPU)
+        state = build(job.recipe, spec, plan, job.meshes, CPU, random_everywhere)
         job = refer(job, state.parts, lambda phase: None)
         odd = replace(plan, batch=replace(plan.batch, seq_len=SEQ_LEN - 1))  # which no number of ranks divides
-        rows = parity.share_of_rank(parity.batch_rows(parity.job_of(spec, odd, 1), 0), job.meshes, odd)
+        rows = parity.share_of_rank(parity.job_of(spec, odd, 1).batch(0), job.meshes, odd)
         texts = [EvaluationBatch(batch, batch.supervised_tokens(), 1.0) for batch in rows]
         assert isinstance(job.held_out, Packs)
         pairs = evaluation(job.held_out, replace(job.share, accumulation=1), numbers=job.evaluated)

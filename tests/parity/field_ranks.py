@@ -19,6 +19,7 @@ from shardwise.data.pack import Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of, from_last_stage, infer, score_of
 from shardwise.runtime.pipeline import PipelineRank
@@ -28,7 +29,7 @@ from shardwise.runtime.step import step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Recipe, Run
 from shardwise.techniques.lora import adapter, dropout
-from tests.parity.drawn import drawn
+from tests.parity import drawn
 
 LENGTHS = (5, 12, 7, 12)
 """Of the micro-batches of one step, the shorter before the longer."""
@@ -60,15 +61,15 @@ class Began:
 
 def begin(spec: ModelSpec, plan: Plan, enter: Callable[[str], None] = lambda phase: None) -> Began:
     groups = meshes(plan.layout, "cpu")
-    with drawn():
-        state = build(Recipe(optim=parity.OPTIM, run=Run()), spec, plan, groups, torch.device("cpu"))
+    recipe = Recipe(optim=parity.OPTIM, run=Run())
+    state = build(recipe, spec, plan, groups, torch.device("cpu"), random_everywhere)
     rules = StepRules(plan, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), plan), enter)
     return Began(state, rules, groups)
 
 
 def rows_of(spec: ModelSpec, length: int, number: int) -> list[Sample]:
     job = parity.Workload(spec, 2, length, "fp64", "fp64")
-    return parity.batch_rows(job, number)
+    return job.batch(number)
 
 
 def of_many_lengths(spec: ModelSpec) -> list[MicroBatch]:
@@ -88,7 +89,7 @@ def between(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> l
     run, job = begin(spec, plan), parity.job_of(spec, plan, steps)
     found = [run.evaluate(of_many_lengths(spec))]
     for number in range(steps):
-        found.append(run.step(parity.share_of_rank(parity.batch_rows(job, number), run.groups, plan)))
+        found.append(run.step(parity.share_of_rank(job.batch(number), run.groups, plan)))
         found.append(run.evaluate(of_many_lengths(spec)))
     return found
 
@@ -102,8 +103,8 @@ def sleepy(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> pa
         told = self.enter
         self.enter = lambda phase: (time.sleep(draw.choice((0.0, 0.0, 0.002, 0.01))), told(phase))  # type: ignore[assignment, return-value, func-returns-value]
 
-    with drawn(), patch.object(PipelineRank, "__init__", slow):
-        return parity.take_steps(rank, spec, plan, steps)
+    with patch.object(PipelineRank, "__init__", slow):
+        return drawn.take_steps(rank, spec, plan, steps)
 
 
 def ends(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> list[dict[str, Tensor]]:
@@ -112,7 +113,7 @@ def ends(rank: int, world: int, spec: ModelSpec, plan: Plan, steps: int) -> list
     run, job, found = begin(spec, plan), parity.job_of(spec, plan, steps), []
     run.rules = replace(run.rules, optim=STEADY)
     for number in range(steps):
-        run.step(parity.share_of_rank(parity.batch_rows(job, number), run.groups, plan))
+        run.step(parity.share_of_rank(job.batch(number), run.groups, plan))
         named = [pair for part in run.state.parts for pair in part.named_parameters()]
         found.append({name: parity.full(w.detach()) for name, w in named if name in ("embed.weight", "head.weight")})
     return found
@@ -142,7 +143,7 @@ def received(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Received:
 
     with patch.object(PipelineRank, "_post", watched):
         run, job = begin(spec, plan), parity.job_of(spec, plan, 1)
-        run.step(parity.share_of_rank(parity.batch_rows(job, 0), run.groups, plan))
+        run.step(parity.share_of_rank(job.batch(0), run.groups, plan))
     return found
 
 
@@ -160,7 +161,7 @@ def overflowing(
 
     run, job, found = begin(spec, plan, enter), parity.job_of(spec, plan, 3), []
     for number in range(3):  # enter asks for it
-        batches = parity.share_of_rank(parity.batch_rows(job, number), run.groups, plan)
+        batches = parity.share_of_rank(job.batch(number), run.groups, plan)
         supervised, _ = count_supervised(run.groups, sum(batch.supervised_tokens() for batch in batches))
         stats = step(run.state, batches, supervised, run.rules)
         weights = {name: parity.full(weight.detach()) for name, weight in run.state.parameters().items()}
@@ -179,8 +180,8 @@ def dropping(
         drew.append((tuple(x.shape), (out > 0).numpy().tobytes()))
         return x * out
 
-    with drawn(), patch.object(adapter, "dropped", record):
-        return drew, parity.take_steps(rank, spec, plan, steps).weights
+    with patch.object(adapter, "dropped", record):
+        return drew, drawn.take_steps(rank, spec, plan, steps).weights
 
 
 @dataclass
@@ -216,8 +217,8 @@ def meanwhile(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Meanwhile:
         running = False
 
     run, job = begin(spec, plan), parity.job_of(spec, plan, 2)
-    run.step(parity.share_of_rank(parity.batch_rows(job, 0), run.groups, plan))
+    run.step(parity.share_of_rank(job.batch(0), run.groups, plan))
     changed = {"_send": sends, "_wait": waits}
     with patch.multiple(PipelineRank, **changed), patch.object(torch.autograd, "backward", goes_back):
-        run.step(parity.share_of_rank(parity.batch_rows(job, 1), run.groups, plan))
+        run.step(parity.share_of_rank(job.batch(1), run.groups, plan))
     return found

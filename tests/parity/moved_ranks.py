@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.passes import finish_of
@@ -20,7 +21,6 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Shard
 from shardwise.spec.recipe import Checkpoint, Method, Recipe, Run
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
-from tests.parity.drawn import drawn
 
 STEPS = 2
 """Before the run is saved, and after."""
@@ -56,8 +56,8 @@ def go(rank: int, world: int, spec: ModelSpec, side: Side, directory: str, first
     """Begins a run and saves it; or, ``first`` > 0, goes on with what is saved."""
     of = side.plan
     job, groups = parity.job_of(spec, of, 2 * STEPS), meshes(of.layout, "cpu")
-    with drawn():
-        state = build(Recipe(optim=parity.OPTIM, run=Run(seed=job.seed)), spec, of, groups, torch.device("cpu"))
+    recipe = Recipe(optim=parity.OPTIM, run=Run(seed=job.seed))
+    state = build(recipe, spec, of, groups, torch.device("cpu"), random_everywhere)
     checkpoints = RunCheckpoints(directory, Checkpoint(asynchronous=False), "run")
     if first:
         facts = checkpoints.resume(state.tensors(), log=lambda line: None)
@@ -67,7 +67,7 @@ def go(rank: int, world: int, spec: ModelSpec, side: Side, directory: str, first
     before, losses = whole(state), []
     rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
     for number in range(first, first + STEPS):
-        batches = parity.share_of_rank(parity.batch_rows(job, number), groups, of)
+        batches = parity.share_of_rank(job.batch(number), groups, of)
         tokens, _ = count_supervised(groups, sum(batch.supervised_tokens() for batch in batches))
         losses.append(step(state, batches, tokens, rules).loss)
     if not first:

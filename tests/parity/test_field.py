@@ -19,6 +19,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reduce import count_supervised
@@ -61,14 +62,14 @@ class Seen:
 
 def watched(rank: int, world: int, spec: ModelSpec, of: Plan, steps: int) -> Seen:
     job, groups = parity.job_of(spec, of, steps), meshes(of.layout, "cpu")
-    with drawn.drawn():
-        state = build(Recipe(optim=parity.OPTIM, run=Run(seed=job.seed)), spec, of, groups, torch.device("cpu"))
+    recipe = Recipe(optim=parity.OPTIM, run=Run(seed=job.seed))
+    state = build(recipe, spec, of, groups, torch.device("cpu"), random_everywhere)
     named = state.parameters()
     begun, trained = everything(named), trained_names(named)
     rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
     losses, norms = [], []
     for number in range(steps):
-        batches = parity.share_of_rank(parity.batch_rows(job, number), groups, of)
+        batches = parity.share_of_rank(job.batch(number), groups, of)
         tokens, _ = count_supervised(groups, sum(batch.supervised_tokens() for batch in batches))
         stats = step(state, batches, tokens, rules)
         losses.append(stats.loss)

@@ -32,7 +32,7 @@ from tests.parity.pipes import plan, spec_of
 
 Planted = Callable[[], AbstractContextManager[Any]]
 before_micro_batch, orders, after_backward = techniques.before_micro_batch, pp.orders, pp.after_backward
-take, combine = PipelineRank._take, reduce.combine
+take, combine, fill = PipelineRank._take, reduce.combine, init.fill
 TWO, FOUR = spec_of("untied", 2), spec_of("untied", 4)
 TIED_TWO, TIED_FOUR = spec_of("tied", 2), spec_of("tied", 4)
 
@@ -85,7 +85,7 @@ def of_one_stage(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor
 def alike(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
     """Blocks counted from the first of their stage, of which there are two."""
     own = re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) % (spec.num_hidden_layers // 2)), name)
-    return drawn.random_fill(own, shape, part, seed, spec)
+    return fill(own, shape, part, seed, spec)
 
 
 FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
@@ -137,10 +137,9 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
 def train_with_fault(rank: int, world: int, name: str) -> list[parity.Trace]:
     """Without it, and with it."""
     fault, spec, of = FAULTS[name]
-    with drawn.drawn():
-        right = parity.take_steps(rank, spec, of, 2)
-        with fault():
-            return [right, parity.take_steps(rank, spec, of, 2)]
+    right = drawn.take_steps(rank, spec, of, 2)
+    with fault():
+        return [right, drawn.take_steps(rank, spec, of, 2)]
 
 
 @pytest.mark.matrix(5)

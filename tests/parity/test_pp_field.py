@@ -52,11 +52,10 @@ def test_P5_P21_lengths_that_differ_within_a_step(ranks: RankPool, schedule: str
     """Gradients are the sum of all micro-batches', to the last token of the longest: 1e-12 relative."""
     of = plan(schedule, UNTIED, micro=len(field_ranks.LENGTHS))
     job, batches = parity.job_of(UNTIED, of, 1), field_ranks.of_many_lengths(UNTIED)
-    with drawn.drawn():
-        weights = parity.plain_parameters(job)
+    weights = parity.plain_parameters(replace(job, setting=drawn.RANDOM))
     model, tokens = parity.model_of(UNTIED).double(), sum(batch.supervised_tokens() for batch in batches)
     for batch in batches:
-        loss = parity.plain_loss(model, weights, batch, torch.float64)
+        loss = parity.plain_loss(model, weights, batch, job)
         (loss * batch.supervised_tokens() / tokens).backward()
     right = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     found = {name: grad for rank in ranks.run(field_ranks.lengths, UNTIED, of) for name, grad in rank.items()}

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 def trained(rank: int, world: int, spec: ModelSpec, of: Plan) -> tuple[parity.Trace, int, int]:
     """With how many graphs were made, and how often one was broken."""
     counters.clear()
-    with drawn.drawn():
-        trace = parity.take_steps(rank, spec, of, 2)
+    trace = drawn.take_steps(rank, spec, of, 2)
     return trace, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

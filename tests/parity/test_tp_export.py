@@ -15,6 +15,7 @@ from shardwise.models.peft import CONFIG, WEIGHTS
 from shardwise.models.tensorfile import entries
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.export import export_adapter
@@ -23,7 +24,6 @@ from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.step import step
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Checkpoint, LoraSection, Method, Recipe, Run
-from tests.parity.drawn import drawn
 from tests.parity.test_tp import plan
 from tests.parity.test_tp_adapters import BIASED, WIDE
 
@@ -70,13 +70,12 @@ def run(job: Job, name: str | None, *, save: bool = False) -> float:
     assert of.lora is not None
     work, groups = parity.job_of(job.spec, of, STEPS + 1), meshes(of.layout, "cpu")
     adapter = LoraSection(rank=of.lora.rank, path=str(directory / "trained") if name is None else None)
-    with drawn():
-        recipe = Recipe(optim=parity.OPTIM, run=Run(seed=work.seed), lora=adapter)
-        state = build(recipe, job.spec, of, groups, torch.device("cpu"))
+    recipe = Recipe(optim=parity.OPTIM, run=Run(seed=work.seed), lora=adapter)
+    state = build(recipe, job.spec, of, groups, torch.device("cpu"), random_everywhere)
     rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
 
     def go(number: int) -> float:
-        batches = parity.share_of_rank(parity.batch_rows(work, number), groups, of)
+        batches = parity.share_of_rank(work.batch(number), groups, of)
         tokens, _ = count_supervised(groups, sum(batch.supervised_tokens() for batch in batches))
         return step(state, batches, tokens, rules).loss
 

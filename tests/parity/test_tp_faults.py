@@ -92,8 +92,8 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Tr
     traces = []
     for name in names:
         fault, spec, of = FAULTS[name]
-        with drawn.drawn(), fault():
-            traces.append(parity.take_steps(rank, spec, of, 2))
+        with fault():
+            traces.append(drawn.take_steps(rank, spec, of, 2))
     return traces
 
 

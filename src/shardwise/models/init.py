@@ -4,7 +4,7 @@ slice."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -17,6 +17,9 @@ ALGORITHM = "shardwise-init-1"
 """Part of every key: if the algorithm changes, so must this name and the golden vectors in the tests."""
 
 BLOCK = 2**20
+
+Draw = Callable[[str, Sequence[int], Sequence[slice], int, ModelSpec], Tensor]
+"""A function such as :func:`fill`."""
 
 
 def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
@@ -31,14 +34,14 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
     kind = role(name)
     if spec.hf_model is not None and not is_adapter(name):
         mean, deviation = spec.hf_model.drawn(name)
-        return (_normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
+        return (normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
     if kind in ("norm", "bias", "lora_b", "lora_m"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
-    return _normal(name, shape, part, seed).mul_(deviation)
+    return normal(name, shape, part, seed).mul_(deviation)
 
 
-def _normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -> Tensor:
+def normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) -> Tensor:
     """The values of ``part``, standard normal."""
     local = [p.stop - p.start for p in part]
     out = torch.empty(prod(local))

@@ -18,23 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
-from shardwise.data.pack import IGNORE, Sample
+from shardwise.data.pack import Sample
 from shardwise.distributed.meshes import Meshes, meshes
+from shardwise.distributed.slices import local, local_slice
 from shardwise.methods.pretrain import mask
-from shardwise.models import init
+from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.step import step
-from shardwise.spec.plan import Dtype, Lora, Plan
-from shardwise.spec.recipe import Method, OptimSection, Recipe, Run
+from shardwise.runtime.step import accumulate, step
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
@@ -42,38 +45,19 @@ from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
 Tensors = Mapping[str, Tensor]
-STEPS = 5
-MAX_STEPS = 10
-OPTIM = OptimSection(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
-"""Every part of the update is at work: warm-up, decay of the rate, weight decay on matrices only, clipping (the first
-gradients of the tiny models have norms above 0.5)."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained, whatever the layout: ``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute``
-    from master weights in ``weights``; parameters whose names match ``frozen`` stay as they are."""
-
-    spec: ModelSpec
-    rows: int
-    seq_len: int
-    compute: Dtype
-    weights: Dtype
-    steps: int = STEPS
-    seed: int = 0
-    frozen: tuple[str, ...] = ()
-    lora: Lora | None = None
 
 
 @dataclass(frozen=True)
 class Trace:
     """What a training run returns: per step the mean loss and the gradient's norm before clipping; every full gradient
-    of step 1, before clipping; every full weight after the last step."""
+    of step 1, before clipping; every full weight after the last step. ``held``: after each step, of each piece of a
+    weight that this rank holds, by name and place, a digest of its bits."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    held: tuple[dict[str, list[int]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,23 +89,19 @@ class Parity:
         )
 
 
-def prove(pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = STEPS) -> list[Parity]:
+def prove(
+    pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = STEPS, setting: Setting | None = None
+) -> list[Parity]:
     """Train under each plan on as many ranks of ``pool`` as it asks for and compare: plans of one size in one run."""
     found: dict[int, Parity] = {}
     for world in sorted({plan.layout.world for plan in plans}):
         chosen = [index for index, plan in enumerate(plans) if plan.layout.world == world]
-        answers = pool.run(train_on_rank, spec, [plans[i] for i in chosen], steps, world=world, timeout_s=300)
+        given = spec, [plans[i] for i in chosen], steps, setting
+        answers = pool.run(train_on_rank, *given, world=world, timeout_s=300)
         for place, index in enumerate(chosen):
-            right = plain(job_of(spec, plans[index], steps))
+            right = plain(job_of(spec, plans[index], steps, setting))
             found[index] = compare(right, [traces[place] for traces in answers], staged=plans[index].layout.pp > 1)
     return [found[index] for index in range(len(plans))]
-
-
-def job_of(spec: ModelSpec, plan: Plan, steps: int) -> Workload:
-    """What ``plan`` trains, with everything about its layout left out."""
-    rows = plan.batch.global_batch_size(plan.layout.dp)
-    length, precision = plan.batch.seq_len, plan.precision
-    return Workload(spec, rows, length, precision.compute, precision.weights, steps, frozen=plan.frozen, lora=plan.lora)
 
 
 def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> Parity:
@@ -178,40 +158,60 @@ def directions(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict
     }
 
 
-def train_on_rank(rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan], steps: int) -> list[Trace]:
+def train_on_rank(
+    rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan], steps: int, setting: Setting | None = None
+) -> list[Trace]:
     """What a rank of the pool does: one training after another, through the techniques and the runtime's step."""
     traces = []
     for plan in plans:
         try:
-            traces.append(take_steps(rank, spec, plan, steps))
+            traces.append(take_steps(rank, spec, plan, steps, setting=setting))
         except Exception as error:
             error.add_note(f"while training under {plan}")
             raise
     return traces
 
 
-def take_steps(rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU) -> Trace:
+def take_steps(
+    rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU, setting: Setting | None = None
+) -> Trace:
     """One training under ``plan`` in the default process group, on ``device``; the trace is on the CPU."""
-    job = job_of(spec, plan, steps)
+    job = job_of(spec, plan, steps, setting)
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
     groups = meshes(plan.layout, device.type)
-    state = build(recipe, spec, plan, groups, device)
+    state = build(recipe, spec, plan, groups, device, job.setting.draw)
     gradients: dict[str, Tensor] = {}
 
     def enter(phase: str) -> None:
         if phase == "clip" and state.step == 0:
             gradients.update(full_gradients(state))
 
-    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan), enter)
-    losses, norms = [], []
-    for number in range(steps):
-        batches = [batch.to(device) for batch in share_of_rank(batch_rows(job, number), groups, plan)]
-        supervised, _ = reduce.count_supervised(groups, sum(b.supervised_tokens() for b in batches))
-        stats = step(state, batches, supervised, rules)
-        losses.append(stats.loss)
-        norms.append(stats.grad_norm)
+    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan), enter)
+    losses, norms, pieces = [], [], []
+    for number in range(job.updates):
+        batches = [batch.to(device) for batch in share_of_rank(job.batch(number), groups, plan)]
+        terms, _ = reduce.count_supervised(groups, sum(batch.terms() for batch in batches))
+        if number < steps:
+            stats = step(state, batches, terms, rules)
+            losses.append(stats.loss)
+            norms.append(stats.grad_norm)
+        else:
+            accumulate(state, batches, terms, rules)
+            torch.optim.SGD(state.trained(), OPTIM.learning_rate, foreach=False).step()
+            state.optimizer.zero_grad(set_to_none=True)
+        pieces.append(held(state))
     weights = whole({name: full(parameter.detach()) for name, parameter in state.parameters().items()})
-    return Trace(tuple(losses), tuple(norms), gradients, weights)
+    return Trace(tuple(losses), tuple(norms), gradients, weights, tuple(pieces))
+
+
+def held(state: TrainState) -> dict[str, list[int]]:
+    """A digest of each piece of a weight that this rank holds; of two copies of a tied one, both."""
+    found: dict[str, list[int]] = {}
+    for name, parameter in each_named(state.parts):
+        piece = ", ".join(f"{part.start}:{part.stop}" for part in local_slice(parameter))
+        stored = local(parameter.detach()).contiguous().cpu().flatten().view(torch.uint8)
+        found.setdefault(f"{name}[{piece}]", []).append(xxh3_64_intdigest(stored.numpy().tobytes()))
+    return found
 
 
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -241,23 +241,6 @@ def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[Mi
     return [collate(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
 
 
-def batch_rows(job: Workload, number: int) -> list[Sample]:
-    """The rows of step ``number``. Each holds two documents, cut at another place, and another number of supervised
-    tokens: row 0 has one, the last row all."""
-    draw = torch.Generator().manual_seed(1_000 * job.seed + number)
-    rows = []
-    for index in range(job.rows):
-        tokens = torch.randint(job.spec.vocab_size, (job.seq_len + 1,), generator=draw)
-        border = int(torch.randint(1, job.seq_len, (), generator=draw))
-        labels = tokens[1:].clone()
-        learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
-        labels[torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
-        segments = (border, job.seq_len - border)
-        positions = torch.cat([torch.arange(length) for length in segments])
-        rows.append(Sample(tokens[:-1].numpy(), labels.numpy(), positions.numpy(), segments, masked=True))
-    return rows
-
-
 @cache
 def plain(job: Workload) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
@@ -271,10 +254,13 @@ def plain(job: Workload) -> Trace:
         eps=OPTIM.eps,
     )
     losses, norms, first = [], [], {}
-    for number in range(job.steps):
-        loss = plain_loss(model, merged(parameters, job), collate(batch_rows(job, number)), torch_dtype(job.compute))
+    for number in range(job.updates):
         optimizer.zero_grad()
+        loss = plain_loss(model, merged(parameters, job), collate(job.batch(number)), job)
         loss.backward()
+        if number == job.steps:
+            torch.optim.SGD([p for p in parameters.values() if p.requires_grad], OPTIM.learning_rate).step()
+            break
         if number == 0:
             first = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         assert OPTIM.max_grad_norm is not None
@@ -294,7 +280,7 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
     shapes = parameter_shapes(job.spec) | ({} if job.lora is None else lora.adapters(job.spec, job.lora))
     parameters: dict[str, nn.Parameter] = {}
     for name, shape in shapes.items():
-        value = init.fill(name, shape, tuple(slice(0, size) for size in shape), job.seed, job.spec)
+        value = job.first(name, shape)
         if name.endswith(".lora_m"):
             value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
         held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
@@ -321,10 +307,17 @@ def merged(parameters: Mapping[str, Tensor], job: Workload) -> dict[str, Tensor]
     return whole
 
 
-def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, compute: torch.dtype) -> Tensor:
-    """Mean loss over the supervised tokens, from full logits, with every weight cast to ``compute``."""
-    cast = {name: weight.to(compute) for name, weight in weights.items()}
+def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:
+    """Mean loss over the supervised tokens, or the pairs of answers, from full logits, with every weight cast to the
+    job's compute dtype."""
+    cast = {name: weight.to(torch_dtype(job.compute)) for name, weight in weights.items()}
     logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)))
-    wide = torch.promote_types(compute, torch.float32)
-    total = functional.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.flatten(), reduction="sum")
-    return total / batch.supervised_tokens()
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    if batch.references is None:
+        return functional.cross_entropy(wide, batch.labels.flatten(), reduction="sum") / batch.supervised_tokens()
+    losses, method = functional.cross_entropy(wide, batch.labels.flatten(), reduction="none"), job.setting.method
+    assert batch.answers is not None
+    sides = [losses[batch.answers.flatten() == answer].sum() for answer in range(2 * len(batch.references))]
+    margins = torch.stack(sides[1::2]) - torch.stack(sides[::2]) - batch.references
+    right, wrong = (torch.sigmoid(sign * method.beta * margins).log() for sign in (1, -1))
+    return -((1 - method.label_smoothing) * right + method.label_smoothing * wrong).mean()

@@ -17,6 +17,7 @@ from shardwise.models.blocks import named, tie
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, model_of
+from shardwise.models.init import Draw
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
@@ -24,10 +25,12 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import optim, pp
 
 
-def build(recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> TrainState:
+def build(
+    recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, draw: Draw | None = None
+) -> TrainState:
     """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
     parts = build_parts(spec, plan, meshes, device)
-    fill(parts, spec, recipe, plan)
+    fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     state = TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
     state.follow_ties()
@@ -55,17 +58,17 @@ def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) 
         tie(parts)
 
 
-def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan) -> None:
-    """Draw the initial weights (``model.init`` random, or no path) or read them from a directory of safetensors, one
-    tensor at a time. Only the slices that this rank owns are made, unless a technique says that it takes more of a
-    weight to fill its parameters."""
+def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan, draw: Draw | None = None) -> None:
+    """Draw the initial weights, with ``draw`` or as usual (``model.init`` random, or no path), or read them from a
+    directory of safetensors, one tensor at a time. Only the slices that this rank owns are made, unless a technique
+    says that it takes more of a weight to fill its parameters."""
     parameters = named(parts)
     directory = weights_directory(recipe)
     wanted = techniques.wanted(parameters, spec)
     shapes = {**parameter_shapes(spec), **{name: tuple(parameter.shape) for name, parameter in parameters.items()}}
     stored = {name for name in wanted if directory is not None and not is_adapter(name)}
     for name in wanted.keys() - stored:
-        drawn = init.fill(name, shapes[name], wanted[name], recipe.run.seed, spec)
+        drawn = (draw or init.fill)(name, shapes[name], wanted[name], recipe.run.seed, spec)
         _put(parameters, name, wanted[name], drawn)
     if directory is not None:
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):

@@ -1,0 +1,211 @@
+"""A plan and its model made small enough for the CPU ranks of one machine: the same kinds of everything, fewer of each.
+
+Every degree above 1 becomes 2, and every size the smallest that the techniques' own ``check`` admits with those degrees,
+so what must divide does, and what need not does not. Each block stands for one of the model: of a stage the first, the
+last, and one of each kind (its window, the width of its MLP, what of it is frozen). What a property rests on is kept: a
+window shorter than a row, fewer key heads than tensor-parallel ranks, an uneven split, a loss in several chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from shardwise import techniques
+from shardwise.errors import ConfigError
+from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import MESH, Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat
+from shardwise.techniques.pp.actions import illegal
+from shardwise.techniques.states import frozen
+
+VOCABULARY = 67
+"""A prime: no number of ranks divides it."""
+HEAD_DIMS = (8, 16, 32, 64)
+WIDTHS = ((20, 28), (64, 128), (128, 256), (256, 512))
+"""Of hidden states and MLPs."""
+BLOCKS = 3
+"""Of a model that is not split, unless more kinds of block ask for more."""
+WINDOW, TEXT, PAIRS = 5, 12, 24
+"""Tokens that a sliding layer sees; of a row of text; of a row of pairs of answers."""
+DEVIATION = 0.3
+"""Of the first weights: large, so that no gradient is lost in rounding."""
+BUCKET_BYTES = 4096
+EXACT = Precision("fp64", "fp64", "fp64")
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """``blocks``: for each block the one of the model for which it stands. ``changed``: what is smaller, in words.
+    ``unseen``: what a proof of it therefore does not show."""
+
+    spec: ModelSpec
+    plan: Plan
+    blocks: tuple[int, ...]
+    changed: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
+    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError for a model that runs in
+    transformers' own modules, whose sizes are not Shardwise's to choose, and where no sizes serve."""
+    if spec.hf_model is not None:
+        raise ConfigError(*techniques.check(spec, plan, parse_cluster("1xCPU")))
+    layout = _layout(plan.layout)
+    stages = _stages(spec, plan, layout)
+    blocks = tuple(block for stage in stages for block in stage)
+    small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
+    cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
+    for sizes in _sizes(spec, layout.tp):
+        fewer = _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
+        tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
+        refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
+        if not refused:
+            return Shrunk(fewer, tried, blocks, tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(spec, plan)))
+    raise ConfigError(*(refused or []))
+
+
+def _layout(layout: Layout) -> Layout:
+    degrees: dict[str, int] = {axis: min(2, layout.degree(axis)) for axis in MESH}
+    few = replace(layout, **degrees, ep=min(2, layout.ep))
+    return replace(few, ranks_per_node=few.world)
+
+
+def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
+    batch, pipeline = plan.batch, plan.pipeline
+    rows, count = min(2, batch.micro_batch_size), min(2, batch.accumulation)
+    if layout.pp > 1:
+        count = max(count, 2 * layout.pp if batch.accumulation > plan.layout.pp else 1)
+        found = {one.name: one.nearest for one in illegal(pipeline.schedule, layout.pp, len(split) // 2, count)}
+        count = found.get("micro_batches", count)
+        pipeline = replace(pipeline, stages_per_rank=len(split) // 2, split=split)
+    length = PAIRS if plan.loss == "dpo" else TEXT
+    chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * batch.seq_len else 2 * length
+    return replace(
+        plan,
+        layout=layout,
+        batch=Batch(rows, count, length, chunk),
+        shard=replace(plan.shard, bucket_bytes=BUCKET_BYTES, reshard_after_forward=bool(plan.shard.reshard_after_forward)),
+        precision=EXACT,
+        remat=Remat(plan.remat.mode, min(2, plan.remat.every)),
+        compile=False,
+        attention="auto",
+        optim=replace(plan.optim, name="adamw", moments=None),
+        lora=replace(plan.lora, frozen="fp64", dropout=0.0, rank=min(4, plan.lora.rank)) if plan.lora else None,
+        pipeline=pipeline,
+    )
+
+
+def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> list[list[int]]:
+    """The blocks of the model for which those of each stage stand. A stage that has more than others keeps more."""
+    real, each = plan.stages(spec.num_hidden_layers), 2 if plan.remat.every > 1 else 1
+    if layout.pp == 1:
+        return [_pick(spec, plan, real[0], max(BLOCKS, 2 * each))]
+    count = layout.pp * min(2, plan.pipeline.stages_per_rank)
+    kept = [real[round(place * (len(real) - 1) / (count - 1))] for place in range(count)]
+    fewest = min(map(len, kept))
+    return [_pick(spec, plan, stage, each + (len(stage) > fewest)) for stage in kept]
+
+
+def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
+    """``count`` blocks of a stage, or as many as it has kinds of."""
+    _, kinds = layer_kinds(spec)
+    parts = {name.removeprefix("layers.0.") for name in parameter_shapes(spec) if name.startswith("layers.0.")}
+    of_kind: dict[object, int] = {}
+    for block in stage:
+        held = frozenset(part for part in parts if plan.frozen and frozen(f"layers.{block}.{part}", plan))
+        of_kind.setdefault((kinds[block], spec.mlp_size(block), held), block)
+    chosen = set(of_kind.values())
+    for block in (stage[-1], stage[0], *stage):
+        if len(chosen) < count:
+            chosen.add(block)
+    return sorted(chosen)
+
+
+def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:
+    """Sizes, the smaller first."""
+    key_heads = 1 if spec.num_key_value_heads == 1 or (tp > 1 and spec.num_key_value_heads < tp) else 2
+    heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
+    few = {"num_attention_heads": max(heads, tp), "num_key_value_heads": key_heads}
+    for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
+        widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
+        yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim, "widths": widths}
+
+
+def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int, sizes: dict[str, Any]) -> ModelSpec:
+    widths = sizes.pop("widths") if "widths" in sizes else {}
+    window = spec.sliding_window
+    if window is not None:
+        window = WINDOW if window < real_length else 2 * length
+    few = replace(
+        spec,
+        name=f"{spec.name} (shrunk)",
+        vocab_size=VOCABULARY,
+        num_hidden_layers=len(blocks),
+        sliding_window=window,
+        layer_types=tuple(spec.layer_types[block] for block in blocks) if spec.layer_types else (),
+        nope_layers=tuple(place for place, block in enumerate(blocks) if block in spec.nope_layers),
+        intermediate_sizes=tuple(widths[spec.mlp_size(block)] for block in blocks) if spec.intermediate_sizes else (),
+        initializer_range=DEVIATION,
+        **sizes,
+    )
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return few
+    pairs = few.rotary_dim // 2
+    factors = {"short_factor": scaling.short_factor[:pairs], "long_factor": scaling.long_factor[:pairs]}
+    return replace(few, rope_scaling=replace(scaling, **factors))
+
+
+def _frozen(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) -> tuple[str, ...]:
+    """The names that are frozen where those for which they stand are."""
+    if not plan.frozen:
+        return ()
+    names = parameter_shapes(few)
+    return tuple(name for name in names if frozen(real_name(name, blocks), plan))
+
+
+def real_name(name: str, blocks: Sequence[int]) -> str:
+    """The parameter of the model for which the shrunk one stands."""
+    head, _, rest = name.partition("layers.")
+    if head or not rest:
+        return name
+    number, _, part = rest.partition(".")
+    return f"layers.{blocks[int(number)]}.{part}"
+
+
+def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterator[str]:
+    """What is smaller, in words."""
+    for axis in MESH:
+        if (before := plan.layout.degree(axis)) != (after := small.layout.degree(axis)):
+            yield f"{axis} {before:,} -> {after}"
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    for key in (*keys, "num_hidden_layers", "sliding_window"):
+        if (before := getattr(spec, key)) != (after := getattr(few, key)):
+            yield f"{key} {before:,} -> {after}"
+    for key in ("seq_len", "micro_batch_size", "accumulation"):
+        if (before := getattr(plan.batch, key)) != (after := getattr(small.batch, key)):
+            yield f"{key} {before:,} -> {after}"
+    if plan.layout.pp > 1:
+        yield f"split into {len(plan.pipeline.split)} stages -> {list(small.pipeline.split)}"
+    if plan.lora is not None and plan.lora.rank != (small.lora or plan.lora).rank:
+        yield f"rank of adapters {plan.lora.rank} -> {(small.lora or plan.lora).rank}"
+
+
+def _unseen(spec: ModelSpec, plan: Plan) -> Iterator[str]:
+    """What proofs on CPUs, in float64 and at these sizes do not show."""
+    if large := [axis for axis in MESH if plan.layout.degree(axis) > 2]:
+        yield f"what goes wrong only with more than two ranks along {', '.join(large)}"
+    if plan.compile:
+        yield "compiled blocks: they compute as they are written here"
+    yield "kernels, NCCL and numerical range on GPUs: ranks are CPU processes" + (
+        f"; attention {plan.attention}" if plan.attention != "auto" else ""
+    )
+    if plan.optim.name != "adamw" or plan.optim.moments is not None:
+        moments = "in 8 bits" if plan.optim.name != "adamw" else f"in {plan.optim.moments}"
+        yield f"moments {moments}, and their rounding: AdamW keeps them in float64 here"
+    if plan.lora is not None and plan.lora.dropout:
+        yield f"dropout of adapters ({plan.lora.dropout:g}): it is off here"

@@ -1,0 +1,176 @@
+"""What a proof trains, whatever the layout: the model, the method, the rows of each step, and the first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.pack import IGNORE, Packs, Sample, Windows
+from shardwise.models import init
+from shardwise.models.config import ModelSpec
+from shardwise.models.init import Draw
+from shardwise.models.roles import role
+from shardwise.spec.plan import Dtype, Lora, Plan
+from shardwise.spec.recipe import Method, OptimSection
+
+STEPS = 5
+MAX_STEPS = 10
+OPTIM = OptimSection(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+"""Every part of the update is at work: warm-up, decay of the rate, weight decay on matrices only, clipping (the first
+gradients of the tiny models have norms above 0.5)."""
+DEVIATION = 0.2
+"""Of what begins at one value for all elements, where it is drawn at random instead."""
+LEAST_TOKENS = 3
+"""Of a document in an excerpt."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None:
+    as a run draws them. ``sgd``: after AdamW's steps
+    one of plain gradient descent, without clipping: AdamW's steps hardly depend on a factor of all gradients."""
+
+    method: Method = field(default_factory=Method)
+    rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
+    draw: Draw | None = None
+    sgd: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute`` from master weights in ``weights``;
+    parameters whose names match ``frozen`` stay as they are."""
+
+    spec: ModelSpec
+    rows: int
+    seq_len: int
+    compute: Dtype
+    weights: Dtype
+    steps: int = STEPS
+    seed: int = 0
+    frozen: tuple[str, ...] = ()
+    lora: Lora | None = None
+    setting: Setting = field(default_factory=Setting, hash=False)
+
+    def first(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole of a parameter before the first step, in fp32."""
+        whole = tuple(slice(0, size) for size in shape)
+        return (self.setting.draw or init.fill)(name, shape, whole, self.seed, self.spec)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights change."""
+        return self.steps + self.setting.sgd
+
+    def batch(self, number: int) -> list[Sample]:
+        """The rows of step ``number``."""
+        return self.setting.rows(self, number)
+
+
+def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = None) -> Workload:
+    """What ``plan`` trains, with everything about its layout left out."""
+    rows = plan.batch.global_batch_size(plan.layout.dp)
+    length, precision = plan.batch.seq_len, plan.precision
+    sizes = (spec, rows, length, precision.compute, precision.weights, steps)
+    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, setting=setting or Setting())
+
+
+def texts(job: Workload, number: int) -> list[Sample]:
+    """Rows drawn at random. Each holds two documents, cut at another place, and another number of supervised tokens:
+    row 0 has one, the last row all."""
+    draw = torch.Generator().manual_seed(1_000 * job.seed + number)
+    rows = []
+    for index in range(job.rows):
+        tokens = torch.randint(job.spec.vocab_size, (job.seq_len + 1,), generator=draw)
+        border = int(torch.randint(1, job.seq_len, (), generator=draw))
+        labels = tokens[1:].clone()
+        learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
+        labels[torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
+        segments = (border, job.seq_len - border)
+        positions = torch.cat([torch.arange(length) for length in segments])
+        rows.append(Sample(tokens[:-1].numpy(), labels.numpy(), positions.numpy(), segments, masked=True))
+    return rows
+
+
+def pairs(job: Workload, number: int) -> list[Sample]:
+    """Rows of one pair of answers or two, drawn at random, of which each answer but its first token or two is
+    supervised; what the initial model says of the pairs is drawn too."""
+    draw = np.random.default_rng([job.seed, number])
+    rows = []
+    for index in range(job.rows):
+        count = 1 + index % 2
+        lengths = draw.integers(LEAST_TOKENS, job.seq_len // (2 * count), 2 * count, endpoint=True).tolist()
+        sample = _empty(job.seq_len, lengths, masked=True)
+        sample.ids[:] = draw.integers(job.spec.vocab_size, size=job.seq_len)
+        for begin, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+            learnt = slice(begin + int(draw.integers(2)), begin + length - 1)
+            sample.labels[learnt] = np.roll(sample.ids, -1)[learnt]
+        rows.append(_with_references(sample, draw.normal(size=count)))
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Excerpts:
+    """Short pieces of real rows, again and again in their order."""
+
+    samples: tuple[Sample, ...]
+
+    def __call__(self, job: Workload, number: int) -> list[Sample]:
+        return [self.samples[(number * job.rows + index) % len(self.samples)] for index in range(job.rows)]
+
+
+def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int) -> Excerpts:
+    """At most ``count`` rows of prepared data that have labels, each cut to ``seq_len`` tokens."""
+    found: list[Sample] = []
+    for number in range(len(windows)):
+        short = excerpt(windows[number], seq_len, vocab_size)
+        if len(found) < count and (short.labels != IGNORE).any():
+            found.append(short)
+    return Excerpts(tuple(found))
+
+
+def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
+    """Of the first documents of a row so many tokens each as there is room for, those around the first that is
+    supervised; ids modulo ``vocab_size``. Of pairs both answers, and a reference drawn in its stead."""
+    of_pairs = sample.references is not None
+    kept = min(len(sample.segments), max(1, seq_len // (2 * LEAST_TOKENS)))
+    if of_pairs:
+        kept = 2 * min(len(sample.references or ()), max(1, kept // 2))
+    lengths = [min(length, seq_len // max(1, kept)) for length in sample.segments[:kept]]
+    short, at, begin = _empty(seq_len, lengths, sample.masked), 0, 0
+    for length, whole in zip(lengths, sample.segments, strict=False):
+        learnt = np.flatnonzero(sample.labels[begin : begin + whole] != IGNORE)
+        first = int(learnt[0]) - length // 2 if len(learnt) else 0
+        source = begin + min(max(0, first), whole - length)
+        short.ids[at : at + length] = sample.ids[source : source + length] % vocab_size
+        labels = sample.labels[source : source + length]
+        short.labels[at : at + length] = np.where(labels == IGNORE, IGNORE, labels % vocab_size)
+        at, begin = at + length, begin + whole
+    return _with_references(short, np.linspace(-1, 1, kept // 2)) if of_pairs else short
+
+
+def _empty(seq_len: int, lengths: list[int], masked: bool) -> Sample:
+    """A row of documents of such lengths, and padding; nothing is supervised yet."""
+    rest = seq_len - sum(lengths)
+    segments = (*lengths, *[rest] * (rest > 0)) if masked else (seq_len,)
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in segments])
+    labels = np.full(seq_len, IGNORE, dtype=np.int64)
+    return Sample(np.zeros(seq_len, dtype=np.int64), labels, positions, segments, masked)
+
+
+def _with_references(sample: Sample, references: np.ndarray) -> Sample:
+    return Sample(sample.ids, sample.labels, sample.positions, sample.segments, sample.masked, references)
+
+
+def random_everywhere(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
+    """First weights of which none is zero and no norm one, as biases, an adapter's B and norms are drawn: a bias that
+    every rank adds, a sum that the gradient of A lacks, or the wrong slice of a norm would not be seen in the first
+    step."""
+    begun = init.fill(name, shape, part, seed, spec)
+    if role(name) in ("bias", "lora_b", "norm"):
+        begun += init.normal(name, shape, part, seed).mul_(DEVIATION)
+    return begun
