@@ -191,7 +191,7 @@ def test_a_missing_gradient_is_the_worst() -> None:
     right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
     lost = {name: gradient for name, gradient in right.gradients.items() if name != "norm.weight"}
     found = parity.compare(right, [right, replace(right, gradients=lost)])
-    assert found.gradient == parity.Worst(float("inf"), "norm.weight, rank 1")
+    assert found.gradient == parity.Worst(float("inf"), "norm.weight", 1)
 
 
 def test_a_gradient_that_is_not_a_number_is_the_worst() -> None:

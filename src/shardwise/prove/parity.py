@@ -9,8 +9,8 @@ the loss and the first gradients are what counts, and in bf16 the direction of e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -62,10 +62,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest error and the tensor (or step) that has it."""
+    """The largest error: of which tensor or number, and on which rank. ``expected`` and ``found`` are the values where
+    they are farthest apart; NaN for what is missing."""
 
     error: float
-    where: str
+    what: str
+    rank: int = 0
+    expected: float = field(default=math.nan, compare=False)
+    found: float = field(default=math.nan, compare=False)
+
+    @property
+    def where(self) -> str:
+        return f"{self.what}, rank {self.rank}"
 
     def __str__(self) -> str:
         return f"{self.error:.2e} ({self.where})"
@@ -74,13 +82,15 @@ class Worst:
 @dataclass(frozen=True)
 class Parity:
     """How far a run is from the plain loop, at worst over its ranks. Errors are relative: the largest difference within
-    a tensor over its largest element. ``turn`` is 1 - cosine of a gradient with the right one."""
+    a tensor over its largest element. ``turn`` is 1 - cosine of a gradient with the right one. ``apart``: what two
+    ranks hold of the same piece of a weight, and is not the same."""
 
     loss: Worst
     norm: Worst
     gradient: Worst
     turn: Worst
     weight: Worst
+    apart: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -108,20 +118,20 @@ def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> P
     """The worst of every rank's errors. ``staged``: each rank has some of the tensors, and all together have all."""
 
     def numbers(of: str, expected: Sequence[float], found: Sequence[Sequence[float]]) -> Worst:
-        return worst(
-            {
-                f"{of} of step {index + 1}, rank {rank}": abs(value - known) / abs(known)
-                for rank, values in enumerate(found)
-                for index, (known, value) in enumerate(zip(expected, values, strict=True))
-            }
-        )
+        pairs = {
+            (f"{of} of step {index + 1}", rank): (known, value)
+            for rank, values in enumerate(found)
+            for index, (known, value) in enumerate(zip(expected, values, strict=True))
+        }
+        return worst({at: abs(value - known) / abs(known) for at, (known, value) in pairs.items()}, pairs.__getitem__)
 
     def tensors(of: Callable[[Trace], Tensors], errors: Callable[[Tensors, Tensors], dict[str, float]]) -> Worst:
         found, known = [of(trace) for trace in traces], of(right)
         nowhere = known.keys() - {name for each in found for name in each}
         wanted = [{n: known[n] for n in known if not staged or n in each or n in nowhere} for each in found]
         pairs = enumerate(zip(wanted, found, strict=True))
-        return worst({f"{n}, rank {rank}": e for rank, (want, each) in pairs for n, e in errors(want, each).items()})
+        every = {(n, rank): e for rank, (want, each) in pairs for n, e in errors(want, each).items()}
+        return worst(every, lambda at: farthest(known.get(at[0]), found[at[1]].get(at[0])))
 
     return Parity(
         numbers("loss", right.losses, [trace.losses for trace in traces]),
@@ -129,13 +139,42 @@ def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> P
         tensors(lambda trace: trace.gradients, differences),
         tensors(lambda trace: trace.gradients, directions),
         tensors(lambda trace: trace.weights, differences),
+        tuple(apart([trace.held for trace in traces])),
     )
 
 
-def worst(errors: Mapping[str, float]) -> Worst:
-    """The largest value; NaN counts as larger than any."""
-    where = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name])
-    return Worst(errors[where], where)
+Place = tuple[str, int]
+"""The name of a tensor or number, and a rank."""
+
+
+def worst(errors: Mapping[Place, float], values: Callable[[Place], tuple[float, float]]) -> Worst:
+    """The largest error, with the two values; NaN counts as larger than any."""
+    at = max(errors, key=lambda at: math.inf if math.isnan(errors[at]) else errors[at])
+    return Worst(errors[at], *at, *values(at))
+
+
+def farthest(known: Tensor | None, found: Tensor | None) -> tuple[float, float]:
+    """The elements of two tensors that are farthest apart; NaN of one that is missing."""
+    if known is None or found is None or known.shape != found.shape:
+        return math.nan, math.nan
+    index = (known.double() - found.double()).abs().nan_to_num(math.inf).argmax()
+    return float(known.flatten()[index]), float(found.flatten()[index])
+
+
+def apart(held: Sequence[Sequence[Mapping[str, list[int]]]]) -> Iterator[str]:
+    """What ranks hold of the same piece and is not the same, of the first step after which something is not."""
+    for number, pieces in enumerate(zip(*held, strict=True)):
+        first: dict[str, tuple[int, int]] = {}
+        different = {}
+        for rank, mine in enumerate(pieces):
+            for name, digests in mine.items():
+                for digest in digests:
+                    other, known = first.setdefault(name, (rank, digest))
+                    if digest != known:
+                        different[name] = f"{name} of rank {rank} is not that of rank {other} after step {number + 1}"
+        yield from different.values()
+        if different:
+            return
 
 
 def differences(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """A plan and its model made small enough for the CPU ranks of one machine: the same kinds of everything, fewer of each.
 
-Every degree above 1 becomes 2, and every size the smallest that the techniques' own ``check`` admits with those degrees,
-so what must divide does, and what need not does not. Each block stands for one of the model: of a stage the first, the
-last, and one of each kind (its window, the width of its MLP, what of it is frozen). What a property rests on is kept: a
-window shorter than a row, fewer key heads than tensor-parallel ranks, an uneven split, a loss in several chunks.
+Every degree above 1 becomes 2, and every size the smallest that the techniques' own ``check`` admits with those
+degrees, so what must divide does, and what need not does not. Each block stands for one of the model: of a stage the
+first, the last, and one of each kind (its window, the width of its MLP, what of it is frozen). What a property rests on
+is kept: a window shorter than a row, fewer key heads than tensor-parallel ranks, an uneven split, a loss in several
+chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.pp.actions import illegal
 from shardwise.techniques.states import frozen
 
@@ -39,11 +41,13 @@ EXACT = Precision("fp64", "fp64", "fp64")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """``blocks``: for each block the one of the model for which it stands. ``changed``: what is smaller, in words.
-    ``unseen``: what a proof of it therefore does not show."""
+    """``plan`` computes in float64, ``own`` is the same in the dtypes of the plan itself. ``blocks``: for each block
+    the one of the model for which it stands. ``changed``: what is smaller, in words. ``unseen``: what a proof of it
+    therefore does not show."""
 
     spec: ModelSpec
     plan: Plan
+    own: Plan
     blocks: tuple[int, ...]
     changed: tuple[str, ...]
     unseen: tuple[str, ...]
@@ -64,13 +68,15 @@ def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
         refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
         if not refused:
-            return Shrunk(fewer, tried, blocks, tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(spec, plan)))
+            own = _in_own_dtypes(plan, blocks, fewer, tried)
+            told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan))
+            return Shrunk(fewer, tried, own, blocks, *told)
     raise ConfigError(*(refused or []))
 
 
 def _layout(layout: Layout) -> Layout:
-    degrees: dict[str, int] = {axis: min(2, layout.degree(axis)) for axis in MESH}
-    few = replace(layout, **degrees, ep=min(2, layout.ep))
+    degrees = {axis: min(2, layout.degree(axis)) for axis in MESH}
+    few = Layout(**degrees, ep=min(2, layout.ep), v_shaped=layout.v_shaped)
     return replace(few, ranks_per_node=few.world)
 
 
@@ -88,7 +94,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         plan,
         layout=layout,
         batch=Batch(rows, count, length, chunk),
-        shard=replace(plan.shard, bucket_bytes=BUCKET_BYTES, reshard_after_forward=bool(plan.shard.reshard_after_forward)),
+        shard=Shard(plan.shard.strategy, bool(plan.shard.reshard_after_forward), BUCKET_BYTES),
         precision=EXACT,
         remat=Remat(plan.remat.mode, min(2, plan.remat.every)),
         compile=False,
@@ -131,13 +137,12 @@ def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:
     heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
     few = {"num_attention_heads": max(heads, tp), "num_key_value_heads": key_heads}
     for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
-        widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
-        yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim, "widths": widths}
+        yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 
 
 def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int, sizes: dict[str, Any]) -> ModelSpec:
-    widths = sizes.pop("widths") if "widths" in sizes else {}
-    window = spec.sliding_window
+    window, width = spec.sliding_window, sizes["intermediate_size"]
+    widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
     if window is not None:
         window = WINDOW if window < real_length else 2 * length
     few = replace(
@@ -156,8 +161,8 @@ def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int,
     if scaling is None or scaling.kind != "longrope":
         return few
     pairs = few.rotary_dim // 2
-    factors = {"short_factor": scaling.short_factor[:pairs], "long_factor": scaling.long_factor[:pairs]}
-    return replace(few, rope_scaling=replace(scaling, **factors))
+    short, long = scaling.short_factor[:pairs], scaling.long_factor[:pairs]
+    return replace(few, rope_scaling=replace(scaling, short_factor=short, long_factor=long))
 
 
 def _frozen(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) -> tuple[str, ...]:
@@ -166,6 +171,15 @@ def _frozen(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) 
         return ()
     names = parameter_shapes(few)
     return tuple(name for name in names if frozen(real_name(name, blocks), plan))
+
+
+def _in_own_dtypes(plan: Plan, blocks: Sequence[int], few: ModelSpec, small: Plan) -> Plan:
+    """``small`` in the dtypes of ``plan``, whose rules for modules are told for the blocks that are left."""
+    modules = {name.rpartition(".")[0] for name in parameter_shapes(few)}
+    rules = {name: compute_dtype(plan.precision, real_name(name, blocks)) for name in modules}
+    kept = tuple((name, dtype) for name, dtype in sorted(rules.items()) if dtype != plan.precision.compute)
+    lora = replace(small.lora, frozen=plan.lora.frozen) if small.lora and plan.lora else None
+    return replace(small, precision=replace(plan.precision, modules=kept), lora=lora, optim=plan.optim)
 
 
 def real_name(name: str, blocks: Sequence[int]) -> str:
@@ -195,7 +209,7 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
         yield f"rank of adapters {plan.lora.rank} -> {(small.lora or plan.lora).rank}"
 
 
-def _unseen(spec: ModelSpec, plan: Plan) -> Iterator[str]:
+def _unseen(plan: Plan) -> Iterator[str]:
     """What proofs on CPUs, in float64 and at these sizes do not show."""
     if large := [axis for axis in MESH if plan.layout.degree(axis) > 2]:
         yield f"what goes wrong only with more than two ranks along {', '.join(large)}"
@@ -207,5 +221,7 @@ def _unseen(spec: ModelSpec, plan: Plan) -> Iterator[str]:
     if plan.optim.name != "adamw" or plan.optim.moments is not None:
         moments = "in 8 bits" if plan.optim.name != "adamw" else f"in {plan.optim.moments}"
         yield f"moments {moments}, and their rounding: AdamW keeps them in float64 here"
+    if type(plan.shard.reshard_after_forward) is int:
+        yield f"weights that {plan.shard.reshard_after_forward} ranks keep between forward and backward: all do here"
     if plan.lora is not None and plan.lora.dropout:
         yield f"dropout of adapters ({plan.lora.dropout:g}): it is off here"

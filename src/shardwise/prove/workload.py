@@ -128,8 +128,10 @@ def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int
     found: list[Sample] = []
     for number in range(len(windows)):
         short = excerpt(windows[number], seq_len, vocab_size)
-        if len(found) < count and (short.labels != IGNORE).any():
+        if (short.labels != IGNORE).any():
             found.append(short)
+        if len(found) == count:
+            break
     return Excerpts(tuple(found))
 
 

@@ -1,0 +1,246 @@
+"""What is proved of a plan that somebody is about to run, before it runs.
+
+``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
+the plan says. ``parity``: the plan and its model made small (prove/shrink.py), trained on CPU ranks in float64, against
+a plain loop in one process. ``dtypes``: the same for a step in the plan's own dtypes. ``checkpoint``: a run that is
+saved and goes on under another layout. Where one fails, the smallest layout that fails is looked for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal
+
+from shardwise.errors import ShardwiseError, first_line
+from shardwise.models.config import ModelSpec
+from shardwise.prove import moves, parity
+from shardwise.prove.drift import drift
+from shardwise.prove.pool import RankFailure
+from shardwise.prove.shrink import Shrunk, real_name, shrink
+from shardwise.prove.smallest import Smallest, smallest
+from shardwise.prove.workload import STEPS, Setting, job_of
+from shardwise.spec.layout import MESH, Axis, Layout
+from shardwise.spec.plan import Plan
+
+Effort = Literal["quick", "normal", "thorough"]
+OnRanks = Callable[..., list[Any]]
+"""``RankPool.run``."""
+TOLERANCE = 1e-9
+"""In float64, relative: what sums in another order come to after AdamW's steps is a thousandth of it."""
+OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
+"""By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
+2**-8, and its errors add up over a few layers."""
+SHOWN = 6
+"""Lines about one failure."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared."""
+
+    proof: Literal["drift", "parity", "dtypes", "checkpoint"]
+    case: str
+    problems: tuple[str, ...]
+    seconds: float
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be proved. ``few``: None where nothing small enough has all that the plan does; ``why`` says so."""
+
+    spec: ModelSpec
+    plan: Plan
+    few: Shrunk | None
+    setting: Setting
+    why: str = ""
+
+    def cases(self, effort: Effort) -> list[tuple[str, int]]:
+        """The proofs to be run, in their order, with the rank whose drift is looked at."""
+        ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
+        small = ["parity", "checkpoint"] if effort == "quick" else ["parity", "dtypes", "checkpoint"]
+        return ranks + [(proof, 0) for proof in small if self.few is not None]
+
+
+def subject_of(spec: ModelSpec, plan: Plan, setting: Callable[[Shrunk], Setting], most_ranks: int) -> Subject:
+    """``plan`` and what is left of it on at most so many ranks. ``setting``: what the small one trains."""
+    try:
+        few = shrink(spec, plan)
+    except ShardwiseError as error:
+        return Subject(spec, plan, None, Setting(), error.problems[0].what)
+    if few.plan.layout.world > most_ranks:
+        needed = f"its {few.plan.layout.world} ranks need more memory than this machine has, which is enough for"
+        return Subject(spec, plan, None, Setting(), f"{needed} {most_ranks}")
+    return Subject(spec, plan, few, setting(few))
+
+
+def places(layout: Layout, effort: Effort) -> list[int]:
+    """The ranks whose drift is looked at: the first and the last; with more effort, on the first, a middle and the
+    last rank of each pipeline the first and last of every other axis, all at once; or all ranks."""
+    if effort == "thorough":
+        return list(range(layout.world))
+    if effort == "quick":
+        return sorted({0, layout.world - 1})
+    others: list[Axis] = [axis for axis in MESH if axis != "pp"]
+    stages = sorted({0, layout.pp // 2, layout.pp - 1})
+    ends = [{axis: last * (layout.degree(axis) - 1) for axis in others} for last in (0, 1)]
+    return sorted({layout.rank({"pp": stage, **end}) for stage, end in product(stages, ends)})
+
+
+def run(subject: Subject, proof: str, rank: int, on_ranks: OnRanks) -> Check:
+    """One proof. Whatever it raises is a problem of the plan."""
+    began = time.perf_counter()
+    case, figures = _case(subject, proof, rank), dict[str, float]()
+    try:
+        if proof == "drift":
+            problems = _drift(subject.spec, subject.plan, rank, figures)
+        else:
+            assert subject.few is not None
+            problems = PROOFS[proof](subject.few, subject.setting, on_ranks, figures)
+    except RankFailure as error:
+        problems = [f"rank {each}: {text.strip().splitlines()[-1]}" for each, text in error.reports.items()]
+    except Exception as error:
+        problems = [f"{type(error).__name__}: {first_line(error)}"]
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    told = tuple(problems[:SHOWN] + more)
+    return Check(proof, case, told, time.perf_counter() - began, figures)  # type: ignore[arg-type]
+
+
+def _case(subject: Subject, proof: str, rank: int) -> str:
+    if proof == "drift":
+        layout = subject.plan.layout
+        where = ", ".join(f"{axis} {layout.coordinate(rank, axis)}" for axis, _ in layout.axes())
+        return f"rank {rank} of {layout.world}" + f" ({where})" * bool(where)
+    assert subject.few is not None
+    world = subject.few.plan.layout.world
+    ranks = f"{world} CPU rank" + "s" * (world > 1)
+    if proof == "parity":
+        return f"float64, {ranks}, {STEPS} steps of AdamW and one of SGD"
+    if proof == "dtypes":
+        return f"{_coarsest(subject.few.own)}, {ranks}, one step"
+    other = moves.elsewhere(subject.few.plan)
+    return f"saved by {ranks}, goes on as {other.shard.strategy} over {other.layout.world}"
+
+
+def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
+    """Blocks that are compiled cannot run on fake ranks, and kernels of GPUs not here: neither changes what is sent."""
+    found = drift(spec, replace(plan, compile=False, attention="auto"), rank)
+    figures["collectives"] = sum(found.measured.sent.values())
+    figures["sent bytes"] = sum(size * calls for (_, _, size), calls in found.measured.sent.items())
+    figures["state bytes"] = sum(found.measured.state.values())
+    figures["peak bytes"] = found.measured.peak_bytes
+    figures["peak error"] = found.peak_error
+    return found.differences()
+
+
+def _parity(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
+    found = _trained(few.spec, few.plan, STEPS, setting, on_ranks)
+    wrong = _wrong(found, TOLERANCE, figures, weights=True)
+    return [_named(few, line) for line in (*wrong, *found.apart)]
+
+
+def _dtypes(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
+    """One step in the plan's own dtypes, against the plain loop with weights cast to the same."""
+    found = _trained(few.spec, replace(few.own, optim=few.plan.optim), 1, replace(setting, sgd=False), on_ranks)
+    wrong = _wrong(found, OWN_DTYPES[_coarsest(few.own)], figures, weights=False)
+    return [_named(few, line) for line in (*wrong, *found.apart)]
+
+
+def _coarsest(plan: Plan) -> str:
+    """The dtype with the fewest bits of mantissa that gradients meet."""
+    met = {plan.precision.compute, plan.precision.reduce, plan.precision.weights}
+    met |= {dtype for _, dtype in plan.precision.modules} | ({plan.lora.frozen} if plan.lora else set())
+    return max(met, key=["fp64", "fp32", "fp16", "bf16"].index)
+
+
+def _checkpoint(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
+    return [_named(few, line) for line in _moved(few.spec, few.plan, setting, on_ranks, figures)]
+
+
+def _moved(
+    spec: ModelSpec, plan: Plan, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]
+) -> Iterator[str]:
+    """Saved by the plan's ranks, read under another layout, and trained on, against a loop that nothing interrupts."""
+    other = moves.elsewhere(plan)
+    with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
+        saved, loaded = (
+            on_ranks(moves.go, spec, of, directory, first, setting, world=of.layout.world, timeout_s=300)
+            for of, first in ((plan, 0), (other, moves.STEPS))
+        )
+    figures["tensors"] = len({name for stretch in saved for name in stretch.after})
+    yield from moves.differences(saved, loaded)
+    right = parity.plain(job_of(spec, plan, 2 * moves.STEPS, replace(setting, sgd=False))).losses
+    for rank, stretch in enumerate(loaded):
+        for number, (known, loss) in enumerate(zip(right[moves.STEPS :], stretch.losses, strict=True), moves.STEPS + 1):
+            error = abs(loss - known) / abs(known)
+            figures["loss"] = max(error, figures.get("loss", 0.0))
+            if not error <= TOLERANCE:
+                yield f"loss of step {number}, after loading: {known:.9g} expected, {loss:.9g} found on rank {rank}"
+
+
+PROOFS = {"parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
+
+
+def _trained(spec: ModelSpec, plan: Plan, steps: int, setting: Setting, on_ranks: OnRanks) -> parity.Parity:
+    given = spec, [plan], steps, setting
+    traces = on_ranks(parity.train_on_rank, *given, world=plan.layout.world, timeout_s=300)
+    right = parity.plain(job_of(spec, plan, steps, setting))
+    return parity.compare(right, [trace for [trace] in traces], staged=plan.layout.pp > 1)
+
+
+def _wrong(found: parity.Parity, most: float, figures: dict[str, float], *, weights: bool) -> list[str]:
+    """What is not within the tolerance, the cause first: gradients before norms, losses and weights."""
+    compared = {"gradient" if weights else "turn": "first gradient of ", "loss": "", "norm": "gradient "}
+    compared |= {"weight": "weight "} if weights else {}
+    lines = []
+    for key, words in compared.items():
+        each: parity.Worst = vars(found)[key]
+        figures[key] = each.error
+        if not each.error <= most:
+            values = f"{each.expected:.9g} expected, {each.found:.9g} found on rank {each.rank}"
+            lines.append(f"{words}{each.what}: {values} (relative error {each.error:.1e}, at most {most:g})")
+    return lines
+
+
+def _named(few: Shrunk, line: str) -> str:
+    """``line`` with the block of the model for which the named one stands, where that has another number."""
+    words = next((word.strip(":,[]").partition("[")[0] for word in line.split() if "layers." in word), "")
+    name = words[words.find("layers.") :] if words else ""
+    real = real_name(name, few.blocks) if name else ""
+    return line if real == name else f"{line}; it stands for {real}"
+
+
+def smallest_failing(subject: Subject, failed: Check, on_ranks: OnRanks) -> Smallest | None:
+    """Of a proof that failed on CPU ranks, or of drift that shows in the small layout too; None where it does not."""
+    few, setting = subject.few, subject.setting
+    if few is None:
+        return None
+
+    def fails(spec: ModelSpec, plan: Plan) -> bool:
+        try:
+            if failed.proof == "drift":
+                plan = replace(plan, attention="auto", compile=False)
+                return any(drift(spec, plan, rank).differences() for rank in range(plan.layout.world))
+            if failed.proof == "checkpoint":
+                return any(True for _ in _moved(spec, plan, setting, on_ranks, {}))
+            small = Shrunk(spec, plan, plan, few.blocks, (), ())
+            if failed.proof == "dtypes":
+                exact = replace(
+                    plan, precision=few.plan.precision, lora=plan.lora and replace(plan.lora, frozen="fp64")
+                )
+                small = replace(small, plan=exact)
+            return bool(PROOFS[failed.proof](small, setting, on_ranks, {}))
+        except Exception:  # whatever a rank raises is a failure too
+            return True
+
+    begun = few.own if failed.proof in ("drift", "dtypes") else few.plan
+    return smallest(few.spec, begun, fails) if fails(few.spec, begun) else None
+
+
+def ordered(checks: Sequence[Check]) -> list[Check]:
+    """Those that failed, the one first whose smallest layout says most: parity, then the others as they were run."""
+    return sorted((one for one in checks if one.problems), key=lambda one: one.proof != "parity")

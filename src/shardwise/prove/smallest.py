@@ -1,0 +1,143 @@
+"""The smallest layout that fails: what a plan does is switched off, one after another, as long as it still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Axis
+from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
+
+Case = tuple[ModelSpec, Plan]
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """``words``: what is on in the smallest case that fails; without any one of ``needed`` it passes."""
+
+    spec: ModelSpec
+    plan: Plan
+    words: tuple[str, ...]
+    needed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        passes = f"; it passes without {', or without '.join(self.needed)}" if self.needed else ""
+        return f"{', '.join(self.words) or 'one process, with everything switched off'}{passes}"
+
+
+def smallest(spec: ModelSpec, plan: Plan, fails: Callable[[ModelSpec, Plan], bool]) -> Smallest:
+    """What is left of a case that fails. ``fails`` is asked of legal cases only."""
+    case, needed, before = (spec, plan), list[str](), None
+    while case != before:  # what was needed before others were switched off may no longer be
+        before, needed = case, []
+        for name, off in SWITCHES.items():
+            tried = off(*case)
+            if tried == case or techniques.check(*tried, parse_cluster(f"{tried[1].layout.world}xCPU")):
+                continue
+            if fails(*tried):
+                case = tried
+            else:
+                needed.append(name)
+    words = tuple(_words(name, *case) for name, off in SWITCHES.items() if off(*case) != case)
+    return Smallest(*case, words, tuple(needed))
+
+
+def _alone(axis: Axis) -> Callable[[ModelSpec, Plan], Case]:
+    """One rank along an axis; those that read other rows leave them to the rest."""
+
+    def off(spec: ModelSpec, plan: Plan) -> Case:
+        ranks = plan.layout.degree(axis)
+        layout = replace(plan.layout, **{axis: 1})  # type: ignore[arg-type]  # by name
+        rows = plan.batch.micro_batch_size * (ranks if axis in ("dp_replicate", "dp_shard") else 1)
+        layout = replace(layout, ranks_per_node=layout.world)
+        return spec, replace(plan, layout=layout, batch=replace(plan.batch, micro_batch_size=rows))
+
+    return off
+
+
+def _no_pipeline(spec: ModelSpec, plan: Plan) -> Case:
+    layout = replace(plan.layout, pp=1, v_shaped=False)
+    return spec, replace(plan, layout=replace(layout, ranks_per_node=layout.world), pipeline=Pipeline())
+
+
+def _plain_schedule(spec: ModelSpec, plan: Plan) -> Case:
+    if plan.layout.pp == 1:
+        return spec, plan
+    pairs = zip(plan.pipeline.split[::2], plan.pipeline.split[1::2], strict=True)
+    split = plan.pipeline.split if plan.pipeline.stages_per_rank == 1 else tuple(map(sum, pairs))
+    return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline("1f1b", 1, split))
+
+
+def _no_tp(spec: ModelSpec, plan: Plan) -> Case:
+    return _alone("tp")(spec, replace(plan, sequence_parallel=False))
+
+
+def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
+    batch = plan.batch
+    if plan.layout.pp > 1:
+        return spec, plan
+    return spec, replace(
+        plan, batch=replace(batch, micro_batch_size=batch.micro_batch_size * batch.accumulation, accumulation=1)
+    )
+
+
+def _ddp(spec: ModelSpec, plan: Plan) -> Case:
+    layout = replace(plan.layout, dp_replicate=plan.layout.dp, dp_shard=1)
+    return spec, replace(plan, layout=layout, shard=Shard("ddp", bucket_bytes=plan.shard.bucket_bytes))
+
+
+def _one_dtype(spec: ModelSpec, plan: Plan) -> Case:
+    exact = plan.precision.compute == "fp64"
+    return spec, plan if exact else replace(plan, precision=Precision())
+
+
+def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
+    batch = plan.batch
+    least = batch.micro_batch_size * batch.seq_len
+    return spec, replace(plan, batch=replace(batch, loss_chunk_tokens=max(least, batch.loss_chunk_tokens)))
+
+
+SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
+    "dp_replicate": _alone("dp_replicate"),
+    "dp_shard": _alone("dp_shard"),
+    "tp": _no_tp,
+    "pp": _no_pipeline,
+    "sequence parallelism": lambda spec, plan: (spec, replace(plan, sequence_parallel=False)),
+    "strategy": _ddp,
+    "schedule": _plain_schedule,
+    "recomputation": lambda spec, plan: (spec, replace(plan, remat=Remat())),
+    "accumulation": _no_accumulation,
+    "4-bit weights": lambda spec, plan: (spec, replace(plan, lora=plan.lora and replace(plan.lora, nf4=False))),
+    "adapters": lambda spec, plan: (spec, replace(plan, lora=None)),
+    "frozen weights": lambda spec, plan: (spec, replace(plan, frozen=())),
+    "dtypes": _one_dtype,
+    "moments": lambda spec, plan: (spec, replace(plan, optim=Optim())),
+    "chunks of the loss": _one_chunk,
+    "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
+    "biases": lambda spec, plan: (
+        replace(spec, attention_bias=False, mlp_bias=False, attention_output_bias=None),
+        plan,
+    ),
+}
+"""How each thing is switched off; it is on where that changes the case."""
+
+
+def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
+    """Something that is on, with its value."""
+    layout, lora = plan.layout, plan.lora
+    values = {
+        "dp_replicate": f"dp_replicate {layout.dp_replicate}",
+        "dp_shard": f"dp_shard {layout.dp_shard}",
+        "tp": f"tp {layout.tp}",
+        "pp": f"pp {layout.pp}",
+        "strategy": plan.shard.strategy,
+        "schedule": f"schedule {plan.pipeline.schedule}",
+        "recomputation": f"{plan.remat.mode} recomputation" + f" of every {plan.remat.every}" * (plan.remat.every > 1),
+        "accumulation": f"{plan.batch.accumulation} micro-batches",
+        "adapters": f"adapters{' with magnitudes' if lora and lora.dora else ''}",
+        "dtypes": f"computing in {plan.precision.compute}",
+    }
+    return values.get(name, name)
