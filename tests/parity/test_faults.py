@@ -151,9 +151,10 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
 
 
 def without_all_reduce(parts: Any, plan: Plan, *, last: bool) -> None:
+    synchronise(parts, plan, last=last)
     for part in parts:
-        part.set_is_last_backward(last)
-        part.set_requires_all_reduce(False)
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(False)
 
 
 def train_with_faults(rank: int, world: int, spec: ModelSpec, names: list[str]) -> list[parity.Trace]:

@@ -25,6 +25,8 @@ Refused: type[Any] = typer.BadParameter.__mro__[2]
 COMMANDS = {
     "train": "Train a model.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
+    "prove": "Prove a recipe and its layout on this machine, without GPUs: a certificate.",
+    "verify": "The same as prove.",
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
     "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
@@ -34,6 +36,10 @@ COMMANDS = {
     "schema": "Print the JSON schema of a recipe.",
     "data": "Prepare text for training.",
 }
+
+
+LOOSE = ("train", "plan", "prove", "verify", "doctor")
+"""Commands that take any key of the recipe as a flag."""
 
 
 class Commands(TyperGroup):
@@ -47,13 +53,14 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"shardwise.cli.{cmd_name.replace('-', '_')}")
+        file = {"verify": "prove"}.get(cmd_name, cmd_name.replace("-", "_"))
+        module = import_module(f"shardwise.cli.{file}")
         if cmd_name == "data":
             return typer.main.get_command(module.app)
         from shardwise.cli.options import add_command
 
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in ("train", "plan", "doctor"))
+        add_command(alone, module.Options, module.run, cmd_name, loose=cmd_name in LOOSE)
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:

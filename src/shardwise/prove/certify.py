@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
@@ -22,9 +22,10 @@ from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankFailure
 from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Smallest, smallest
-from shardwise.prove.workload import STEPS, Setting, job_of
+from shardwise.prove.workload import STEPS, Setting, job_of, setting_of
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
 
 Effort = Literal["quick", "normal", "thorough"]
 OnRanks = Callable[..., list[Any]]
@@ -34,29 +35,34 @@ TOLERANCE = 1e-9
 OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
 """By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
 2**-8, and its errors add up over a few layers."""
+SOON_S = 10.0
 SHOWN = 6
 """Lines about one failure."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared."""
+    """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
+    did not come to an end."""
 
     proof: Literal["drift", "parity", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
+    raised: bool = False
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be proved. ``few``: None where nothing small enough has all that the plan does; ``why`` says so."""
+    """What is to be proved. ``few``: None where nothing small enough has all that the plan does; ``why`` says so.
+    ``rows``: those of the small one, in words."""
 
     spec: ModelSpec
     plan: Plan
     few: Shrunk | None
     setting: Setting
+    rows: str = ""
     why: str = ""
 
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
@@ -66,16 +72,38 @@ class Subject:
         return ranks + [(proof, 0) for proof in small if self.few is not None]
 
 
-def subject_of(spec: ModelSpec, plan: Plan, setting: Callable[[Shrunk], Setting], most_ranks: int) -> Subject:
-    """``plan`` and what is left of it on at most so many ranks. ``setting``: what the small one trains."""
+def subject_of(recipe: Recipe, spec: ModelSpec, plan: Plan, most_ranks: int) -> Subject:
+    """``plan`` of ``recipe``, and what is left of it on at most so many ranks."""
     try:
         few = shrink(spec, plan)
     except ShardwiseError as error:
-        return Subject(spec, plan, None, Setting(), error.problems[0].what)
-    if few.plan.layout.world > most_ranks:
-        needed = f"its {few.plan.layout.world} ranks need more memory than this machine has, which is enough for"
-        return Subject(spec, plan, None, Setting(), f"{needed} {most_ranks}")
-    return Subject(spec, plan, few, setting(few))
+        return Subject(spec, plan, None, Setting(), why=error.problems[0].what)
+    if (world := few.plan.layout.world) > most_ranks:
+        why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
+        return Subject(spec, plan, None, Setting(), why=why)
+    return Subject(spec, plan, few, *setting_of(recipe, few.spec, few.plan.batch.seq_len))
+
+
+def certify(
+    subject: Subject,
+    effort: Effort,
+    on_ranks: OnRanks,
+    tell: Callable[[str, int, int], None] = lambda what, done, total: None,
+    show: Callable[[Check], None] = lambda check: None,
+) -> tuple[list[Check], dict[str, Smallest]]:
+    """All proofs, and by proof that failed the smallest layout in which it does. ``tell`` is called before each, with
+    how many are done and how many there are; ``show`` after it."""
+    cases, checks, least = subject.cases(effort), list[Check](), dict[str, Smallest]()
+    for done, (proof, rank) in enumerate(cases):
+        tell(f"{proof} of rank {rank}" if proof == "drift" else proof, done, len(cases))
+        checks.append(run(subject, proof, rank, on_ranks))
+        show(checks[-1])
+    for failed in checks:
+        if failed.problems and failed.proof not in least:
+            tell("the smallest layout that fails", len(cases), len(cases))
+            if found := smallest_failing(subject, failed, on_ranks):
+                least[failed.proof] = found
+    return checks, least
 
 
 def places(layout: Layout, effort: Effort) -> list[int]:
@@ -94,20 +122,29 @@ def places(layout: Layout, effort: Effort) -> list[int]:
 def run(subject: Subject, proof: str, rank: int, on_ranks: OnRanks) -> Check:
     """One proof. Whatever it raises is a problem of the plan."""
     began = time.perf_counter()
-    case, figures = _case(subject, proof, rank), dict[str, float]()
+    case, figures, raised = _case(subject, proof, rank), dict[str, float](), True
     try:
         if proof == "drift":
             problems = _drift(subject.spec, subject.plan, rank, figures)
         else:
             assert subject.few is not None
             problems = PROOFS[proof](subject.few, subject.setting, on_ranks, figures)
+        raised = False
     except RankFailure as error:
-        problems = [f"rank {each}: {text.strip().splitlines()[-1]}" for each, text in error.reports.items()]
+        problems = [f"rank {each}: {_cause(text)}" for each, text in error.reports.items()]
     except Exception as error:
         problems = [f"{type(error).__name__}: {first_line(error)}"]
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     told = tuple(problems[:SHOWN] + more)
-    return Check(proof, case, told, time.perf_counter() - began, figures)  # type: ignore[arg-type]
+    return Check(proof, case, told, time.perf_counter() - began, figures, raised)  # type: ignore[arg-type]
+
+
+def _cause(report: str) -> str:
+    """The line of a traceback that names the exception: the first after the last frame. The first line of any other
+    report."""
+    lines = report.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    return lines[frames[-1] + 1] if frames and frames[-1] + 1 < len(lines) else lines[0]
 
 
 def _case(subject: Subject, proof: str, rank: int) -> str:
@@ -123,7 +160,7 @@ def _case(subject: Subject, proof: str, rank: int) -> str:
     if proof == "dtypes":
         return f"{_coarsest(subject.few.own)}, {ranks}, one step"
     other = moves.elsewhere(subject.few.plan)
-    return f"saved by {ranks}, goes on as {other.shard.strategy} over {other.layout.world}"
+    return f"saved by {ranks}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
 
 
 def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
@@ -164,22 +201,25 @@ def _checkpoint(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[
 def _moved(
     spec: ModelSpec, plan: Plan, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]
 ) -> Iterator[str]:
-    """Saved by the plan's ranks, read under another layout, and trained on, against a loop that nothing interrupts."""
-    other = moves.elsewhere(plan)
-    with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
-        saved, loaded = (
-            on_ranks(moves.go, spec, of, directory, first, setting, world=of.layout.world, timeout_s=300)
-            for of, first in ((plan, 0), (other, moves.STEPS))
-        )
-    figures["tensors"] = len({name for stretch in saved for name in stretch.after})
-    yield from moves.differences(saved, loaded)
+    """Saved by the plan's ranks, read under another layout and trained on, and the other way round; against a loop that
+    nothing interrupts."""
     right = parity.plain(job_of(spec, plan, 2 * moves.STEPS, replace(setting, sgd=False))).losses
-    for rank, stretch in enumerate(loaded):
-        for number, (known, loss) in enumerate(zip(right[moves.STEPS :], stretch.losses, strict=True), moves.STEPS + 1):
-            error = abs(loss - known) / abs(known)
-            figures["loss"] = max(error, figures.get("loss", 0.0))
-            if not error <= TOLERANCE:
-                yield f"loss of step {number}, after loading: {known:.9g} expected, {loss:.9g} found on rank {rank}"
+    other = moves.elsewhere(plan)
+    for source, target in ((plan, other), (other, plan)):
+        with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
+            saved, loaded = (
+                on_ranks(moves.go, spec, of, directory, first, setting, world=of.layout.world, timeout_s=300)
+                for of, first in ((source, 0), (target, moves.STEPS))
+            )
+        figures["tensors"] = len({name for stretch in saved for name in stretch.after})
+        yield from moves.differences(saved, loaded)
+        for rank, stretch in enumerate(loaded):
+            for number, (known, loss) in enumerate(zip(right[moves.STEPS :], stretch.losses, strict=True), 1):
+                error = abs(loss - known) / abs(known)
+                figures["loss"] = max(error, figures.get("loss", 0.0))
+                if not error <= TOLERANCE:
+                    at = f"loss of step {number} after loading"
+                    yield f"{at}: {known:.9g} expected, {loss:.9g} found on rank {rank} (relative error {error:.1e})"
 
 
 PROOFS = {"parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
@@ -210,37 +250,31 @@ def _named(few: Shrunk, line: str) -> str:
     """``line`` with the block of the model for which the named one stands, where that has another number."""
     words = next((word.strip(":,[]").partition("[")[0] for word in line.split() if "layers." in word), "")
     name = words[words.find("layers.") :] if words else ""
-    real = real_name(name, few.blocks) if name else ""
+    real = real_name(name, few.blocks) if name and few.blocks else name
     return line if real == name else f"{line}; it stands for {real}"
 
 
 def smallest_failing(subject: Subject, failed: Check, on_ranks: OnRanks) -> Smallest | None:
-    """Of a proof that failed on CPU ranks, or of drift that shows in the small layout too; None where it does not."""
-    few, setting = subject.few, subject.setting
-    if few is None:
-        return None
+    """What is left of a case that fails, with everything switched off without which it still does: of the small one, or
+    of drift that shows only at the plan's own size, of that, if a rank of it takes seconds. None where neither is."""
+    few, setting, drifts = subject.few, subject.setting, failed.proof == "drift"
 
     def fails(spec: ModelSpec, plan: Plan) -> bool:
+        """Whether it fails in the same way: another may have another cause."""
         try:
-            if failed.proof == "drift":
-                plan = replace(plan, attention="auto", compile=False)
-                return any(drift(spec, plan, rank).differences() for rank in range(plan.layout.world))
-            if failed.proof == "checkpoint":
-                return any(True for _ in _moved(spec, plan, setting, on_ranks, {}))
-            small = Shrunk(spec, plan, plan, few.blocks, (), ())
-            if failed.proof == "dtypes":
-                exact = replace(
-                    plan, precision=few.plan.precision, lora=plan.lora and replace(plan.lora, frozen="fp64")
-                )
-                small = replace(small, plan=exact)
-            return bool(PROOFS[failed.proof](small, setting, on_ranks, {}))
-        except Exception:  # whatever a rank raises is a failure too
-            return True
+            if drifts:
+                ranks = places(plan.layout, "quick" if spec is subject.spec else "normal")
+                found = any(_drift(spec, plan, rank, {}) for rank in ranks)
+            elif failed.proof == "checkpoint":
+                found = any(True for _ in _moved(spec, plan, setting, on_ranks, {}))
+            else:
+                small = Shrunk(spec, plan, plan, (), (), ())
+                found = bool(PROOFS[failed.proof](small, setting, on_ranks, {}))
+        except Exception:
+            return failed.raised
+        return found and not failed.raised
 
-    begun = few.own if failed.proof in ("drift", "dtypes") else few.plan
-    return smallest(few.spec, begun, fails) if fails(few.spec, begun) else None
-
-
-def ordered(checks: Sequence[Check]) -> list[Check]:
-    """Those that failed, the one first whose smallest layout says most: parity, then the others as they were run."""
-    return sorted((one for one in checks if one.problems), key=lambda one: one.proof != "parity")
+    cases = [(few.spec, few.own if failed.proof in ("drift", "dtypes") else few.plan)] if few else []
+    if drifts and failed.seconds < SOON_S:
+        cases.append((subject.spec, replace(subject.plan, compile=False, attention="auto")))
+    return next((smallest(*case, fails) for case in cases if fails(*case)), None)

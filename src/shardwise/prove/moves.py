@@ -66,10 +66,11 @@ def go(
         state.load_facts(facts)
     before, losses = _whole(state), []
     rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan))
-    for number in range(first, first + STEPS):
-        batches = share_of_rank(job.batch(number), groups, plan)
+    for _ in range(STEPS):
+        batches = share_of_rank(job.batch(state.cursor // job.rows), groups, plan)
         terms, _ = count_supervised(groups, sum(batch.terms() for batch in batches))
         losses.append(step(state, batches, terms, rules).loss)
+        state.cursor += job.rows
     if not first:
         checkpoints.save(state.tensors(), state.facts(), STEPS)
         if (events := [event.kind for event in checkpoints.wait()])[:1] != ["committed"]:

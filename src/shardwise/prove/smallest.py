@@ -40,7 +40,7 @@ def smallest(spec: ModelSpec, plan: Plan, fails: Callable[[ModelSpec, Plan], boo
             if fails(*tried):
                 case = tried
             else:
-                needed.append(name)
+                needed.append(_words(name, *case))
     words = tuple(_words(name, *case) for name, off in SWITCHES.items() if off(*case) != case)
     return Smallest(*case, words, tuple(needed))
 
@@ -139,5 +139,6 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "accumulation": f"{plan.batch.accumulation} micro-batches",
         "adapters": f"adapters{' with magnitudes' if lora and lora.dora else ''}",
         "dtypes": f"computing in {plan.precision.compute}",
+        "moments": f"moments in {'8 bits' if plan.optim.name == 'adamw8bit' else plan.optim.moments}",
     }
     return values.get(name, name)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.pack import IGNORE, Packs, Sample, Windows
+from shardwise.data.pack import IGNORE, Packs, Sample, Windows, open_windows
+from shardwise.data.prepare import already_prepared, prepare
+from shardwise.errors import ShardwiseError
 from shardwise.models import init
 from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
+from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
 from shardwise.spec.plan import Dtype, Lora, Plan
-from shardwise.spec.recipe import Method, OptimSection
+from shardwise.spec.recipe import Method, OptimSection, Recipe
 
 STEPS = 5
 MAX_STEPS = 10
@@ -26,6 +30,10 @@ DEVIATION = 0.2
 """Of what begins at one value for all elements, where it is drawn at random instead."""
 LEAST_TOKENS = 3
 """Of a document in an excerpt."""
+PREPARED_BYTES = 32 * 2**20
+"""A file of records up to this size is prepared for a proof, as a run would."""
+ROWS = 64
+"""Real rows of which pieces are taken."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +121,52 @@ def pairs(job: Workload, number: int) -> list[Sample]:
     return rows
 
 
+def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, str]:
+    """What ``recipe`` trains, with pieces of its own records where they are prepared or small, else rows like them that
+    are drawn; in words, which and why."""
+    drawn = pairs if recipe.pairs else texts
+    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True)
+    try:
+        data = data_of(recipe)
+        path = Path(data.path).expanduser() if isinstance(data.path, str) else None
+        prepared = already_prepared(data, recipe.sample_tokens)
+        if prepared is None and path is not None and path.is_file() and path.stat().st_size <= PREPARED_BYTES:
+            prepared = prepare(data, sample_tokens=recipe.sample_tokens)
+    except ShardwiseError as error:
+        return setting, f"drawn at random, since the recipe's cannot be read ({error.problems[0].what})"
+    if prepared is None:
+        return setting, "drawn at random, since the recipe's are not prepared (`shardwise data prepare`)"
+    windows = open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
+    found = excerpts(windows, ROWS, seq_len, spec.vocab_size)
+    if not found:
+        return setting, "drawn at random, since the recipe's have no labels"
+    whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
+    scores = "; what the initial model says of the pairs is drawn" if recipe.pairs else ""
+    return replace(setting, rows=Excerpts(found, drawn)), whose + scores
+
+
 @dataclass(frozen=True, eq=False)
 class Excerpts:
-    """Short pieces of real rows, again and again in their order."""
+    """Short pieces of real rows, again and again in their order, and between them rows that are drawn: of documents cut
+    elsewhere, and with other numbers of supervised tokens, whatever the real ones have."""
 
     samples: tuple[Sample, ...]
+    drawn: Callable[[Workload, int], list[Sample]]
 
     def __call__(self, job: Workload, number: int) -> list[Sample]:
-        return [self.samples[(number * job.rows + index) % len(self.samples)] for index in range(job.rows)]
+        rows, masked = self.drawn(job, number), self.samples[0].masked
+        for index in range(min(1, job.rows - 1), job.rows, 2):
+            rows[index] = self.samples[(number * job.rows + index) // 2 % len(self.samples)]
+        return [row if row.masked == masked else _as_one(row) for row in rows]
 
 
-def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int) -> Excerpts:
+def _as_one(sample: Sample) -> Sample:
+    """The row as one document, as where documents see each other."""
+    length = len(sample.ids)
+    return replace(sample, positions=np.arange(length, dtype=np.int64), segments=(length,), masked=False)
+
+
+def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int) -> tuple[Sample, ...]:
     """At most ``count`` rows of prepared data that have labels, each cut to ``seq_len`` tokens."""
     found: list[Sample] = []
     for number in range(len(windows)):
@@ -132,7 +175,7 @@ def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int
             found.append(short)
         if len(found) == count:
             break
-    return Excerpts(tuple(found))
+    return tuple(found)
 
 
 def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:

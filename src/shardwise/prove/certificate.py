@@ -1,0 +1,178 @@
+"""The certificate: what was proved of a plan, how, and what was not; as Markdown for people and as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.models.config import parameter_count
+from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Check, Effort, Subject, places
+from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
+from shardwise.prove.shrink import Shrunk
+from shardwise.prove.smallest import Smallest
+from shardwise.spec.load import dump_plan
+from shardwise.spec.units import counted, show_bytes, show_count, show_seconds
+
+ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not looked at"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was asked, in words; ``begun``: when, in UTC."""
+
+    recipe: str
+    cluster: str
+    plan: str
+    effort: Effort
+    begun: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """``smallest``: by proof that failed, the smallest layout in which it does."""
+
+    subject: Subject
+    facts: Facts
+    checks: list[Check]
+    smallest: dict[str, Smallest]
+
+    @property
+    def holds(self) -> bool:
+        return not any(check.problems for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        failed = sorted({check.proof for check in self.checks if check.problems})
+        if failed:
+            return f"does not hold: {', '.join(failed)} failed"
+        return "holds" if self.subject.few else "what could be shown holds"
+
+    def unseen(self) -> list[str]:
+        """What it does not show."""
+        plan, few = self.subject.plan, self.subject.few
+        looked = len(places(plan.layout, self.facts.effort))
+        found = [f"parity, checkpoints and dtypes: {self.subject.why}"] if few is None else []
+        if looked < plan.layout.world:
+            found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
+        if self.facts.effort == "quick" and few is not None:
+            found.append("a step in the plan's own dtypes (left out by --quick)")
+        return [*found, *(few.unseen if few else ()), ALWAYS_UNSEEN]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for a program."""
+        few = self.subject.few
+        return {
+            "holds": self.holds,
+            "verdict": self.verdict,
+            "recipe": self.facts.recipe,
+            "model": {"name": self.subject.spec.name, "parameters": parameter_count(self.subject.spec)},
+            "cluster": self.facts.cluster,
+            "plan": asdict(self.subject.plan),
+            "effort": self.facts.effort,
+            "begun": self.facts.begun,
+            "checks": [asdict(check) for check in self.checks],
+            "smallest_failing": {
+                proof: {"words": found.words, "passes_without": found.needed, "plan": asdict(found.plan)}
+                for proof, found in self.smallest.items()
+            },
+            "shrunk": {"changed": few.changed, "blocks": few.blocks, "plan": asdict(few.plan)} if few else None,
+            "rows": self.subject.rows,
+            "not_shown": self.unseen(),
+            "tolerances": {"float64": TOLERANCE, "own dtypes": OWN_DTYPES, "peak": PEAK_TOLERANCE},
+            "versions": versions(),
+            "digests": self.digests(),
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the plan as ``plan.yaml`` has it, and of the package's source files."""
+        return {"plan": hashlib.sha256(dump_plan(self.subject.plan).encode()).hexdigest(), "code": code_digest()}
+
+    def markdown(self) -> str:
+        """The same for people."""
+        subject, few = self.subject, self.subject.few
+        parameters = show_count(parameter_count(subject.spec))
+        facts = {
+            "recipe": self.facts.recipe,
+            "model": f"{subject.spec.name}, {parameters} parameters",
+            "machines": self.facts.cluster,
+            "plan": self.facts.plan,
+            "begun": f"{self.facts.begun}, took {show_seconds(sum(check.seconds for check in self.checks))}",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            **{f"SHA-256 of the {name}": digest for name, digest in self.digests().items()},
+        }
+        rows = [(one.proof, one.case, result(one), show_seconds(one.seconds)) for one in self.checks]
+        parts = [
+            f"# Certificate of `{self.facts.recipe}`: {self.verdict}",
+            _table(("", ""), list(facts.items())),
+            "## What was proved\n\n" + _table(("proof", "case", "result", "time"), rows),
+        ]
+        if not self.holds:
+            parts.append("## What failed\n\n" + "\n".join(f"* {line}" for line in self.failures()))
+        if few is not None:
+            parts.append("## What was made smaller\n\n" + self.smaller(few))
+        parts.append("## What this does not show\n\n" + "\n".join(f"* {line}" for line in self.unseen()))
+        return "\n\n".join([*parts, "## Tolerances\n\n" + TOLERANCES]) + "\n"
+
+    def smaller(self, few: Shrunk) -> str:
+        """What the small runs were of."""
+        blocks = ", ".join(map(str, few.blocks))
+        lines = ["For parity, dtypes and checkpoints:", "", *(f"* {line}" for line in few.changed)]
+        lines += [f"* the small model's {len(few.blocks)} blocks stand for the model's blocks {blocks}"]
+        return "\n".join([*lines, f"* rows: {self.subject.rows}"])
+
+    def failures(self) -> list[str]:
+        """Each failure, and the smallest layout that has it."""
+        lines = [f"{one.proof}, {one.case}: {problem}" for one in self.checks for problem in one.problems]
+        return lines + [
+            f"the smallest layout in which {proof} fails: {found}" for proof, found in self.smallest.items()
+        ]
+
+
+COARSE = ", ".join(f"{most:g} in {dtype}" for dtype, most in OWN_DTYPES.items() if dtype != "fp64")
+TOLERANCES = f"""\
+* drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more
+  within {PEAK_TOLERANCE:.0%}
+* parity: losses, norms, first gradients and last weights within {TOLERANCE:g} (relative); what several ranks hold of a
+  weight is equal to the bit after every step
+* dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
+* checkpoint: every weight and moment is equal to the bit, losses after it within {TOLERANCE:g}
+
+docs/prove.md says what each proof compares, and what it cannot show."""
+
+
+def result(check: Check) -> str:
+    """What came of a check, in a few words."""
+    if check.problems:
+        return f"FAILED: {check.problems[0]}"
+    found = check.figures
+    if check.proof == "drift":
+        sent = counted(int(found["collectives"]), "collective")
+        return f"equal: {sent}, {show_bytes(found['sent bytes'])} sent, {show_bytes(found['state bytes'])} of state"
+    if check.proof == "checkpoint":
+        return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
+    return f"within {max(found.values()):.0e}"
+
+
+def versions() -> dict[str, str]:
+    """What the proofs were run with."""
+    return {"shardwise": shardwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def code_digest() -> str:
+    """SHA-256 of the package's source files and their names."""
+    root, digest = Path(shardwise.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
