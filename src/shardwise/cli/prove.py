@@ -79,7 +79,7 @@ def run(options: Options) -> int:
     ranks = max(1, min(MOST_RANKS, available_memory_bytes() // RANK_BYTES))
     effort: Effort = "quick" if options.quick else "thorough" if options.thorough else "normal"
     begun, subject = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", certify.subject_of(recipe, spec, plan, ranks)
-    with RankPool(ranks) as pool, _bar(hidden=options.json) as tell:
+    with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
         checks, smallest = certify.certify(subject, effort, pool.run, tell, _shown(hidden=options.json))
     told = " ".join([str(words.path or "quickstart" * bool(path)), *words.overrides]).strip()
     facts = certificate.Facts(told, title(spec, cluster).partition(" on ")[2], label(plan), effort, begun)

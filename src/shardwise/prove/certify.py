@@ -36,6 +36,7 @@ OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
 """By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
 2**-8, and its errors add up over a few layers."""
 SOON_S = 10.0
+"""A rank whose drift at the plan's own size takes longer is not measured again and again."""
 SHOWN = 6
 """Lines about one failure."""
 
@@ -64,6 +65,11 @@ class Subject:
     setting: Setting
     rows: str = ""
     why: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many CPU ranks its proofs take: those of the small plan, and of the layout that it is compared with."""
+        return 2 if self.few is None else max(2, self.few.plan.layout.world)
 
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -197,6 +198,8 @@ def serve(rank: int, pipe: Any, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # tensors that are cut twice are gathered in two steps, of which each rank would warn
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     os.putenv("GLOO_SOCKET_IFNAME", "lo")
     jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(pipe, jobs), daemon=True).start()

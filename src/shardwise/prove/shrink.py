@@ -33,8 +33,8 @@ BLOCKS = 3
 """Of a model that is not split, unless more kinds of block ask for more."""
 WINDOW, TEXT, PAIRS = 5, 12, 24
 """Tokens that a sliding layer sees; of a row of text; of a row of pairs of answers."""
-DEVIATION = 0.3
-"""Of the first weights: large, so that no gradient is lost in rounding."""
+DEVIATION = 1.3
+"""Of what a matrix makes of normed hidden states: large, so that no gradient is lost in rounding."""
 BUCKET_BYTES = 4096
 EXACT = Precision("fp64", "fp64", "fp64")
 
@@ -154,7 +154,7 @@ def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int,
         layer_types=tuple(spec.layer_types[block] for block in blocks) if spec.layer_types else (),
         nope_layers=tuple(place for place, block in enumerate(blocks) if block in spec.nope_layers),
         intermediate_sizes=tuple(widths[spec.mlp_size(block)] for block in blocks) if spec.intermediate_sizes else (),
-        initializer_range=DEVIATION,
+        initializer_range=DEVIATION * sizes["hidden_size"] ** -0.5,
         **sizes,
     )
     scaling = spec.rope_scaling

@@ -76,6 +76,7 @@ class Degrees(TypedDict, total=False):
 
     replicas: int | None
     tp: int
+    processes: int
 
 
 _WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute}
@@ -90,20 +91,23 @@ def plan(
     compile: bool = False,
     **degrees: Unpack[Degrees],
 ) -> Plan:
-    """A plan for the processes that were started. Gradients are reduced in fp32 (in fp64 where ``compute`` is fp64)
-    unless ``reduce`` says otherwise. ``replicas=``: the number of replicas of a sharded model (hsdp: one per node
-    unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's decoder, and read the same
-    rows. Raises ConfigError for an unknown word, and for degrees that do not multiply to the number of processes.
-    Without a recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
+    """A plan for the processes that were started, or for as many as ``processes=``. Gradients are reduced in fp32 (in
+    fp64 where ``compute`` is fp64) unless ``reduce`` says otherwise. ``replicas=``: the number of replicas of a sharded
+    model (hsdp: one per node unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's
+    decoder, and read the same rows. Raises ConfigError for an unknown word, and for degrees that do not multiply to the
+    number of processes. Without a recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise
+    train``."""
     processes.show_mistakes_once()
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
     _check_degrees(degrees)
     me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)
-    dp, rest = divmod(me.world_size, tp)
+    started = degrees.get("processes", me.world_size)
+    dp, rest = divmod(started, tp)
     if rest:
-        what = f"tp {tp} does not divide {me.world_size} processes"
-        raise ConfigError(Problem("PLAN001", what, "tp", f"a divisor of {me.world_size}"))
+        raise ConfigError(
+            Problem("PLAN001", f"tp {tp} does not divide {started} processes", "tp", f"a divisor of {started}")
+        )
     count = 1 if replicas is None else replicas
     if strategy == "hsdp" and replicas is None:
         count = max(2, me.world_size // me.local_world_size) if dp > 1 else 1
@@ -136,7 +140,7 @@ def _check_degrees(given: Collection[str]) -> None:
     """ConfigError for a degree that there is none of in a loop of one's own."""
     for name in set(given) - Degrees.__annotations__.keys():
         near = get_close_matches(name, Degrees.__annotations__, 1)
-        fix = f"did you mean `{near[0]}`?" if near else "replicas and tp are known"
+        fix = f"did you mean `{near[0]}`?" if near else "replicas, tp and processes are known"
         unknown = Problem("CFG001", f"unknown degree `{name}`", name, fix)
         raise ConfigError(NO_STAGES if name == "pp" else unknown)
 

@@ -1,0 +1,158 @@
+"""``shardwise.certify``: a module and a loop of one's own, sharded on CPU ranks, against one process.
+
+def rows(step, index, count):                     # the index-th of ``count`` equal parts of a step's batch
+    return {"input_ids": ids[step].chunk(count)[index], "labels": ids[step].chunk(count)[index]}
+
+if __name__ == "__main__":                        # the ranks import this file
+    print(shardwise.certify(make_model, shardwise.plan("zero3", processes=4), rows))
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.distributed.meshes import meshes
+from shardwise.errors import Problem, UsageError
+from shardwise.prove.parity import Parity, Trace, compare, full
+from shardwise.prove.pool import RankPool
+from shardwise.prove.shrink import EXACT
+from shardwise.runtime import own
+from shardwise.spec.plan import Plan
+
+RATE = 1e-3
+TOLERANCE = 1e-9
+
+Rows = Callable[[int, int, int], Any]
+"""(step, index, count) -> the index-th of ``count`` equal parts of the step's rows: what the module is called with, as
+a dict of named arguments or a tuple."""
+Scalar = Callable[[Any, Any], Tensor]
+"""(what the module returned, the rows) -> the mean loss of the rows."""
+
+
+@dataclass(frozen=True)
+class ModuleProof:
+    """True if the sharded module computed what one process did. ``found``: the largest errors."""
+
+    plan: Plan
+    found: Parity
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not within the tolerance, the cause first."""
+        wrong = [
+            f"{of}{each.what} on rank {each.rank}: {each.expected:.9g} expected, {each.found:.9g} found"
+            for of, each in (
+                ("first gradient of ", self.found.gradient),
+                ("", self.found.loss),
+                ("gradient ", self.found.norm),
+                ("weight ", self.found.weight),
+            )
+            if not each.error <= TOLERANCE
+        ]
+        return [*wrong, *self.found.apart]
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        layout = self.plan.layout
+        head = f"{self.plan.shard.strategy} over {layout.world} ranks" + f", tp {layout.tp}" * (layout.tp > 1)
+        if self:
+            errors = (self.found.gradient, self.found.loss, self.found.norm, self.found.weight)
+            return f"{head}: holds, within {max(each.error for each in errors):.0e} of one process in float64"
+        return "\n".join([f"{head}: does not hold", *self.problems])
+
+
+def certify(
+    model_fn: Callable[[], nn.Module],
+    plan: Plan,
+    batch_fn: Rows,
+    loss_fn: Scalar | None = None,
+    steps: int = 3,
+    **arguments: Any,
+) -> ModuleProof:
+    """Trains what ``model_fn`` makes on as many CPU ranks as ``plan`` asks for, in float64: ``steps`` of AdamW and one
+    of SGD; and again in this process, on all rows at once. Losses, norms, first gradients and last weights must agree
+    within 1e-9. ``loss_fn``: without it the module returns its loss, or something that has it as ``loss``.
+    ``arguments``: those of :func:`parallelize`, ``whole`` and ``units``. Dropout must be off.
+
+    The functions must be ones that other processes can import: of a file, not of a notebook. Raises UsageError CLI001
+    otherwise, RankFailure where a rank raises."""
+    try:
+        pickle.dumps((model_fn, batch_fn, loss_fn))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        fix = "functions defined at the top of a file"
+        raise UsageError(
+            Problem("CLI001", f"the ranks cannot import what they are to run: {error}", "certify", fix)
+        ) from error
+    plan = replace(plan, precision=replace(EXACT, weights="fp32"), compile=False)
+    with RankPool(plan.layout.world) as pool:
+        given = model_fn, plan, batch_fn, loss_fn, steps, arguments
+        traces = pool.run(_on_rank, *given, world=plan.layout.world, timeout_s=600)
+    plain = _plain(model_fn, batch_fn, loss_fn, steps)
+    return ModuleProof(plan, compare(plain, traces))
+
+
+def _on_rank(
+    rank: int, world: int, model_fn: Any, plan: Plan, batch_fn: Rows, loss_fn: Scalar | None, steps: int, arguments: Any
+) -> Trace:
+    groups = meshes(plan.layout, "cpu")
+    torch.manual_seed(0)
+    module = own.parallelize(model_fn(), plan, groups, **arguments)
+    optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
+    for number in range(steps + 1):
+        rows = batch_fn(number, groups.index("batch"), groups.size("batch"))
+        loss = _loss(module, rows, loss_fn)
+        own.backward(module, loss)
+        mean = loss.detach().clone()
+        groups.sum(mean, "batch")
+        losses.append(float(mean) / groups.size("batch"))
+        norms.append(own.clip_grad_norm(module, None))
+        if number == 0:
+            gradients = _named(module, gradients=True)
+        _update(module, optimizer, plain=number == steps)
+    return Trace(tuple(losses), tuple(norms), gradients, _named(module))
+
+
+def _plain(model_fn: Any, batch_fn: Rows, loss_fn: Scalar | None, steps: int) -> Trace:
+    torch.manual_seed(0)
+    module = model_fn().double()
+    optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
+    for number in range(steps + 1):
+        loss = _loss(module, batch_fn(number, 0, 1), loss_fn)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), torch.inf)))
+        if number == 0:
+            gradients = _named(module, gradients=True)
+        _update(module, optimizer, plain=number == steps)
+    return Trace(tuple(losses), tuple(norms), gradients, _named(module))
+
+
+def _update(module: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool) -> None:
+    (torch.optim.SGD(module.parameters(), RATE) if plain else optimizer).step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _loss(module: nn.Module, rows: Any, loss_fn: Scalar | None) -> Tensor:
+    named = {key: _wide(value) for key, value in rows.items()} if isinstance(rows, dict) else {}
+    out = module(**named) if named else module(*map(_wide, rows))
+    if loss_fn is not None:
+        return loss_fn(out, named or tuple(map(_wide, rows)))
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _named(module: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter, or gradient, whole. Collective."""
+    tensors = {name: p.grad if gradients else p.detach() for name, p in module.named_parameters()}
+    return {name: full(tensor) for name, tensor in tensors.items() if tensor is not None}
