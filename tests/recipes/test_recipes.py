@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from shardwise.cli.app import main
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
+from shardwise.prove import certify
+from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import Setting
 from shardwise.runtime.evaluate import Preference
 from shardwise.runtime.loop import train
 from shardwise.spec.cluster import parse_cluster
@@ -141,3 +145,29 @@ def test_the_quickstart_is_the_model_that_it_says() -> None:
     heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     assert (spec.num_hidden_layers, spec.hidden_size, heads) == (3, 352, (4, 2, 64))
     assert spec.name == "llama-5.3m"
+
+
+@pytest.mark.rare(4)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """Its plan for the machines that it is meant for, on rows that are drawn. (Drift at its own size takes minutes for
+    the largest: `make prove-big`.)"""
+    words = [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else []
+    recipe = load_recipe(path, [*words, f"data.path={tmp_path}/none.jsonl"])
+    spec = resolve(recipe)
+    subject = certify.subject_of(recipe, spec, choose(recipe, spec, parse_cluster(MEANT_FOR[path.stem])), 8)
+    assert subject.few is not None
+    with RankPool(8) if subject.ranks > 4 else nullcontext(ranks) as pool:
+        checks = [certify.run(subject, proof, 0, pool.run) for proof in ("parity", "dtypes", "checkpoint")]
+    assert not [check for check in checks if check.problems]
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_the_first_and_the_last_rank_of_a_recipe_send_and_hold(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])
+    plan = choose(recipe, resolve(recipe), parse_cluster(MEANT_FOR[path.stem]))
+    subject = certify.Subject(resolve(recipe), plan, None, Setting())
+    ends = certify.places(plan.layout, "quick")
+    assert not [check for rank in ends if (check := certify.run(subject, "drift", rank, list)).problems]

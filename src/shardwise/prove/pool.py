@@ -22,10 +22,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -140,6 +141,8 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         spawning = get_context("forkserver")
         spawning.set_forkserver_preload(list(PRELOAD))
+        with safe_path(), _interrupts_ignored():
+            forkserver.ensure_running()
         for rank in range(self.ranks):
             ours, theirs = spawning.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{rank}"
@@ -191,6 +194,19 @@ class RankPool:
         if stacks := self._seats[rank].stacks.read_text():
             return f"no answer after {timeout_s:g} s; it stood in\n{stacks}"
         return "still waiting when others had failed: gloo"
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """What is started within the block never sees a Ctrl-C: this process does, and stops its ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def serve(rank: int, pipe: Any, stacks: str) -> None:

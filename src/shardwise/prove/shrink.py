@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from shardwise import techniques
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Layout
@@ -57,13 +57,14 @@ def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
     """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError for a model that runs in
     transformers' own modules, whose sizes are not Shardwise's to choose, and where no sizes serve."""
     if spec.hf_model is not None:
-        raise ConfigError(*techniques.check(spec, plan, parse_cluster("1xCPU")))
+        what = f"{spec.name} runs in transformers' own modules, whose sizes cannot be made smaller"
+        raise ConfigError(Problem("PLAN025", what, "model", "a model of another family, or prove drift alone"))
     layout = _layout(plan.layout)
     stages = _stages(spec, plan, layout)
     blocks = tuple(block for stage in stages for block in stage)
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
     cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
-    for sizes in _sizes(spec, layout.tp):
+    for sizes in _sizes(spec, plan.layout.tp):
         fewer = _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
         refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
@@ -135,7 +136,7 @@ def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:
     """Sizes, the smaller first."""
     key_heads = 1 if spec.num_key_value_heads == 1 or (tp > 1 and spec.num_key_value_heads < tp) else 2
     heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
-    few = {"num_attention_heads": max(heads, tp), "num_key_value_heads": key_heads}
+    few = {"num_attention_heads": max(heads, min(2, tp)), "num_key_value_heads": key_heads}
     for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
         yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 

@@ -1,0 +1,141 @@
+"""``shardwise prove``: what it prints and writes, its exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import prove
+from shardwise.cli.app import main
+from shardwise.prove import certify
+from shardwise.prove.certify import Check
+from shardwise.prove.smallest import Smallest
+from shardwise.spec.load import dump_recipe
+from tests.runtime.small_run import recipe
+
+SETTINGS = ["parallel.strategy=zero3"]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe of a tiny model on a few kilobytes of text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(dump_recipe(recipe(tmp_path, run={"nproc": 2})))
+    return "mine.yaml"
+
+
+def test_a_certificate_and_a_second_one(made: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", made, *SETTINGS]) == 0
+    told = capfd.readouterr().out
+    for proof in ("drift", "parity", "dtypes", "checkpoint"):
+        assert f"{proof:<10}  holds" in told
+    assert "holds; written: certificates/mine/certificate.md and .json" in told
+    page = Path("certificates/mine/certificate.md").read_text()
+    assert page.startswith("# Certificate of `mine.yaml parallel.strategy=zero3`: holds")
+    assert "## What this does not show" in page and "vocab_size 320 -> 67" in page
+    kept = json.loads(Path("certificates/mine/certificate.json").read_text())
+    assert kept["holds"] and kept["plan"]["shard"]["strategy"] == "zero3"
+    assert [check["proof"] for check in kept["checks"]] == ["drift", "drift", "parity", "dtypes", "checkpoint"]
+    assert set(kept["digests"]) == {"plan", "code"} and len(kept["digests"]["plan"]) == 64
+    assert "drawn at random" in kept["rows"]  # of a directory that nobody has prepared
+
+    assert main(["verify", made, "data.path=text/0.txt", "--quick", "--json", "-o", "there"]) == 0
+    second = json.loads(capfd.readouterr().out)
+    assert second == json.loads(Path("there/certificate.json").read_text())
+    assert "the recipe's own records" in second["rows"]
+    assert "left out by --quick" in " ".join(second["not_shown"])
+
+
+def test_a_plan_for_other_machines(made: str, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster = ["--cluster", "2x8xH100+400Gb/node", "parallel.tp=2", "train.global_batch_size=16"]
+    assert main(["plan", made, *cluster, "-o", "plan.yaml"]) == 0
+    capfd.readouterr()
+    assert main(["prove", made, "--plan", "plan.yaml", "parallel.tp=4", "train.global_batch_size=16"]) == 78
+    assert "PLAN019" in capfd.readouterr().err
+    assert main(["prove", made, "--plan", "plan.yaml", "--cluster", "8xH100", *cluster[2:]]) == 78
+    assert "RUN001" in capfd.readouterr().err
+
+
+@pytest.mark.prove
+def test_a_plan_that_was_written_for_other_machines_is_proved(made: str, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ["parallel.tp=2", "train.global_batch_size=16"]
+    assert main(["plan", made, "--cluster", "2x8xH100+400Gb/node", *settings, "-o", "plan.yaml"]) == 0
+    assert main(["prove", made, "--plan", "plan.yaml", *settings]) == 0
+    assert "of 16 (" in capfd.readouterr().out
+
+
+def test_what_fails_is_named_with_the_smallest_layout(
+    made: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(subject: certify.Subject, proof: str, rank: int, on_ranks: certify.OnRanks) -> Check:
+        problem = "first gradient of layers.1.mlp.up.weight: 1 expected, 2 found on rank 1"
+        figures = {"collectives": 0, "sent bytes": 0, "state bytes": 0, "tensors": 0, "loss": 0.0}
+        return Check(proof, "a case", (problem,) * (proof == "parity"), 0.1, figures)  # type: ignore[arg-type]
+
+    def smallest(subject: certify.Subject, *given: object) -> Smallest:
+        return Smallest(subject.spec, subject.plan, ("dp_shard 2", "zero3"), ("dp_shard 2", "zero3"))
+
+    monkeypatch.setattr(certify, "run", run)
+    monkeypatch.setattr(certify, "smallest_failing", smallest)
+    assert main(["prove", made, *SETTINGS]) == 1
+    told = capfd.readouterr().out
+    assert "layers.1.mlp.up.weight: 1 expected, 2 found on rank 1" in told
+    least = (
+        "the smallest layout in which parity fails: dp_shard 2, zero3; it passes without dp_shard 2, or without zero3"
+    )
+    assert least in told
+    assert "does not hold: parity failed" in told
+    assert least in Path("certificates/mine/certificate.md").read_text()
+
+
+def test_a_machine_too_small_for_the_ranks(
+    made: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "available_memory_bytes", lambda: 1)
+    assert main(["prove", made, *SETTINGS]) == 0
+    told = capfd.readouterr().out
+    assert "what could be shown holds" in told
+    assert "parity, checkpoints and dtypes: 2 ranks are the fewest with this layout" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--quick", "--thorough"], 2, "CLI001"),
+        (["--qick"], 2, "did you mean `--quick`?"),
+        (["--plan", "missing.yaml"], 66, "missing.yaml"),
+        (["parallel.tp=3"], 78, "PLAN001"),
+        (["--cluster", "8xH10O"], 78, "H10O"),
+        (["-o", "mine.yaml"], 73, "mine.yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input(made: str, words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", made, *words]) == code
+    assert said in capfd.readouterr().err
+    assert not Path("certificates").exists() or not list(Path("certificates").rglob("*.md"))
+
+
+@pytest.mark.prove
+def test_ctrl_c_leaves_no_certificate_and_no_rank(made: str) -> None:
+    words = [sys.executable, "-m", "shardwise", "prove", made, *SETTINGS]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert started.stdout is not None
+    assert started.stdout.readline().startswith("drift")
+    time.sleep(1.0)
+    os.killpg(started.pid, signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in err
+    assert not list(Path("certificates").rglob("*.md"))
+    with pytest.raises(ProcessLookupError):  # the process that ranks are forked from first loads what it was told to
+        for _ in range(200):
+            os.killpg(started.pid, 0)
+            time.sleep(0.1)

@@ -1,0 +1,117 @@
+"""What is left of a plan and its model: the same kinds of everything, legal, and small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from shardwise import techniques
+from shardwise.errors import ConfigError
+from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes
+from shardwise.models.load import load_spec
+from shardwise.prove.shrink import real_name, shrink
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques.dtypes import compute_dtype
+from shardwise.techniques.states import frozen
+from tests.models.hf_models import spec_of
+from tests.prove.test_certify import COMPOSITIONS
+
+SPEC = load_spec("Llama-3.1-70B")
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_it_is_legal_small_and_of_the_same_kinds(name: str) -> None:
+    spec, plan = COMPOSITIONS[name]
+    few = shrink(spec, plan)
+    assert not techniques.check(few.spec, few.plan, parse_cluster(f"{few.plan.layout.world}xCPU"))
+    assert parameter_count(few.spec) < 2_000_000 and few.plan.layout.world <= 16
+    for axis, degree in plan.layout.axes():
+        assert few.plan.layout.degree(axis) == min(2, degree)
+    assert (few.plan.shard.strategy, few.plan.remat.mode, few.plan.loss) == (
+        plan.shard.strategy,
+        plan.remat.mode,
+        plan.loss,
+    )
+    assert few.plan.pipeline.schedule == plan.pipeline.schedule
+    assert few.own.precision.compute == plan.precision.compute and few.plan.precision.compute == "fp64"
+    assert bool(few.plan.lora) == bool(plan.lora) and few.spec.tie_word_embeddings == spec.tie_word_embeddings
+    kinds, order = layer_kinds(spec)
+    small_kinds, small_order = layer_kinds(few.spec)
+    assert [kinds[order[block]].rotated for block in few.blocks] == [small_kinds[kind].rotated for kind in small_order]
+    assert len(small_kinds) == len(kinds)
+    if plan.layout.pp > 1:
+        uneven = len(set(plan.pipeline.split)) > 1
+        assert (len(set(few.plan.pipeline.split)) > 1) == uneven
+        assert few.plan.batch.accumulation >= 2 * few.plan.layout.pp
+
+
+def test_what_is_frozen_is_what_each_block_stands_for() -> None:
+    plan = Plan(
+        Layout(dp_shard=64), Batch(1, 1, 4096), Shard("zero3"), frozen=("embed.*", "layers.[0-9].*", "*.q.weight")
+    )
+    few = shrink(SPEC, plan)
+    assert 0 in few.blocks and any(block > 9 for block in few.blocks)
+    for name in parameter_shapes(few.spec):
+        assert frozen(name, few.plan) == frozen(real_name(name, few.blocks), plan), name
+
+
+def test_rules_of_dtypes_are_those_of_the_blocks() -> None:
+    rules = (("layers.0", "fp32"), ("layers.79.mlp*", "fp32"), ("*_norm", "fp32"))
+    plan = Plan(Layout(dp_replicate=2), Batch(1, 1, 4096), precision=Precision("bf16", modules=rules))  # type: ignore[arg-type]
+    few = shrink(SPEC, plan)
+    for name in parameter_shapes(few.spec):
+        module, real = (each.rpartition(".")[0] for each in (name, real_name(name, few.blocks)))
+        assert compute_dtype(few.own.precision, module) == compute_dtype(plan.precision, real), name
+
+
+@pytest.mark.parametrize(("tp", "key_heads"), [(8, 2), (16, 1)])
+def test_fewer_key_heads_than_ranks_stay_fewer(tp: int, key_heads: int) -> None:
+    few = shrink(SPEC, Plan(Layout(tp=tp), Batch(1, 1, 4096)))
+    assert few.spec.num_key_value_heads == key_heads and few.spec.num_attention_heads % 2 == 0
+    assert few.spec.num_attention_heads > few.spec.num_key_value_heads
+
+
+@pytest.mark.parametrize(("window", "cuts"), [(512, True), (8192, False)])
+def test_a_window_cuts_rows_where_it_did(window: int, cuts: bool) -> None:
+    few = shrink(replace(SPEC, sliding_window=window), Plan(batch=Batch(1, 1, 4096)))
+    assert few.spec.sliding_window is not None
+    assert (few.spec.sliding_window < few.plan.batch.seq_len) == cuts
+
+
+def test_what_is_not_shown_is_said() -> None:
+    plan = Plan(
+        Layout(dp_shard=8, tp=2),
+        Batch(4, 4, 4096),
+        Shard("zero3", reshard_after_forward=4),
+        Precision("bf16"),
+        compile=True,
+        attention="flash",
+        optim=Optim(moments="bf16"),
+        lora=Lora(dropout=0.1),
+    )
+    told = "; ".join(shrink(SPEC, plan).unseen)
+    for words in ("along dp_shard", "compiled", "attention flash", "moments in bf16", "dropout", "4 ranks keep"):
+        assert words in told, told
+    assert "dp_shard 8 -> 2" in shrink(SPEC, plan).changed and "tp" not in " ".join(shrink(SPEC, plan).changed)
+
+
+def test_recomputation_of_every_third_block_becomes_every_second() -> None:
+    plan = Plan(Layout(pp=2), Batch(1, 4, 4096), remat=Remat("full", 3), pipeline=Pipeline("1f1b", 1, (40, 40)))
+    few = shrink(SPEC, plan)
+    assert few.plan.remat == Remat("full", 2) and few.plan.pipeline.split == (2, 2)
+
+
+def test_four_bits_have_whole_blocks_of_columns() -> None:
+    few = shrink(SPEC, Plan(Layout(dp_shard=8), Batch(), Shard("zero3"), lora=Lora(nf4=True)))
+    shapes = parameter_shapes(few.spec)
+    assert all(shape[1] % 64 == 0 for name, shape in shapes.items() if ".mlp." in name and name.endswith(".weight"))
+    assert sum(map(prod, shapes.values())) < 500_000
+
+
+def test_a_model_of_transformers_own_modules_is_not_shrunk() -> None:
+    with pytest.raises(ConfigError, match="own modules"):
+        shrink(spec_of("gpt2"), Plan(Layout(dp_shard=2), Batch(), Shard("zero3")))
