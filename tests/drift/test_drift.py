@@ -152,3 +152,12 @@ def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
     assert found.measured.peak_bytes > 2**30
     assert not found.differences()
     assert abs(found.peak_error) < 0.03
+
+
+@pytest.mark.parametrize("chunk", [3072, 3584])
+def test_peak_of_a_gigabyte_with_chunks_of_unequal_sizes(chunk: int) -> None:
+    """4,096 tokens: the first chunk of the loss is the larger, and makes the peak."""
+    spec = ModelSpec("logits", 49_152, 576, 1536, 2, 9, 3, 64, tie_word_embeddings=True)
+    found = drift(spec, Plan(batch=Batch(2, 2, 2048, chunk), precision=PRECISIONS["bf16"]))
+    assert found.measured.peak_bytes > 2**30
+    assert abs(found.peak_error) < 0.001 and not found.differences()

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import Setting
 from shardwise.spec.plan import Lora, Plan
 from tests.parity import drawn
 from tests.parity.cases import GEMMA, TIED
@@ -21,10 +22,12 @@ from tests.parity.test_tp_adapters import OLMO
 pytestmark = pytest.mark.timeout(300)
 
 
-def trained(rank: int, world: int, spec: ModelSpec, of: Plan) -> tuple[parity.Trace, int, int]:
+def trained(
+    rank: int, world: int, spec: ModelSpec, of: Plan, setting: Setting = drawn.RANDOM
+) -> tuple[parity.Trace, int, int]:
     """With how many graphs were made, and how often one was broken."""
     counters.clear()
-    trace = drawn.take_steps(rank, spec, of, 2)
+    trace = parity.take_steps(rank, spec, of, 2, setting=setting)
     return trace, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -112,6 +112,12 @@ def test_four_bits_have_whole_blocks_of_columns() -> None:
     assert sum(map(prod, shapes.values())) < 500_000
 
 
-def test_a_model_of_transformers_own_modules_is_not_shrunk() -> None:
+def test_a_small_model_of_transformers_own_modules_is_left_as_it_is() -> None:
+    spec = spec_of("gpt2")
+    assert shrink(spec, Plan(Layout(dp_shard=8), Batch(), Shard("zero3"))).spec == spec
+
+
+def test_a_large_one_is_not_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.prove.shrink.FEW_PARAMETERS", 1_000)
     with pytest.raises(ConfigError, match="own modules"):
         shrink(spec_of("gpt2"), Plan(Layout(dp_shard=2), Batch(), Shard("zero3")))

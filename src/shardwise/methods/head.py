@@ -14,7 +14,8 @@ Step = tuple[str, int, tuple[str, ...]]
 
 
 def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
-    """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number."""
+    """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number: the first is
+    the largest."""
     vocabulary, hidden = _dims(sheet)
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
@@ -29,10 +30,11 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         steps.append(("grad_hidden", tokens * hidden * compute, ()))
     if want_weight and chunks > 1:
         steps.append(("grad_weight", vocabulary * hidden * wide, ()))
-    logits = ceil(tokens / chunks) * vocabulary
+    chunk = plan.batch.loss_chunk_tokens
     in_place = plan.layout.tp > 1 and not sheet.capped  # of its own rows a rank makes no logarithms
     probabilities = "log_probabilities" if not in_place else "widened" if low_precision else "logits"
-    for _ in range(min(chunks, 2)):
+    for index in range(min(chunks, 2)):
+        logits = min(chunk, tokens - index * chunk) * vocabulary
         steps.append(("logits", logits * compute, ()))
         if low_precision:
             steps.append(("widened", logits * wide, ()))

@@ -13,7 +13,7 @@ import torch
 
 import shardwise
 from shardwise.models.config import parameter_count
-from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Check, Effort, Subject, places
+from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Check, Effort, Subject, micro_batches, places
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.smallest import Smallest
@@ -61,6 +61,10 @@ class Certificate:
         found = [f"parity, checkpoints and dtypes: {self.subject.why}"] if few is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
+        if (run := micro_batches(plan)) < plan.batch.accumulation:
+            found.append(
+                f"drift of micro-batches after the first {run} of {plan.batch.accumulation}, which they repeat"
+            )
         if self.facts.effort == "quick" and few is not None:
             found.append("a step in the plan's own dtypes (left out by --quick)")
         return [*found, *(few.unseen if few else ()), ALWAYS_UNSEEN]

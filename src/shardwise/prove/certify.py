@@ -169,9 +169,20 @@ def _case(subject: Subject, proof: str, rank: int) -> str:
     return f"saved by {ranks}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
 
 
+def micro_batches(plan: Plan) -> int:
+    """How many micro-batches of a step drift runs: as many as it takes for the rest to repeat them. Without a pipeline
+    a first, another and the last; with one, as many as can be on their way, twice, and what is left over a round."""
+    count, ranks = plan.batch.accumulation, plan.layout.pp
+    if ranks == 1:
+        return min(count, 3)
+    enough = 2 * len(plan.pipeline.split)
+    return min(count, enough + (count - enough) % ranks)
+
+
 def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
     """Blocks that are compiled cannot run on fake ranks, and kernels of GPUs not here: neither changes what is sent."""
-    found = drift(spec, replace(plan, compile=False, attention="auto"), rank)
+    batch = replace(plan.batch, accumulation=micro_batches(plan))
+    found = drift(spec, replace(plan, batch=batch, compile=False, attention="auto"), rank)
     figures["collectives"] = sum(found.measured.sent.values())
     figures["sent bytes"] = sum(size * calls for (_, _, size), calls in found.measured.sent.items())
     figures["state bytes"] = sum(found.measured.state.values())

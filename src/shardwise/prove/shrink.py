@@ -16,10 +16,10 @@ from typing import Any
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
+from shardwise.models.config import ModelSpec, layer_kinds, parameter_count, parameter_shapes, problems
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.pp.actions import illegal
 from shardwise.techniques.states import frozen
@@ -36,6 +36,7 @@ WINDOW, TEXT, PAIRS = 5, 12, 24
 DEVIATION = 1.3
 """Of what a matrix makes of normed hidden states: large, so that no gradient is lost in rounding."""
 BUCKET_BYTES = 4096
+FEW_PARAMETERS = 2**20
 EXACT = Precision("fp64", "fp64", "fp64")
 
 
@@ -54,25 +55,23 @@ class Shrunk:
 
 
 def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
-    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError for a model that runs in
-    transformers' own modules, whose sizes are not Shardwise's to choose, and where no sizes serve."""
-    if spec.hf_model is not None:
-        what = f"{spec.name} runs in transformers' own modules, whose sizes cannot be made smaller"
-        raise ConfigError(Problem("PLAN025", what, "model", "a model of another family, or prove drift alone"))
+    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError where no sizes serve, PLAN025 for
+    a large model that runs in transformers' own modules."""
     layout = _layout(plan.layout)
-    stages = _stages(spec, plan, layout)
+    stages = _stages(spec, plan, layout) if spec.hf_model is None else [list(range(spec.num_hidden_layers))]
     blocks = tuple(block for stage in stages for block in stage)
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
     cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
-    for sizes in _sizes(spec, plan.layout.tp):
-        fewer = _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
+    for fewer in _specs(spec, plan, blocks, small.batch.seq_len):
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
         refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
         if not refused:
             own = _in_own_dtypes(plan, blocks, fewer, tried)
             told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan))
             return Shrunk(fewer, tried, own, blocks, *told)
-    raise ConfigError(*(refused or []))
+    what = f"{spec.name} runs in transformers' own modules, whose sizes cannot be made smaller"
+    theirs = Problem("PLAN025", what, "model", "a model of another family")
+    raise ConfigError(*(refused or [theirs]))
 
 
 def _layout(layout: Layout) -> Layout:
@@ -101,9 +100,16 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         compile=False,
         attention="auto",
         optim=replace(plan.optim, name="adamw", moments=None),
-        lora=replace(plan.lora, frozen="fp64", dropout=0.0, rank=min(4, plan.lora.rank)) if plan.lora else None,
+        lora=_lora(plan.lora) if plan.lora else None,
         pipeline=pipeline,
     )
+
+
+def _lora(lora: Lora) -> Lora:
+    """Adapters of a small rank, with the same factor."""
+    rank = min(4, lora.rank)
+    alpha = lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1.0)
+    return replace(lora, frozen="fp64", dropout=0.0, rank=rank, alpha=alpha)
 
 
 def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> list[list[int]]:
@@ -130,6 +136,16 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
         if len(chosen) < count:
             chosen.add(block)
     return sorted(chosen)
+
+
+def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], length: int) -> Iterator[ModelSpec]:
+    """The model with fewer of everything, the smaller first. One that runs in transformers' own modules, whose sizes
+    are not Shardwise's to choose, as it is, if it is small."""
+    if spec.hf_model is None:
+        for sizes in _sizes(spec, plan.layout.tp):
+            yield _spec(spec, blocks, length, plan.batch.seq_len, sizes)
+    elif parameter_count(spec) <= FEW_PARAMETERS:
+        yield spec
 
 
 def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,288 @@
+"""Which techniques have been proved together, from the tests' own rows: ``python -m tests.compositions >
+docs/compositions.md``. tests/test_compositions.py fails when the page is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.plan import Lora, Plan, Precision, Remat
+from shardwise.techniques.pp.actions import SCHEDULES
+from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
+from tests.models.hf_models import spec_of
+from tests.parity import cases, pairwise, pipes
+from tests.parity import test_dpo as parity_dpo
+from tests.parity import test_fp32_bf16 as parity_types
+from tests.parity import test_frozen as parity_frozen
+from tests.parity import test_lora as parity_lora
+from tests.parity import test_tp_compile as parity_compile
+from tests.prove import test_certify
+from tests.prove.pairs import COMPILED, ROWS, Row, with_all
+
+BF16 = Precision("bf16")
+Holds = Callable[[ModelSpec, Plan], bool]
+
+
+def _strategy(name: str) -> Holds:
+    return lambda spec, plan: plan.shard.strategy == name and not plan.layout.dp_replicate > 1 < plan.layout.dp_shard
+
+
+FEATURES: dict[str, Holds] = {
+    "DDP": lambda spec, plan: plan.shard.strategy == "ddp" and plan.layout.dp_replicate > 1,
+    "ZeRO-1": _strategy("zero1"),
+    "ZeRO-2": _strategy("zero2"),
+    "ZeRO-3": _strategy("zero3"),
+    "hybrid": lambda spec, plan: plan.layout.dp_replicate > 1 < plan.layout.dp_shard and plan.shard.strategy != "ddp",
+    "tp": lambda spec, plan: plan.layout.tp > 1,
+    "sp": lambda spec, plan: plan.sequence_parallel and plan.layout.tp > 1,
+    **{name: (lambda spec, plan, name=name: _staged(plan, name)) for name in SCHEDULES},
+    "selective": lambda spec, plan: plan.remat.mode == "selective",
+    "full": lambda spec, plan: plan.remat.mode == "full",
+    "accumulation": lambda spec, plan: plan.batch.accumulation > 1 and plan.layout.pp == 1,
+    "LoRA": lambda spec, plan: plan.lora is not None,
+    "DoRA": lambda spec, plan: plan.lora is not None and plan.lora.dora,
+    "4 bits": lambda spec, plan: plan.lora is not None and plan.lora.nf4,
+    "frozen": lambda spec, plan: bool(plan.frozen),
+    "DPO": lambda spec, plan: plan.loss == "dpo",
+    "tied": lambda spec, plan: spec.tie_word_embeddings,
+    "compile": lambda spec, plan: plan.compile,
+    "bf16": lambda spec, plan: plan.precision.compute == "bf16",
+    "fp16": lambda spec, plan: plan.precision.compute == "fp16",
+    "modules": lambda spec, plan: bool(plan.precision.modules),
+    "8-bit moments": lambda spec, plan: plan.optim.name == "adamw8bit",
+    "bf16 moments": lambda spec, plan: plan.optim.moments == "bf16",
+    "HF modules": lambda spec, plan: spec.hf_model is not None,
+}
+"""What a plan and its model may have."""
+MEANING = {
+    "hybrid": "ZeRO within groups of ranks, which are replicas of one another",
+    "sp": "sequence parallelism",
+    "selective": "selective recomputation",
+    "full": "full recomputation",
+    "accumulation": "several micro-batches without a pipeline",
+    "4 bits": "frozen weights in NF4 (QLoRA)",
+    "frozen": "model.frozen",
+    "tied": "one weight for the embedding and the output layer",
+    "modules": "dtypes of their own for some modules (precision.modules)",
+    "HF modules": "a model that runs in transformers' own modules",
+}
+
+
+def _staged(plan: Plan, name: str) -> bool:
+    return plan.layout.pp > 1 and plan.pipeline.schedule == name
+
+
+EXCLUSIVE = (
+    ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"),
+    tuple(SCHEDULES),
+    ("selective", "full"),
+    ("bf16", "fp16"),
+    ("8-bit moments", "bf16 moments"),
+    ("accumulation", *SCHEDULES),
+)
+"""Of each a plan has one, or none."""
+
+
+MOMENTS = ("8-bit moments", "bf16 moments")
+"""Certificates train with AdamW's own in their place."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tests in ``file`` prove the ``rows``: their numbers, or (``drift``) what they send and hold; ``without`` these
+    features, which the rows have and the tests leave out."""
+
+    file: str
+    rows: list[Row]
+    drift: bool = False
+    without: tuple[str, ...] = ()
+
+
+def _dense(strategy: str, world: int, **more: Any) -> Plan:
+    return cases.plan(strategy, world, cases.FP64, **more)
+
+
+@cache
+def sources() -> list[Source]:
+    """The tests' own rows, numbers before bytes."""
+    every = ("none", "selective", "full")
+    grid = [
+        (cases.UNTIED, _dense(strategy, 4 if strategy == "hsdp" else 2, remat=Remat(remat), accumulation=m))  # type: ignore[arg-type]
+        for strategy, remat, m in product((*cases.STRATEGIES, "hsdp"), every, (1, 4))
+    ]
+    tied = [
+        (cases.TIED, _dense(s, w, remat=Remat("full"), accumulation=2))
+        for w, s in zip((2, 4, 2, 4), cases.STRATEGIES, strict=True)
+    ]
+    adapters = [
+        (cases.UNTIED, parity_lora.lora_plan(s, 2, Lora(3, 6.0), remat, m)) for _, s, remat, m in parity_lora.CASES
+    ]
+    settings = (("ddp", "none", 2), ("zero3", "full", 1), ("zero3", "selective", 2), ("zero3", "full", 2))
+    for lora in (Lora(3, 6.0, nf4=True), Lora(3, 6.0, dora=True), Lora(3, 6.0, nf4=True, dora=True)):
+        adapters += [(parity_lora.WIDE, parity_lora.lora_plan(s, 2, lora, remat, m)) for s, remat, m in settings]
+    adapters.append((parity_lora.WIDE, parity_lora.lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 2)))
+    frozen = [
+        (cases.UNTIED, parity_frozen.frozen_plan(s, 2, parity_frozen.FROZEN[what], remat, m))
+        for what, s, remat, m in parity_frozen.CASES
+    ]
+    frozen.append((cases.UNTIED, parity_frozen.frozen_plan("hsdp", 4, ("embed.*",), "full", 2)))
+    frozen += [
+        (cases.TIED, parity_frozen.frozen_plan(s, 2, ("embed.*",), "none", 2)) for s in ("ddp", "zero1", "zero3")
+    ]
+    pairs = [(parity_dpo.SPEC, parity_dpo.plan(s, 2, remat, m)) for s, remat, m in parity_dpo.SETTINGS]
+    pairs += [
+        (parity_dpo.SPEC, parity_dpo.plan(s, 2, remat, m, parity_dpo.ADAPTERS))
+        for s, remat, m in parity_dpo.SETTINGS[::2]
+    ]
+    pairs.append((parity_dpo.SPEC, parity_dpo.plan("hsdp", 4, "none", 1)))
+    compiled = {**parity_compile.CASES, **parity_compile.MORE}.values()
+    hf = spec_of("gpt2")
+    modules = [(hf, _dense(s, 2, remat=Remat(r), accumulation=4)) for s, r in (("ddp", "full"), ("zero3", "selective"))]  # type: ignore[arg-type]
+    modules.append((hf, replace(_dense("zero3", 2, remat=Remat("full"), accumulation=4), lora=Lora(2, 4.0))))
+    bf16 = [(cases.UNTIED, plan) for plan in parity_types.covering(cases.BF16)]
+    return [
+        Source("tests/parity/test_fp64.py", grid + tied),
+        Source("tests/parity/test_tp_pairwise.py", [(case.spec, case.plan) for case in pairwise.CASES]),
+        Source("tests/parity/test_pp_pairwise.py", [(case.spec, case.plan) for case in pipes.CASES]),
+        Source("tests/parity/test_lora.py", adapters),
+        Source("tests/parity/test_frozen.py", frozen),
+        Source("tests/parity/test_dpo.py", pairs),
+        Source("tests/parity/test_hf_models.py", modules),
+        Source("tests/parity/test_tp_compile.py", [(spec, replace(plan, compile=True)) for spec, plan in compiled]),
+        Source("tests/parity/test_fp32_bf16.py", bf16),
+        Source("tests/prove/test_certify.py", list(test_certify.COMPOSITIONS.values())),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], without=MOMENTS),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in COMPILED]),
+        *_drift(),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], drift=True),
+    ]
+
+
+def _drift() -> Iterator[Source]:
+    of, dials = test_drift.plan_of, test_drift.DIALS
+    dense = [
+        (test_drift.SPEC, test_drift.subset(*case))
+        for case in product(dials, test_drift.PRECISIONS, test_drift.REMATS, (1, 2))
+    ]
+    dense += [
+        (replace(test_drift.SPEC, tie_word_embeddings=True), of(dial, 8, precision=precision))
+        for dial, precision in product(dials, test_drift.PRECISIONS.values())
+    ]
+    yield Source("tests/drift/test_drift.py", dense, drift=True)
+    adapted = []
+    for (number, (spec, lora)), (turn, dial) in product(enumerate(test_lora.ADAPTERS.values()), enumerate(dials)):
+        adapted.append((spec, test_lora.lora_plan(dial, lora, *test_lora.GRID[(number + turn) % len(test_lora.GRID)])))
+    yield Source("tests/drift/test_lora.py", adapted, drift=True)
+    tensor = [
+        (test_tp.SPEC, test_tp.plan_of(dial, sequence, precision=precision, remat=remat))
+        for dial, precision, remat, sequence in product(
+            test_tp.DIALS, test_drift.PRECISIONS.values(), test_drift.REMATS.values(), test_tp.SEQUENCE
+        )
+    ]
+    for other, dial, sequence in product(test_tp.OTHERS.values(), test_tp.DIALS, test_tp.SEQUENCE):
+        tensor.append((test_tp.SPEC, test_tp.plan_of(dial, sequence, **other)))
+    yield Source("tests/drift/test_tp.py", tensor, drift=True)
+    staged = [
+        (
+            test_pp.SPEC,
+            test_pp.plan_of(schedule, dial, tensor, remat=test_pp.REMATS[remat], precision=Precision("bf16")),
+        )
+        for schedule, _, dial, tensor, remat in test_pp.SETTINGS
+    ]
+    for model, schedule, _ in test_pp.SCHEDULED:
+        settings = dict(test_pp.MODELS[model])
+        features = {key: settings.pop(key) for key in list(settings) if key in ModelSpec.__dataclass_fields__}
+        turn = list(test_pp.MODELS).index(model) + list(SCHEDULES).index(schedule)
+        dial, tensor = (list(each)[turn % len(each)] for each in (test_pp.DIALS, test_pp.TENSOR))
+        staged.append((replace(test_pp.SPEC, **features), test_pp.plan_of(schedule, dial, tensor, **settings)))  # type: ignore[arg-type]
+    yield Source("tests/drift/test_pp.py", staged, drift=True)
+    compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
+    yield Source("tests/drift/test_compile.py", compiled, drift=True)
+    hf = [(spec_of("gpt2"), plan) for plan in test_hf_models.PLANS.values()]
+    yield Source("tests/drift/test_hf_models.py", hf, drift=True)
+
+
+def refused(one: str, other: str) -> list[str]:
+    """The codes with which a plan that has both is refused."""
+    spec, plan = with_all(one, other)
+    return [problem.code for problem in techniques.check(spec, plan, parse_cluster(f"{plan.layout.world}xH100"))]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two features: the first source of each kind that has a row with both; the codes that refuse it."""
+
+    numbers: int | None
+    bytes: int | None
+    refused: tuple[str, ...]
+
+
+def exclusive(one: str, other: str) -> bool:
+    return any(one in group and other in group for group in EXCLUSIVE)
+
+
+@cache
+def pairs() -> dict[tuple[str, str], Pair]:
+    """Every two features that one plan may have."""
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for place, source in enumerate(sources()):
+        for spec, plan in source.rows:
+            has = [name for name, holds in FEATURES.items() if holds(spec, plan) and name not in source.without]
+            for both in combinations(has, 2):
+                first = found.setdefault(both, [None, None])
+                first[source.drift] = place if first[source.drift] is None else first[source.drift]
+    every = [both for both in combinations(FEATURES, 2) if not exclusive(*both)]
+    return {both: Pair(*found.get(both, (None, None)), tuple(dict.fromkeys(refused(*both)))) for both in every}
+
+
+ONE = "## Of these a plan has one, or none"
+HEAD = """# What has been proved together
+
+For every two techniques, whether a plan may have both, and which tests show that it then does what it says.
+**Numbers**: trained on CPU ranks, gradients, losses and weights are those of one process. **Bytes**: what its ranks
+send, hold and save is what the plan says, and no row of the tests compares numbers. **Refused**: a plan that has
+both is refused before anything starts, with this [code](errors.md). **No row**: a plan may have both, and no test has a
+row with both; [`shardwise prove`](prove.md) proves your own plan, whatever is in it.
+
+Generated from the tests' own rows and from the planner's checks: `python -m tests.compositions > docs/compositions.md`.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    used: dict[int, int] = {}
+
+    def cited(place: int) -> str:
+        return f"[{used.setdefault(place, len(used) + 1)}]"
+
+    rows = []
+    for name in FEATURES:
+        cells: list[list[str]] = [[], [], [], []]
+        for both, pair in pairs().items():
+            if name not in both:
+                continue
+            other = both[1] if both[0] == name else both[0]
+            if pair.numbers is not None:
+                cells[0].append(f"{other} {cited(pair.numbers)}")
+            elif pair.bytes is not None:
+                cells[1].append(f"{other} {cited(pair.bytes)}")
+            elif pair.refused:
+                cells[2].append(f"{other} ({', '.join(pair.refused)})")
+            else:
+                cells[3].append(other)
+        rows.append(f"| **{name}** | " + " | ".join(", ".join(cell) for cell in cells) + " |")
+    heads = "| | numbers with | bytes with | refused with | no row with |\n|---|---|---|---|---|"
+    words = [f"* **{name}**: {meaning}" for name, meaning in MEANING.items()]
+    notes = [f"{number}. `{sources()[place].file}`" for place, number in used.items()]
+    one = [f"* {', '.join(group)}" for group in EXCLUSIVE]
+    return "\n".join([HEAD, heads, *rows, "", "## Tests", "", *notes, "", "## Words", "", *words, "", ONE, "", *one])
+
+
+if __name__ == "__main__":
+    print(page())

@@ -1,0 +1,90 @@
+"""Plans of several techniques, by the names of docs/compositions.md: pairs that no other test's rows have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Remat, Shard
+from shardwise.techniques.pp.actions import SCHEDULES
+from tests.models.hf_models import spec_of
+from tests.parity.pipes import stages_per_rank
+
+Row = tuple[ModelSpec, Plan]
+SPEC = ModelSpec("pair", 512, 128, 256, 8, 8, 8, 64)
+"""Its sizes can be divided by everything."""
+
+
+def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
+    """The case with a feature switched on."""
+    layout, lora = plan.layout, plan.lora or Lora(frozen="bf16")
+    if name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"):
+        degrees = {"DDP": (2, 1), "hybrid": (2, 2)}.get(name, (1, 2))
+        strategy = {"DDP": "ddp", "hybrid": "zero3"}.get(name, name.lower().replace("-", ""))
+        layout = replace(layout, dp_replicate=degrees[0], dp_shard=degrees[1])
+        return spec, replace(plan, layout=layout, shard=Shard(strategy))  # type: ignore[arg-type]
+    if name in SCHEDULES:
+        each = stages_per_rank(name)
+        pipeline = Pipeline(name, each, (8 // (2 * each),) * (2 * each))  # type: ignore[arg-type]
+        return spec, replace(
+            plan, layout=replace(layout, pp=2, v_shaped=SCHEDULES[name].shape == "v"), pipeline=pipeline
+        )
+    changed: dict[str, dict[str, Any]] = {
+        "tp": {"layout": replace(layout, tp=2)},
+        "sp": {"layout": replace(layout, tp=2), "sequence_parallel": True},
+        "selective": {"remat": Remat("selective")},
+        "full": {"remat": Remat("full")},
+        "accumulation": {},
+        "LoRA": {"lora": lora},
+        "DoRA": {"lora": replace(lora, dora=True)},
+        "4 bits": {"lora": replace(lora, nf4=True)},
+        "frozen": {"frozen": ("embed.*",)},
+        "DPO": {"loss": "dpo"},
+        "compile": {"compile": True},
+        "bf16": {"precision": replace(plan.precision, compute="bf16")},
+        "fp16": {"precision": replace(plan.precision, compute="fp16")},
+        "modules": {"precision": replace(plan.precision, modules=(("*norm", "fp32"),))},
+        "8-bit moments": {"optim": Optim("adamw8bit")},
+        "bf16 moments": {"optim": Optim(moments="bf16")},
+    }
+    if name == "tied":
+        return replace(spec, tie_word_embeddings=True), plan
+    if name == "HF modules":
+        return spec_of("gpt2"), plan
+    return spec, replace(plan, **changed[name])
+
+
+def with_all(*names: str) -> Row:
+    """The case with all of these."""
+    spec, plan = SPEC, Plan(batch=Batch(1, 8, 32, 64))
+    for name in sorted(names, key=lambda name: name != "HF modules"):
+        spec, plan = on(name, spec, plan)
+    return spec, plan
+
+
+ROWS = (
+    ("DDP", "tp", "sp", "gpipe", "selective", "frozen", "DPO", "tied", "fp16", "modules", "bf16 moments"),
+    ("HF modules", "hybrid", "full", "accumulation", "DoRA", "4 bits", "DPO", "tied", "fp16", "8-bit moments"),
+    ("ZeRO-2", "zbv", "full", "frozen", "bf16", "modules", "8-bit moments"),
+    ("ZeRO-2", "interleaved_zb", "full", "DoRA", "4 bits", "bf16", "bf16 moments"),
+    ("ZeRO-3", "1f1b", "selective", "DoRA", "4 bits", "fp16", "8-bit moments"),
+    ("ZeRO-1", "interleaved_zb", "fp16", "modules", "8-bit moments"),
+    ("DDP", "dualpipev", "DoRA", "4 bits", "fp16", "8-bit moments"),
+    ("DDP", "interleaved", "DoRA", "4 bits", "fp16", "8-bit moments"),
+    ("DDP", "zbv", "DoRA", "4 bits", "fp16"),
+    ("HF modules", "ZeRO-1", "frozen", "bf16", "bf16 moments"),
+    ("ZeRO-3", "interleaved", "bf16", "modules"),
+    ("hybrid", "dualpipev", "bf16", "modules"),
+    ("gpipe", "4 bits", "bf16", "8-bit moments"),
+    ("DDP", "1f1b", "modules"),
+    ("DDP", "interleaved_zb"),
+    ("HF modules", "ZeRO-2"),
+    ("accumulation", "modules"),
+)
+COMPILED = (
+    ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
+    ("compile", "hybrid", "interleaved", "DPO", "fp16", "bf16 moments"),
+    ("compile", "DDP", "gpipe", "modules", "fp16"),
+    ("compile", "HF modules", "ZeRO-2", "frozen"),
+)
