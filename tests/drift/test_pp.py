@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, object]] = {
     "tied and frozen": {"tie_word_embeddings": True, "frozen": ("embed.*",)},
     "pairs": {"loss": "dpo"},
     "fp16": {"precision": Precision("fp16")},
+    "dtypes of modules": {"precision": Precision("bf16", modules=(("*norm", "fp32"), ("*.q", "fp32")))},
     "moments in bf16": {"optim": Optim(moments="bf16")},
     "windows": {
         "sliding_window": 16,

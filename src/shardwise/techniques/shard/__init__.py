@@ -265,6 +265,9 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
         sharded = [module for module in leading if isinstance(module, FSDPModule)]
         for before, module in zip(sharded[:1] + sharded, sharded, strict=False):
             module.set_modules_to_backward_prefetch([before])
+        for module in set(part.modules()) - set(sharded):  # those inside with a dtype of their own: only itself
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
