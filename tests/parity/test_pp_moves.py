@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.prove import parity
+from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
-from tests.parity import drawn, moved_ranks, pipes
+from tests.parity import drawn, pipes
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
 
 SPEC = pipes.spec_of("tied", 4)
@@ -43,14 +43,14 @@ SIDES = [Staged(name) for name in ("zero1", "1f1b", "interleaved", "zbv", "1f1b 
 def test_K3_a_run_goes_on_under_every_layout(ranks: RankPool, tmp_path: Path, source: Staged) -> None:
     """Its own among them. Weights and moments are what was saved, bit by bit, each by its name in the whole model;
     losses those of a run that nothing has cut, to 1e-9."""
-    right = drawn.plain(parity.job_of(SPEC, source.plan, 2 * moved_ranks.STEPS)).losses
-    begun = ranks.run(moved_ranks.go, SPEC, source, str(tmp_path), 0, world=source.plan.layout.world)
+    right = drawn.plain(parity.job_of(SPEC, source.plan, 2 * moves.STEPS)).losses
+    begun = ranks.run(moves.go, SPEC, source.plan, str(tmp_path), 0, drawn.RANDOM, world=source.plan.layout.world)
     saved = {name: value for rank in begun for name, value in rank.after.items()}
     assert any("exp_avg_sq" in name for name in saved)
     assert all(torch.equal(value, saved[name]) for rank in begun for name, value in rank.after.items())
     for target in SIDES:
         there = ranks.run(
-            moved_ranks.go, SPEC, target, str(tmp_path), moved_ranks.STEPS, world=target.plan.layout.world
+            moves.go, SPEC, target.plan, str(tmp_path), moves.STEPS, drawn.RANDOM, world=target.plan.layout.world
         )
         assert {name for rank in there for name in rank.before} == saved.keys()
         for rank in there:

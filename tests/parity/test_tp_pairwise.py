@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
+from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Lora, Plan, Precision
-from tests.parity import drawn, moved_ranks, test_dpo
-from tests.parity.cases import BF16, FP32
-from tests.parity.moved_ranks import Side
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from tests.parity import drawn, test_dpo
+from tests.parity.cases import BF16, FP32, FP64, ROWS, SEQ_LEN
 from tests.parity.pairwise import CASES, EVERY, LORA, MODELS, Case
 from tests.parity.test_fp64 import holds
 
@@ -100,6 +100,22 @@ def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> lis
 # Runs that go on elsewhere -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Side:
+    """A layout that a run is saved from, or goes on under: two data-parallel ranks of ``tp`` each. ``lora``:
+    what it trains, if not the model."""
+
+    tp: int
+    strategy: str
+    lora: Lora | None = None
+
+    @property
+    def plan(self) -> Plan:
+        layout = Layout(dp_replicate=2, tp=self.tp) if self.strategy == "ddp" else Layout(dp_shard=2, tp=self.tp)
+        plan = Plan(layout, Batch(ROWS // 2, 1, SEQ_LEN), Shard(self.strategy), FP64)  # type: ignore[arg-type]
+        return replace(plan, sequence_parallel=self.tp > 1, lora=self.lora)
+
+
 STRATEGIES = ("ddp", "zero1", "zero3")
 DEGREES = (1, 2, 4)
 MOVES = [
@@ -131,7 +147,7 @@ ODD = replace(MODELS["biased"], hidden_size=17, intermediate_size=28)
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp: int) -> None:
     """Of a biased model with two key heads and sizes that ranks do not divide."""
     for source in [Side(tp, strategy) for strategy in STRATEGIES]:
-        moves(eight, tmp_path / source.strategy, ODD, source, [after for before, after in MOVES if before == source])
+        goes_on(eight, tmp_path / source.strategy, ODD, source, [after for before, after in MOVES if before == source])
 
 
 @pytest.mark.prove
@@ -144,21 +160,21 @@ def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp:
 def test_adapters_go_on_under_another_layout(eight: RankPool, tmp_path: Path, spec: ModelSpec, lora: Lora) -> None:
     """From both axes to either and neither, and back; the frozen model, which is made anew, is the same too."""
     both, others = Side(2, "zero3", lora), [Side(1, "ddp", lora), Side(4, "ddp", lora), Side(4, "zero3", lora)]
-    moves(eight, tmp_path / "from", spec, both, others)
-    moves(eight, tmp_path / "to", spec, Side(1, "zero3", lora), [both])
+    goes_on(eight, tmp_path / "from", spec, both, others)
+    goes_on(eight, tmp_path / "to", spec, Side(1, "zero3", lora), [both])
 
 
-def moves(eight: RankPool, directory: Path, spec: ModelSpec, source: Side, targets: list[Side]) -> None:
+def goes_on(eight: RankPool, directory: Path, spec: ModelSpec, source: Side, targets: list[Side]) -> None:
     """Weights and moments are what was saved, bit by bit; losses those of a run that nothing has cut, to 1e-9."""
-    right = drawn.plain(parity.job_of(spec, source.plan, 2 * moved_ranks.STEPS)).losses
-    begun = eight.run(moved_ranks.go, spec, source, str(directory), 0, world=source.plan.layout.world)
+    right = drawn.plain(parity.job_of(spec, source.plan, 2 * moves.STEPS)).losses
+    begun = eight.run(moves.go, spec, source.plan, str(directory), 0, drawn.RANDOM, world=source.plan.layout.world)
     saved = begun[0].after
     assert any("exp_avg_sq" in name for name in saved)
     for other in begun:
         assert all(torch.equal(other.after[name], value) for name, value in saved.items()), source
     for target in targets:
         world = target.plan.layout.world
-        for found in eight.run(moved_ranks.go, spec, target, str(directory), moved_ranks.STEPS, world=world):
+        for found in eight.run(moves.go, spec, target.plan, str(directory), moves.STEPS, drawn.RANDOM, world=world):
             assert found.before.keys() == saved.keys()
             assert all(torch.equal(found.before[name], value) for name, value in saved.items()), (source, target)
             assert [*begun[0].losses, *found.losses] == pytest.approx(right, rel=1e-9), (source, target)

@@ -6,18 +6,19 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes
-from shardwise.models.load import load_spec
-from shardwise.prove.shrink import real_name, shrink
+from shardwise.models.load import load_spec, read_spec
+from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.states import frozen
-from tests.models.hf_models import spec_of
+from tests.models.hf_models import CONFIGS, spec_of
 from tests.prove.test_certify import COMPOSITIONS
 
 SPEC = load_spec("Llama-3.1-70B")
@@ -112,12 +113,24 @@ def test_four_bits_have_whole_blocks_of_columns() -> None:
     assert sum(map(prod, shapes.values())) < 500_000
 
 
-def test_a_small_model_of_transformers_own_modules_is_left_as_it_is() -> None:
-    spec = spec_of("gpt2")
-    assert shrink(spec, Plan(Layout(dp_shard=8), Batch(), Shard("zero3"))).spec == spec
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_of_transformers_own_modules_is_of_its_own_family(kind: str) -> None:
+    large = {"hidden_size": 256, "n_embd": 256, "num_hidden_layers": 6, "n_layer": 6, "vocab_size": 3000}
+    given = {key: value for key, value in large.items() if key in CONFIGS[kind]}
+    if "layer_types" in CONFIGS[kind]:
+        given["layer_types"] = CONFIGS[kind]["layer_types"] * 2
+    spec = read_spec(CONFIG_MAPPING[kind](**{**CONFIGS[kind], **given}).to_dict(), f"larger-{kind}")
+    few = shrink(spec, Plan(Layout(dp_shard=8), Batch(1, 1, 32), Shard("zero3")))
+    assert few.spec.hf_model is not None and few.spec.family == spec.family
+    assert (few.spec.num_hidden_layers, few.spec.vocab_size, few.spec.hidden_size) == (3, 67, 64)
+    assert len(layer_kinds(few.spec)[0]) == len(layer_kinds(spec)[0])
+    assert few.spec.tie_word_embeddings == spec.tie_word_embeddings
+    assert {name.partition(".")[2] for name in parameter_shapes(few.spec)} <= {
+        name.partition(".")[2] for name in parameter_shapes(spec)
+    }
 
 
-def test_a_large_one_is_not_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.prove.shrink.FEW_PARAMETERS", 1_000)
-    with pytest.raises(ConfigError, match="own modules"):
+def test_a_family_of_which_no_smaller_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(THEIRS, "num_attention_heads", 5)  # which do not divide its hidden size
+    with pytest.raises(ConfigError, match="no smaller model of its family"):
         shrink(spec_of("gpt2"), Plan(Layout(dp_shard=2), Batch(), Shard("zero3")))

@@ -9,6 +9,7 @@ chunks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +17,8 @@ from typing import Any
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.config import ModelSpec, layer_kinds, parameter_count, parameter_shapes, problems
+from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
+from shardwise.models.load import read_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
@@ -36,7 +38,19 @@ WINDOW, TEXT, PAIRS = 5, 12, 24
 DEVIATION = 1.3
 """Of what a matrix makes of normed hidden states: large, so that no gradient is lost in rounding."""
 BUCKET_BYTES = 4096
-FEW_PARAMETERS = 2**20
+THEIRS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Of a model in transformers' own modules, by the names that its config maps to its own."""
 EXACT = Precision("fp64", "fp64", "fp64")
 
 
@@ -55,10 +69,10 @@ class Shrunk:
 
 
 def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
-    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError where no sizes serve, PLAN025 for
-    a large model that runs in transformers' own modules."""
+    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError where no sizes serve, PLAN025 if
+    transformers makes no smaller model of this family."""
     layout = _layout(plan.layout)
-    stages = _stages(spec, plan, layout) if spec.hf_model is None else [list(range(spec.num_hidden_layers))]
+    stages = _stages(spec, plan, layout)
     blocks = tuple(block for stage in stages for block in stage)
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
     cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
@@ -69,9 +83,8 @@ def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
             own = _in_own_dtypes(plan, blocks, fewer, tried)
             told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan))
             return Shrunk(fewer, tried, own, blocks, *told)
-    what = f"{spec.name} runs in transformers' own modules, whose sizes cannot be made smaller"
-    theirs = Problem("PLAN025", what, "model", "a model of another family")
-    raise ConfigError(*(refused or [theirs]))
+    what = f"{spec.name} runs in transformers' own modules, and no smaller model of its family was found"
+    raise ConfigError(*(refused or [Problem("PLAN025", what, "model", "a model of another family")]))
 
 
 def _layout(layout: Layout) -> Layout:
@@ -139,13 +152,38 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
 
 
 def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], length: int) -> Iterator[ModelSpec]:
-    """The model with fewer of everything, the smaller first. One that runs in transformers' own modules, whose sizes
-    are not Shardwise's to choose, as it is, if it is small."""
-    if spec.hf_model is None:
-        for sizes in _sizes(spec, plan.layout.tp):
-            yield _spec(spec, blocks, length, plan.batch.seq_len, sizes)
-    elif parameter_count(spec) <= FEW_PARAMETERS:
-        yield spec
+    """The model with fewer of everything, the smaller first."""
+    if spec.hf_model is not None:
+        yield from _theirs(spec, plan, blocks)
+        return
+    for sizes in _sizes(spec, plan.layout.tp):
+        yield _spec(spec, blocks, length, plan.batch.seq_len, sizes)
+
+
+def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> Iterator[ModelSpec]:
+    """A model that runs in transformers' own modules, made from a smaller config; nothing where that is no model of its
+    family."""
+    from transformers import CONFIG_MAPPING
+
+    assert spec.hf_model is not None
+    config = json.loads(spec.hf_model.config)
+    own = CONFIG_MAPPING[config["model_type"]].attribute_map
+    wanted = {own.get(key, key): value for key, value in THEIRS.items()}
+    for key, value in config.items():  # sizes that follow the hidden states by another name
+        if type(value) is int and key not in wanted and value and not value % spec.hidden_size:
+            wanted[key] = THEIRS["hidden_size"] * (value // spec.hidden_size)
+    small = {key: value for key, value in wanted.items() if config.get(key) is not None}
+    small[own.get("num_hidden_layers", "num_hidden_layers")] = len(blocks)
+    if config.get("layer_types"):
+        small["layer_types"] = [config["layer_types"][block] for block in blocks]
+    if config.get("sliding_window") and config["sliding_window"] < plan.batch.seq_len:
+        small["sliding_window"] = WINDOW
+    if spec.num_key_value_heads == spec.num_attention_heads and config.get("num_key_value_heads"):
+        small["num_key_value_heads"] = THEIRS["num_attention_heads"]
+    try:
+        yield read_spec(config | small, f"{spec.name} (shrunk)")
+    except Exception:  # whatever transformers says of such sizes
+        return
 
 
 def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:

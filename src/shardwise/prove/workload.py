@@ -181,10 +181,9 @@ def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int
 def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
     """Of the first documents of a row so many tokens each as there is room for, those around the first that is
     supervised; ids modulo ``vocab_size``. Of pairs both answers, and a reference drawn in its stead."""
-    of_pairs = sample.references is not None
     kept = min(len(sample.segments), max(1, seq_len // (2 * LEAST_TOKENS)))
-    if of_pairs:
-        kept = 2 * min(len(sample.references or ()), max(1, kept // 2))
+    if sample.references is not None:
+        kept = 2 * min(len(sample.references), max(1, kept // 2))
     lengths = [min(length, seq_len // max(1, kept)) for length in sample.segments[:kept]]
     short, at, begin = _empty(seq_len, lengths, sample.masked), 0, 0
     for length, whole in zip(lengths, sample.segments, strict=False):
@@ -195,7 +194,7 @@ def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
         labels = sample.labels[source : source + length]
         short.labels[at : at + length] = np.where(labels == IGNORE, IGNORE, labels % vocab_size)
         at, begin = at + length, begin + whole
-    return _with_references(short, np.linspace(-1, 1, kept // 2)) if of_pairs else short
+    return short if sample.references is None else _with_references(short, np.linspace(-1, 1, kept // 2))
 
 
 def _empty(seq_len: int, lengths: list[int], masked: bool) -> Sample:
