@@ -74,12 +74,12 @@ def test_a_plan_that_was_written_for_other_machines_is_proved(made: str, capfd: 
 def test_what_fails_is_named_with_the_smallest_layout(
     made: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def run(subject: certify.Subject, proof: str, rank: int, on_ranks: certify.OnRanks) -> Check:
+    def run(subject: certify.Certification, proof: str, rank: int, on_ranks: certify.OnRanks) -> Check:
         problem = "first gradient of layers.1.mlp.up.weight: 1 expected, 2 found on rank 1"
         figures = {"collectives": 0, "sent bytes": 0, "state bytes": 0, "tensors": 0, "loss": 0.0}
         return Check(proof, "a case", (problem,) * (proof == "parity"), 0.1, figures)  # type: ignore[arg-type]
 
-    def smallest(subject: certify.Subject, *given: object) -> Smallest:
+    def smallest(subject: certify.Certification, *given: object) -> Smallest:
         return Smallest(subject.spec, subject.plan, ("dp_shard 2", "zero3"), ("dp_shard 2", "zero3"))
 
     monkeypatch.setattr(certify, "run", run)

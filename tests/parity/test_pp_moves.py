@@ -44,14 +44,14 @@ def test_K3_a_run_goes_on_under_every_layout(ranks: RankPool, tmp_path: Path, so
     """Its own among them. Weights and moments are what was saved, bit by bit, each by its name in the whole model;
     losses those of a run that nothing has cut, to 1e-9."""
     right = drawn.plain(parity.job_of(SPEC, source.plan, 2 * moves.STEPS)).losses
-    begun = ranks.run(moves.go, SPEC, source.plan, str(tmp_path), 0, drawn.RANDOM, world=source.plan.layout.world)
+    run, world = moves.SavedRun(str(tmp_path)), source.plan.layout.world
+    begun = ranks.run(moves.go, SPEC, source.plan, run, drawn.RANDOM, world=world)
     saved = {name: value for rank in begun for name, value in rank.after.items()}
     assert any("exp_avg_sq" in name for name in saved)
     assert all(torch.equal(value, saved[name]) for rank in begun for name, value in rank.after.items())
     for target in SIDES:
-        there = ranks.run(
-            moves.go, SPEC, target.plan, str(tmp_path), moves.STEPS, drawn.RANDOM, world=target.plan.layout.world
-        )
+        of, run = target.plan, moves.SavedRun(str(tmp_path), moves.STEPS)
+        there = ranks.run(moves.go, SPEC, of, run, drawn.RANDOM, world=of.layout.world)
         assert {name for rank in there for name in rank.before} == saved.keys()
         for rank in there:
             assert all(torch.equal(value, saved[name]) for name, value in rank.before.items()), target

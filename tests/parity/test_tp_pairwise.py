@@ -167,14 +167,15 @@ def test_adapters_go_on_under_another_layout(eight: RankPool, tmp_path: Path, sp
 def goes_on(eight: RankPool, directory: Path, spec: ModelSpec, source: Side, targets: list[Side]) -> None:
     """Weights and moments are what was saved, bit by bit; losses those of a run that nothing has cut, to 1e-9."""
     right = drawn.plain(parity.job_of(spec, source.plan, 2 * moves.STEPS)).losses
-    begun = eight.run(moves.go, spec, source.plan, str(directory), 0, drawn.RANDOM, world=source.plan.layout.world)
+    run, world = moves.SavedRun(str(directory)), source.plan.layout.world
+    begun = eight.run(moves.go, spec, source.plan, run, drawn.RANDOM, world=world)
     saved = begun[0].after
     assert any("exp_avg_sq" in name for name in saved)
     for other in begun:
         assert all(torch.equal(other.after[name], value) for name, value in saved.items()), source
     for target in targets:
-        world = target.plan.layout.world
-        for found in eight.run(moves.go, spec, target.plan, str(directory), moves.STEPS, drawn.RANDOM, world=world):
+        run, world = moves.SavedRun(str(directory), moves.STEPS), target.plan.layout.world
+        for found in eight.run(moves.go, spec, target.plan, run, drawn.RANDOM, world=world):
             assert found.before.keys() == saved.keys()
             assert all(torch.equal(found.before[name], value) for name, value in saved.items()), (source, target)
             assert [*begun[0].losses, *found.losses] == pytest.approx(right, rel=1e-9), (source, target)

@@ -15,7 +15,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner import sheets, trace
 from shardwise.prove import certify
-from shardwise.prove.certify import Check, Subject
+from shardwise.prove.certify import Certification, Check
 from shardwise.prove.pool import RankPool
 from shardwise.prove.smallest import Smallest
 from shardwise.spec.cluster import parse_cluster
@@ -35,7 +35,7 @@ DRAWN = Recipe(data=Data(path="nothing-here.jsonl"))
 SMALL = ("parity", "dtypes", "checkpoint")
 
 
-def subject_of(spec: ModelSpec, plan: Plan, recipe: Recipe = DRAWN) -> Subject:
+def subject_of(spec: ModelSpec, plan: Plan, recipe: Recipe = DRAWN) -> Certification:
     found = certify.subject_of(recipe, spec, plan, 16)
     assert found.few is not None, found.why
     return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.prove import certify, parity
-from shardwise.prove.certify import OWN_DTYPES, Subject
+from shardwise.prove.certify import OWN_DTYPES, Certification
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import job_of
 from shardwise.spec.recipe import Method
@@ -17,7 +17,7 @@ from tests.prove.pairs import COMPILED, ROWS, with_all
 from tests.prove.test_certify import DRAWN
 
 
-def subject_of(names: tuple[str, ...]) -> Subject:
+def subject_of(names: tuple[str, ...]) -> Certification:
     spec, plan = with_all(*names)
     method = Method(name="dpo", beta=0.5) if plan.loss == "dpo" else Method()
     found = certify.subject_of(DRAWN.model_copy(update={"method": method}), spec, plan, 16)

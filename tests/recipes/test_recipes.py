@@ -168,6 +168,6 @@ def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> N
 def test_what_the_first_and_the_last_rank_of_a_recipe_send_and_hold(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])
     plan = choose(recipe, resolve(recipe), parse_cluster(MEANT_FOR[path.stem]))
-    subject = certify.Subject(resolve(recipe), plan, None, Setting())
+    subject = certify.Certification(resolve(recipe), plan, None, Setting())
     ends = certify.places(plan.layout, "quick")
     assert not [check for rank in ends if (check := certify.run(subject, "drift", rank, list)).problems]

@@ -21,6 +21,7 @@ from shardwise.data.whole import write_whole
 from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
+from shardwise.prove.pool import RankPool
 from shardwise.spec.host import available_memory_bytes
 from shardwise.spec.load import load_plan, read_recipe
 from shardwise.spec.recipe import Run
@@ -74,7 +75,6 @@ def run(options: Options) -> int:
         note(line, as_json=options.json)
 
     from shardwise.prove import certificate, certify
-    from shardwise.prove.pool import RankPool
 
     ranks = max(1, min(MOST_RANKS, available_memory_bytes() // RANK_BYTES))
     effort: Effort = "quick" if options.quick else "thorough" if options.thorough else "normal"

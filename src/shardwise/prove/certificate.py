@@ -13,7 +13,7 @@ import torch
 
 import shardwise
 from shardwise.models.config import parameter_count
-from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Check, Effort, Subject, micro_batches, places
+from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Certification, Check, Effort, micro_batches, places
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.smallest import Smallest
@@ -38,7 +38,7 @@ class Facts:
 class Certificate:
     """``smallest``: by proof that failed, the smallest layout in which it does."""
 
-    subject: Subject
+    subject: Certification
     facts: Facts
     checks: list[Check]
     smallest: dict[str, Smallest]

@@ -19,6 +19,7 @@ from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
 from shardwise.prove import moves, parity
 from shardwise.prove.drift import drift
+from shardwise.prove.moves import SavedRun
 from shardwise.prove.pool import RankFailure
 from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Smallest, smallest
@@ -55,7 +56,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Certification:
     """What is to be proved. ``few``: None where nothing small enough has all that the plan does; ``why`` says so.
     ``rows``: those of the small one, in words."""
 
@@ -78,20 +79,20 @@ class Subject:
         return ranks + [(proof, 0) for proof in small if self.few is not None]
 
 
-def subject_of(recipe: Recipe, spec: ModelSpec, plan: Plan, most_ranks: int) -> Subject:
+def subject_of(recipe: Recipe, spec: ModelSpec, plan: Plan, most_ranks: int) -> Certification:
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks."""
     try:
         few = shrink(spec, plan)
     except ShardwiseError as error:
-        return Subject(spec, plan, None, Setting(), why=error.problems[0].what)
+        return Certification(spec, plan, None, Setting(), why=error.problems[0].what)
     if (world := few.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
-        return Subject(spec, plan, None, Setting(), why=why)
-    return Subject(spec, plan, few, *setting_of(recipe, few.spec, few.plan.batch.seq_len))
+        return Certification(spec, plan, None, Setting(), why=why)
+    return Certification(spec, plan, few, *setting_of(recipe, few.spec, few.plan.batch.seq_len))
 
 
 def certify(
-    subject: Subject,
+    subject: Certification,
     effort: Effort,
     on_ranks: OnRanks,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -125,7 +126,7 @@ def places(layout: Layout, effort: Effort) -> list[int]:
     return sorted({layout.rank({"pp": stage, **end}) for stage, end in product(stages, ends)})
 
 
-def run(subject: Subject, proof: str, rank: int, on_ranks: OnRanks) -> Check:
+def run(subject: Certification, proof: str, rank: int, on_ranks: OnRanks) -> Check:
     """One proof. Whatever it raises is a problem of the plan."""
     began = time.perf_counter()
     case, figures, raised = _case(subject, proof, rank), dict[str, float](), True
@@ -153,7 +154,7 @@ def _cause(report: str) -> str:
     return lines[frames[-1] + 1] if frames and frames[-1] + 1 < len(lines) else lines[0]
 
 
-def _case(subject: Subject, proof: str, rank: int) -> str:
+def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "drift":
         layout = subject.plan.layout
         where = ", ".join(f"{axis} {layout.coordinate(rank, axis)}" for axis, _ in layout.axes())
@@ -225,8 +226,10 @@ def _moved(
     for source, target in ((plan, other), (other, plan)):
         with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
             saved, loaded = (
-                on_ranks(moves.go, spec, of, directory, first, setting, world=of.layout.world, timeout_s=300)
-                for of, first in ((source, 0), (target, moves.STEPS))
+                on_ranks(
+                    moves.go, spec, of, moves.SavedRun(directory, at), setting, world=of.layout.world, timeout_s=300
+                )
+                for of, at in ((source, 0), (target, moves.STEPS))
             )
         figures["tensors"] = len({name for stretch in saved for name in stretch.after})
         yield from moves.differences(saved, loaded)
@@ -271,7 +274,7 @@ def _named(few: Shrunk, line: str) -> str:
     return line if real == name else f"{line}; it stands for {real}"
 
 
-def smallest_failing(subject: Subject, failed: Check, on_ranks: OnRanks) -> Smallest | None:
+def smallest_failing(subject: Certification, failed: Check, on_ranks: OnRanks) -> Smallest | None:
     """What is left of a case that fails, with everything switched off without which it still does: of the small one, or
     of drift that shows only at the plan's own size, of that, if a rank of it takes seconds. None where neither is."""
     few, setting, drifts = subject.few, subject.setting, failed.proof == "drift"

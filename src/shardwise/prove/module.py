@@ -36,6 +36,17 @@ Scalar = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
+class OwnLoop:
+    """What is trained, in ``steps`` of AdamW and one of SGD; ``arguments`` are those of ``parallelize``."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Rows
+    loss_fn: Scalar | None
+    steps: int
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class ModuleProof:
     """True if the sharded module computed what one process did. ``found``: the largest errors."""
 
@@ -92,23 +103,19 @@ def certify(
             Problem("CLI001", f"the ranks cannot import what they are to run: {error}", "certify", fix)
         ) from error
     plan = replace(plan, precision=replace(EXACT, weights="fp32"), compile=False)
+    loop = OwnLoop(model_fn, batch_fn, loss_fn, steps, arguments)
     with RankPool(plan.layout.world) as pool:
-        given = model_fn, plan, batch_fn, loss_fn, steps, arguments
-        traces = pool.run(_on_rank, *given, world=plan.layout.world, timeout_s=600)
-    plain = _plain(model_fn, batch_fn, loss_fn, steps)
-    return ModuleProof(plan, compare(plain, traces))
+        traces = pool.run(_on_rank, plan, loop, world=plan.layout.world, timeout_s=600)
+    return ModuleProof(plan, compare(_plain(loop), traces))
 
 
-def _on_rank(
-    rank: int, world: int, model_fn: Any, plan: Plan, batch_fn: Rows, loss_fn: Scalar | None, steps: int, arguments: Any
-) -> Trace:
+def _on_rank(rank: int, world: int, plan: Plan, loop: OwnLoop) -> Trace:
     groups = meshes(plan.layout, "cpu")
     torch.manual_seed(0)
-    module = own.parallelize(model_fn(), plan, groups, **arguments)
+    module = own.parallelize(loop.model_fn(), plan, groups, **loop.arguments)
     optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
-    for number in range(steps + 1):
-        rows = batch_fn(number, groups.index("batch"), groups.size("batch"))
-        loss = _loss(module, rows, loss_fn)
+    for number in range(loop.steps + 1):
+        loss = _loss(module, loop, number, groups.index("batch"), groups.size("batch"))
         own.backward(module, loss)
         mean = loss.detach().clone()
         groups.sum(mean, "batch")
@@ -116,22 +123,22 @@ def _on_rank(
         norms.append(own.clip_grad_norm(module, None))
         if number == 0:
             gradients = _named(module, gradients=True)
-        _update(module, optimizer, plain=number == steps)
+        _update(module, optimizer, plain=number == loop.steps)
     return Trace(tuple(losses), tuple(norms), gradients, _named(module))
 
 
-def _plain(model_fn: Any, batch_fn: Rows, loss_fn: Scalar | None, steps: int) -> Trace:
+def _plain(loop: OwnLoop) -> Trace:
     torch.manual_seed(0)
-    module = model_fn().double()
+    module = loop.model_fn().double()
     optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
-    for number in range(steps + 1):
-        loss = _loss(module, batch_fn(number, 0, 1), loss_fn)
+    for number in range(loop.steps + 1):
+        loss = _loss(module, loop, number, 0, 1)
         loss.backward()
         losses.append(loss.item())
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), torch.inf)))
         if number == 0:
             gradients = _named(module, gradients=True)
-        _update(module, optimizer, plain=number == steps)
+        _update(module, optimizer, plain=number == loop.steps)
     return Trace(tuple(losses), tuple(norms), gradients, _named(module))
 
 
@@ -140,11 +147,17 @@ def _update(module: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool)
     optimizer.zero_grad(set_to_none=True)
 
 
-def _loss(module: nn.Module, rows: Any, loss_fn: Scalar | None) -> Tensor:
-    named = {key: _wide(value) for key, value in rows.items()} if isinstance(rows, dict) else {}
-    out = module(**named) if named else module(*map(_wide, rows))
-    if loss_fn is not None:
-        return loss_fn(out, named or tuple(map(_wide, rows)))
+def _loss(module: nn.Module, loop: OwnLoop, number: int, index: int, count: int) -> Tensor:
+    """Of the ``index``-th of ``count`` parts of a step's rows, whose floating point numbers become float64."""
+    rows = loop.batch_fn(number, index, count)
+    if isinstance(rows, dict):
+        rows = {key: _wide(value) for key, value in rows.items()}
+        out = module(**rows)
+    else:
+        rows = tuple(map(_wide, rows))
+        out = module(*rows)
+    if loop.loss_fn is not None:
+        return loop.loss_fn(out, rows)
     return out if isinstance(out, Tensor) else out.loss
 
 

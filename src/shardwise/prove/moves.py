@@ -52,13 +52,20 @@ def elsewhere(plan: Plan) -> Plan:
     )
 
 
-def go(
-    rank: int, world: int, spec: ModelSpec, plan: Plan, directory: str, first: int, setting: Setting | None = None
-) -> Stretch:
-    """Begins a run and saves it; or, ``first`` > 0, goes on with what is saved after so many steps."""
+@dataclass(frozen=True)
+class SavedRun:
+    """Where a run is saved, and after how many steps it goes on; 0: it begins."""
+
+    directory: str
+    first: int = 0
+
+
+def go(rank: int, world: int, spec: ModelSpec, plan: Plan, run: SavedRun, setting: Setting | None = None) -> Stretch:
+    """Begins a run and saves it, or goes on with what is saved."""
+    first = run.first
     job, groups = job_of(spec, plan, 2 * STEPS, setting), meshes(plan.layout, "cpu")
     state = build(Recipe(optim=OPTIM, run=Run(seed=job.seed)), spec, plan, groups, CPU, job.setting.draw)
-    checkpoints = RunCheckpoints(directory, Checkpoint(asynchronous=False), "run")
+    checkpoints = RunCheckpoints(run.directory, Checkpoint(asynchronous=False), "run")
     if first:
         facts = checkpoints.resume(state.tensors(), log=lambda line: None)
         if facts is None or facts["step"] != first:
