@@ -225,11 +225,9 @@ def _moved(
     other = moves.elsewhere(plan)
     for source, target in ((plan, other), (other, plan)):
         with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
+            runs = (source, SavedRun(directory)), (target, SavedRun(directory, moves.STEPS))
             saved, loaded = (
-                on_ranks(
-                    moves.go, spec, of, moves.SavedRun(directory, at), setting, world=of.layout.world, timeout_s=300
-                )
-                for of, at in ((source, 0), (target, moves.STEPS))
+                on_ranks(moves.go, spec, of, run, setting, world=of.layout.world, timeout_s=300) for of, run in runs
             )
         figures["tensors"] = len({name for stretch in saved for name in stretch.after})
         yield from moves.differences(saved, loaded)
