@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine.yaml"
 
 
-def test_a_certificate_and_a_second_one(made: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
     for proof in ("drift", "parity", "dtypes", "checkpoint"):
@@ -46,6 +47,9 @@ def test_a_certificate_and_a_second_one(made: str, capfd: pytest.CaptureFixture[
     assert set(kept["digests"]) == {"plan", "code"} and len(kept["digests"]["plan"]) == 64
     assert "drawn at random" in kept["rows"]  # of a directory that nobody has prepared
 
+
+@pytest.mark.prove
+def test_rows_of_its_own_and_json(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", made, "data.path=text/0.txt", "--quick", "--json", "-o", "there"]) == 0
     second = json.loads(capfd.readouterr().out)
     assert second == json.loads(Path("there/certificate.json").read_text())
@@ -67,7 +71,8 @@ def test_a_plan_for_other_machines(made: str, capfd: pytest.CaptureFixture[str])
 def test_a_plan_that_was_written_for_other_machines_is_proved(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     settings = ["parallel.tp=2", "train.global_batch_size=16"]
     assert main(["plan", made, "--cluster", "2x8xH100+400Gb/node", *settings, "-o", "plan.yaml"]) == 0
-    assert main(["prove", made, "--plan", "plan.yaml", *settings]) == 0
+    told = capfd.readouterr().out.rpartition("before that, on any machine: shardwise ")[2]
+    assert main(shlex.split(told)) == 0
     assert "of 16 (" in capfd.readouterr().out
 
 

@@ -55,7 +55,7 @@ def next_token(logits: Tensor, given: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given[0][:, 1:].flatten())
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("strategy", "degrees"),
     [("zero3", {"processes": 2}), ("ddp", {"processes": 2}), ("zero1", {"processes": 2}), ("hsdp", {"processes": 4})],

@@ -99,10 +99,10 @@ def run(options: Options) -> None:
 
 
 def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
-    words = [*([str(path)] if path else []), *overrides]
+    words = asked = [*([str(path)] if path else []), *overrides]
     if not options.out:
-        words += ["--cluster", options.cluster] if options.cluster else []
-        again = shlex.join(["shardwise", "plan", *words, "-o", "plan.yaml"])
+        machines = ["--cluster", options.cluster] if options.cluster else []
+        again = shlex.join(["shardwise", "plan", *words, *machines, "-o", "plan.yaml"])
         return say(f"next: {again}        more: --explain memory | network | time | schedule | why")
     there = ""
     if options.cluster:  # the settings replace what the recipe says of machines
@@ -112,5 +112,6 @@ def _print_next(path: Path | None, overrides: list[str], options: Options, clust
         able = cluster.nodes == 1 and here.kind == cluster.kind
         there = "" if able and (here.kind == "cpu" or here.world >= cluster.world) else f", on {options.cluster}"
     train = shlex.join(["shardwise", "train", *words, "--plan", str(options.out)])
-    say(f"written: {options.out}        next{there}: {train}")
+    prove = shlex.join(["shardwise", "prove", *asked, "--plan", str(options.out)])
+    say(f"written: {options.out}        next{there}: {train}", f"before that, on any machine: {prove}")
     return None
