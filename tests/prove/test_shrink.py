@@ -69,6 +69,15 @@ def test_rules_of_dtypes_are_those_of_the_blocks() -> None:
         assert compute_dtype(few.own.precision, module) == compute_dtype(plan.precision, real), name
 
 
+def test_four_ranks_along_each_axis() -> None:
+    pipeline = Pipeline("interleaved", 2, (10,) * 8)
+    plan = Plan(Layout(dp_shard=8, pp=4, tp=8), Batch(1, 16, 4096), Shard("zero1"), pipeline=pipeline)
+    few = shrink(SPEC, plan, 4)
+    assert (few.plan.layout.dp_shard, few.plan.layout.pp, few.plan.layout.tp) == (4, 4, 4)
+    assert few.spec.num_key_value_heads == 4 and few.plan.batch.accumulation == 8
+    assert few.unseen[0].startswith("what goes wrong only with more than 4 ranks along dp_shard, tp")
+
+
 @pytest.mark.parametrize(("tp", "key_heads"), [(8, 2), (16, 1)])
 def test_fewer_key_heads_than_ranks_stay_fewer(tp: int, key_heads: int) -> None:
     few = shrink(SPEC, Plan(Layout(tp=tp), Batch(1, 1, 4096)))

@@ -54,7 +54,9 @@ class Options(Common):
     quick: Annotated[bool, Option("--quick", help="The first and the last rank, and no step in the plan's dtypes.")] = (
         False
     )
-    thorough: Annotated[bool, Option("--thorough", help="Drift on all ranks.")] = False
+    thorough: Annotated[bool, Option("--thorough", help="Drift on all ranks, parity on up to 4 along each axis.")] = (
+        False
+    )
     out: Annotated[Path | None, Option("-o", "--out", help="Where to write (default: certificates/RUN.NAME).")] = None
 
 
@@ -78,7 +80,7 @@ def run(options: Options) -> int:
 
     ranks = max(1, min(MOST_RANKS, available_memory_bytes() // RANK_BYTES))
     effort: Effort = "quick" if options.quick else "thorough" if options.thorough else "normal"
-    begun, subject = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", certify.subject_of(recipe, spec, plan, ranks)
+    begun, subject = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", certify.subject_of(recipe, spec, plan, ranks, effort)
     with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
         checks, smallest = certify.certify(subject, effort, pool.run, tell, _shown(hidden=options.json))
     told = " ".join([str(words.path or "quickstart" * bool(path)), *words.overrides]).strip()

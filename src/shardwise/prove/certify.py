@@ -79,10 +79,15 @@ class Certification:
         return ranks + [(proof, 0) for proof in small if self.few is not None]
 
 
-def subject_of(recipe: Recipe, spec: ModelSpec, plan: Plan, most_ranks: int) -> Certification:
-    """``plan`` of ``recipe``, and what is left of it on at most so many ranks."""
+def subject_of(
+    recipe: Recipe, spec: ModelSpec, plan: Plan, most_ranks: int, effort: Effort = "normal"
+) -> Certification:
+    """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
+    axis."""
     try:
-        few = shrink(spec, plan)
+        few = shrink(spec, plan, 4 if effort == "thorough" else 2)
+        if few.plan.layout.world > most_ranks:
+            few = shrink(spec, plan)
     except ShardwiseError as error:
         return Certification(spec, plan, None, Setting(), why=error.problems[0].what)
     if (world := few.plan.layout.world) > most_ranks:

@@ -217,6 +217,7 @@ def serve(rank: int, pipe: Any, stacks: str) -> None:
     # tensors that are cut twice are gathered in two steps, of which each rank would warn
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     os.putenv("GLOO_SOCKET_IFNAME", "lo")
+    os.putenv("CUDA_VISIBLE_DEVICES", "")  # ranks are CPU processes, whatever the machine has
     jobs: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(pipe, jobs), daemon=True).start()
     with Path(stacks).open("w") as report:

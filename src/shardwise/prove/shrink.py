@@ -1,6 +1,6 @@
 """A plan and its model made small enough for the CPU ranks of one machine: the same kinds of everything, fewer of each.
 
-Every degree above 1 becomes 2, and every size the smallest that the techniques' own ``check`` admits with those
+Every degree above 1 becomes 2 (or 4), and every size the smallest that the techniques' own ``check`` admits with those
 degrees, so what must divide does, and what need not does not. Each block stands for one of the model: of a stage the
 first, the last, and one of each kind (its window, the width of its MLP, what of it is frozen). What a property rests on
 is kept: a window shorter than a row, fewer key heads than tensor-parallel ranks, an uneven split, a loss in several
@@ -68,28 +68,28 @@ class Shrunk:
     unseen: tuple[str, ...]
 
 
-def shrink(spec: ModelSpec, plan: Plan) -> Shrunk:
-    """The smallest that has all that ``plan`` does with ``spec``. Raises ConfigError where no sizes serve, PLAN025 if
-    transformers makes no smaller model of this family."""
-    layout = _layout(plan.layout)
+def shrink(spec: ModelSpec, plan: Plan, most: int = 2) -> Shrunk:
+    """The smallest that has all that ``plan`` does with ``spec``, with at most so many ranks along an axis. Raises
+    ConfigError where no sizes serve, PLAN025 if transformers makes no smaller model of this family."""
+    layout = _layout(plan.layout, most)
     stages = _stages(spec, plan, layout)
     blocks = tuple(block for stage in stages for block in stage)
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
     cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
-    for fewer in _specs(spec, plan, blocks, small.batch.seq_len):
+    for fewer in _specs(spec, plan, blocks, small):
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
         refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
         if not refused:
             own = _in_own_dtypes(plan, blocks, fewer, tried)
-            told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan))
+            told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan, most))
             return Shrunk(fewer, tried, own, blocks, *told)
     what = f"{spec.name} runs in transformers' own modules, and no smaller model of its family was found"
     raise ConfigError(*(refused or [Problem("PLAN025", what, "model", "a model of another family")]))
 
 
-def _layout(layout: Layout) -> Layout:
-    degrees = {axis: min(2, layout.degree(axis)) for axis in MESH}
-    few = Layout(**degrees, ep=min(2, layout.ep), v_shaped=layout.v_shaped)
+def _layout(layout: Layout, most: int) -> Layout:
+    degrees = {axis: min(most, layout.degree(axis)) for axis in MESH}
+    few = Layout(**degrees, ep=min(most, layout.ep), v_shaped=layout.v_shaped)
     return replace(few, ranks_per_node=few.world)
 
 
@@ -98,9 +98,9 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
     rows, count = min(2, batch.micro_batch_size), min(2, batch.accumulation)
     if layout.pp > 1:
         count = max(count, 2 * layout.pp if batch.accumulation > plan.layout.pp else 1)
-        found = {one.name: one.nearest for one in illegal(pipeline.schedule, layout.pp, len(split) // 2, count)}
+        found = {one.name: one.nearest for one in illegal(pipeline.schedule, layout.pp, len(split) // layout.pp, count)}
         count = found.get("micro_batches", count)
-        pipeline = replace(pipeline, stages_per_rank=len(split) // 2, split=split)
+        pipeline = replace(pipeline, stages_per_rank=len(split) // layout.pp, split=split)
     length = PAIRS if plan.loss == "dpo" else TEXT
     chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * batch.seq_len else 2 * length
     return replace(
@@ -151,13 +151,13 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], length: int) -> Iterator[ModelSpec]:
+def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> Iterator[ModelSpec]:
     """The model with fewer of everything, the smaller first."""
     if spec.hf_model is not None:
         yield from _theirs(spec, plan, blocks)
         return
-    for sizes in _sizes(spec, plan.layout.tp):
-        yield _spec(spec, blocks, length, plan.batch.seq_len, sizes)
+    for sizes in _sizes(spec, plan.layout.tp, small.layout.tp):
+        yield _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
 
 
 def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> Iterator[ModelSpec]:
@@ -186,11 +186,11 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> Iterator[Mode
         return
 
 
-def _sizes(spec: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:
-    """Sizes, the smaller first."""
-    key_heads = 1 if spec.num_key_value_heads == 1 or (tp > 1 and spec.num_key_value_heads < tp) else 2
+def _sizes(spec: ModelSpec, tp: int, few_tp: int) -> Iterator[dict[str, Any]]:
+    """Sizes, the smaller first, where ``few_tp`` tensor-parallel ranks stand for ``tp``."""
+    key_heads = 1 if spec.num_key_value_heads == 1 or (tp > 1 and spec.num_key_value_heads < tp) else max(2, few_tp)
     heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
-    few = {"num_attention_heads": max(heads, min(2, tp)), "num_key_value_heads": key_heads}
+    few = {"num_attention_heads": max(heads, few_tp), "num_key_value_heads": key_heads}
     for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
         yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 
@@ -264,10 +264,10 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
         yield f"rank of adapters {plan.lora.rank} -> {(small.lora or plan.lora).rank}"
 
 
-def _unseen(plan: Plan) -> Iterator[str]:
+def _unseen(plan: Plan, most: int) -> Iterator[str]:
     """What proofs on CPUs, in float64 and at these sizes do not show."""
-    if large := [axis for axis in MESH if plan.layout.degree(axis) > 2]:
-        yield f"what goes wrong only with more than two ranks along {', '.join(large)}"
+    if large := [axis for axis in MESH if plan.layout.degree(axis) > most]:
+        yield f"what goes wrong only with more than {most} ranks along {', '.join(large)}"
     if plan.compile:
         yield "compiled blocks: they compute as they are written here"
     yield "kernels, NCCL and numerical range on GPUs: ranks are CPU processes" + (
