@@ -25,8 +25,7 @@ Refused: type[Any] = typer.BadParameter.__mro__[2]
 COMMANDS = {
     "train": "Train a model.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
-    "prove": "Prove a recipe and its layout on this machine, without GPUs: a certificate.",
-    "verify": "The same as prove.",
+    "prove": "Prove a recipe and its layout on this machine, without GPUs, and write a certificate.",
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
     "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
@@ -38,7 +37,8 @@ COMMANDS = {
 }
 
 
-LOOSE = ("train", "plan", "prove", "verify", "doctor")
+ALIASES = {"verify": "prove"}
+LOOSE = ("train", "plan", "prove", "doctor")
 """Commands that take any key of the recipe as a flag."""
 
 
@@ -51,10 +51,10 @@ class Commands(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        file = {"verify": "prove"}.get(cmd_name, cmd_name.replace("-", "_"))
-        module = import_module(f"shardwise.cli.{file}")
+        module = import_module(f"shardwise.cli.{cmd_name.replace('-', '_')}")
         if cmd_name == "data":
             return typer.main.get_command(module.app)
         from shardwise.cli.options import add_command
