@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.spec.host import available_memory_bytes
-from shardwise.spec.load import load_plan, read_recipe
+from shardwise.spec.load import dump_plan, load_plan, read_recipe
 from shardwise.spec.recipe import Run
 from shardwise.spec.units import show_seconds
 
@@ -57,7 +58,7 @@ class Options(Common):
     thorough: Annotated[bool, Option("--thorough", help="Drift on all ranks, parity on up to 4 along each axis.")] = (
         False
     )
-    out: Annotated[Path | None, Option("-o", "--out", help="Where to write (default: certificates/RUN.NAME).")] = None
+    out: Annotated[Path | None, Option("-o", "--out", help="Where to write (default: certificates/NAME-PLAN).")] = None
 
 
 def run(options: Options) -> int:
@@ -71,7 +72,8 @@ def run(options: Options) -> int:
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
     named = path.stem if path and recipe.run.name == Run().name else recipe.run.name
-    directory = options.out or Path("certificates") / named
+    digest = hashlib.sha256(dump_plan(plan).encode()).hexdigest()
+    directory = options.out or Path("certificates") / f"{named}-{digest[:8]}"
     check_writable(directory.absolute())
     for line in (title(spec, cluster), f"proving {label(plan)}"):
         note(line, as_json=options.json)
