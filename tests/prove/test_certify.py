@@ -67,7 +67,7 @@ NEEDS = {
     "every rank adds the bias of a row product": ("tp 2", "biases"),
     "the loss is scaled once a stage": ("pp 2",),
     "a stage's last micro-batch is not reduced": ("dp_replicate 2", "pp 2"),
-    "a stage's last micro-batch is not reduced, of shards": ("dp_shard 2", "pp 2", "zero1"),
+    "a stage's last micro-batch is not reduced, of shards": ("dp_replicate 2", "pp 2"),
     "the gradients of tied ends are not summed": ("pp 2", "tied embeddings"),
     "the gradients of tied ends are summed twice": ("pp 2", "tied embeddings"),
     "the gradients of tied ends of one rank are not summed": ("pp 2", "tied embeddings"),

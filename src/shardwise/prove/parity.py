@@ -251,7 +251,7 @@ def held(state: TrainState) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, parameter in each_named(state.parts):
         piece = ", ".join(f"{part.start}:{part.stop}" for part in local_slice(parameter))
-        stored = local(parameter.detach()).contiguous().cpu().flatten().view(torch.uint8)
+        stored = local(parameter.detach()).cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
         found.setdefault(f"{name}[{piece}]", []).append(xxh3_64_intdigest(stored.numpy().tobytes()))
     return found
 

@@ -213,6 +213,8 @@ def serve(rank: int, pipe: Any, stacks: str) -> None:
     """The life of a rank: take a job, do it inside a fresh default group, answer. Ends when the pipe does."""
     import torch
 
+    if not Path(stacks).exists():  # who asked for this rank was interrupted meanwhile
+        return
     torch.set_num_threads(1)
     # tensors that are cut twice are gathered in two steps, of which each rank would warn
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
