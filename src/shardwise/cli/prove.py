@@ -71,7 +71,7 @@ def run(options: Options) -> int:
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
-    named = path.stem if path and recipe.run.name == Run().name else recipe.run.name
+    named = recipe.run.name if recipe.run.name != Run().name else path.stem if path else spec.name
     digest = hashlib.sha256(dump_plan(plan).encode()).hexdigest()
     directory = options.out or Path("certificates") / f"{named}-{digest[:8]}"
     check_writable(directory.absolute())
