@@ -111,7 +111,10 @@ class Certificate:
             "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
             **{f"SHA-256 of the {name}": digest for name, digest in self.digests().items()},
         }
-        rows = [(one.proof, one.case, result(one), show_seconds(one.seconds)) for one in self.checks]
+        words = [("**fails**: " if one.problems else "holds: ") + result(one) for one in self.checks]
+        rows = [
+            (one.proof, one.case, said, show_seconds(one.seconds)) for one, said in zip(self.checks, words, strict=True)
+        ]
         parts = [
             f"# Certificate of `{self.facts.recipe}`: {self.verdict}",
             _table(("", ""), list(facts.items())),
@@ -154,7 +157,7 @@ docs/prove.md says what each proof compares, and what it cannot show."""
 def result(check: Check) -> str:
     """What came of a check, in a few words."""
     if check.problems:
-        return f"FAILED: {check.problems[0]}"
+        return check.problems[0]
     found = check.figures
     if check.proof == "drift":
         sent = counted(int(found["collectives"]), "collective")
