@@ -15,10 +15,8 @@ import pytest
 
 from shardwise.cli import prove
 from shardwise.cli.app import main
-from shardwise.prove import certify
-from shardwise.prove.certify import Check
-from shardwise.prove.smallest import Smallest
 from shardwise.spec.load import dump_recipe
+from tests.prove.planted import DRIFT
 from tests.runtime.small_run import recipe
 
 SETTINGS = ["parallel.strategy=zero3"]
@@ -77,29 +75,21 @@ def test_a_plan_that_was_written_for_other_machines_is_proved(made: str, capfd: 
     assert "of 16 (" in capfd.readouterr().out
 
 
-def test_what_fails_is_named_with_the_smallest_layout(
-    made: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def run(subject: certify.Certification, proof: str, rank: int, on_ranks: certify.OnRanks) -> Check:
-        problem = "first gradient of layers.1.mlp.up.weight: 1 expected, 2 found on rank 1"
-        figures = {"collectives": 0, "sent bytes": 0, "state bytes": 0, "tensors": 0, "loss": 0.0}
-        return Check(proof, "a case", (problem,) * (proof == "parity"), 0.1, figures)  # type: ignore[arg-type]
-
-    def smallest(subject: certify.Certification, *given: object) -> Smallest:
-        return Smallest(subject.spec, subject.plan, ("dp_shard 2", "zero3"), ("dp_shard 2", "zero3"))
-
-    monkeypatch.setattr(certify, "run", run)
-    monkeypatch.setattr(certify, "smallest_failing", smallest)
-    assert main(["prove", made, *SETTINGS]) == 1
+def test_what_fails_is_named_with_the_smallest_layout(made: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A fault in the code that both ranks run: each of them votes once too often."""
+    with DRIFT["a vote too many"].planted():
+        assert main(["prove", made, *SETTINGS, "--quick"]) == 1
     told = capfd.readouterr().out
-    assert "layers.1.mlp.up.weight: 1 expected, 2 found on rank 1" in told
-    least = (
-        "the smallest layout in which parity fails: dp_shard 2, zero3; it passes without dp_shard 2, or without zero3"
-    )
-    assert least in told
-    assert "does not hold: parity failed" in told
+    seen = "all_reduce of 16 bytes on world: 2 predicted, 3 measured"
+    least = "the smallest layout in which drift fails: dp_replicate 2; it passes without dp_replicate 2"
+    assert told.count(f"drift       fails  rank 1 of 2 (dp_shard 1): {seen}") == 1
+    assert least in told and "parity      holds" in told
+    assert "does not hold: drift failed; written" in told
     [page] = Path("certificates").rglob("*.md")
-    assert least in page.read_text()
+    assert f"| **fails**: {seen} |" in page.read_text() and f"* {least}" in page.read_text()
+    [kept] = Path("certificates").rglob("*.json")
+    found = json.loads(kept.read_text())
+    assert not found["holds"] and found["smallest_failing"]["drift"]["passes_without"] == ["dp_replicate 2"]
 
 
 def test_a_machine_too_small_for_the_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,15 +37,19 @@ SMALL = ("parity", "dtypes", "checkpoint")
 
 def subject_of(spec: ModelSpec, plan: Plan, recipe: Recipe = DRAWN) -> Certification:
     found = certify.subject_of(recipe, spec, plan, 16)
-    assert found.few is not None, found.why
+    assert found.small is not None, found.why
     return found
 
 
-def with_fault(pool: RankPool, name: str) -> certify.OnRanks:
-    def on_ranks(work: Callable[..., Any], *given: Any, world: int, timeout_s: float) -> list[Any]:
-        return pool.run(faulty, name, work, given, world=world, timeout_s=timeout_s)
+@dataclass
+class FaultyRanks:
+    """Ranks of a pool with a fault in their code."""
 
-    return on_ranks
+    pool: RankPool
+    name: str
+
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+        return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
 NEEDS = {
@@ -91,12 +95,12 @@ def failed(checks: list[Check]) -> list[Check]:
 @pytest.mark.rare(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_found_and_its_smallest_layout_is_right(ranks: RankPool, name: str) -> None:
-    subject, on_ranks = subject_of(*CASES[name]), with_fault(ranks, name)
+    subject, broken = subject_of(*CASES[name]), FaultyRanks(ranks, name)
     proof = "checkpoint" if name in RESUME else "parity"
-    check = certify.run(subject, proof, 0, on_ranks)
+    check = certify.run(subject, proof, 0, broken)
     assert check.problems
     assert check.raised or any(word in check.problems[0] for word in ("layers.", "weight", "loss", "norm"))
-    found = certify.smallest_failing(subject, check, on_ranks)
+    found = certify.smallest_failing(subject, check, broken)
     assert found is not None
     assert found.needed == NEEDS.get(name, ()), found
 
@@ -115,11 +119,11 @@ def test_planted_drift_is_found_and_its_smallest_layout_is_right(name: str, _tra
     fault = DRIFT[name]
     subject = subject_of(fault.spec, fault.plan)
     ends = certify.places(fault.plan.layout, "quick")
-    assert not failed([certify.run(subject, "drift", rank, _none) for rank in ends]), "without the fault"
+    assert not failed([certify.run(subject, "drift", rank, NoRanks()) for rank in ends]), "without the fault"
     with fault.planted():
-        check, *_ = failed([certify.run(subject, "drift", rank, _none) for rank in ends])
+        check, *_ = failed([certify.run(subject, "drift", rank, NoRanks()) for rank in ends])
         assert any(fault.seen in line for line in check.problems)
-        found = certify.smallest_failing(subject, check, _none) if name in DRIFT_NEEDS else None
+        found = certify.smallest_failing(subject, check, NoRanks()) if name in DRIFT_NEEDS else None
     assert found is None or found.needed == DRIFT_NEEDS[name], found
 
 
@@ -138,8 +142,11 @@ DRIFT_NEEDS = {
 compared at the plan's own size."""
 
 
-def _none(*given: Any, **named: Any) -> list[Any]:
-    raise AssertionError("drift needs no ranks")
+class NoRanks:
+    """Drift needs none."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+        raise AssertionError(fn)
 
 
 STAGES = plan_of("ddp", 1, FP64, accumulation=4)
@@ -170,10 +177,10 @@ FIELD_CASES: dict[str, tuple[ModelSpec, Plan, str, tuple[str, ...]]] = {
 def test_what_was_wrong_elsewhere_is_found(ranks: RankPool, name: str) -> None:
     """Megatron-LM#7452: T6 and T11 by parity, K3 by the checkpoint. (C2 and E7 are of axes that are not there yet.)"""
     spec, plan, named, needed = FIELD_CASES[name]
-    subject, on_ranks = subject_of(spec, plan), with_fault(ranks, name)
-    checks = failed([certify.run(subject, proof, 0, on_ranks) for proof in ("parity", "checkpoint")])
+    subject, broken = subject_of(spec, plan), FaultyRanks(ranks, name)
+    checks = failed([certify.run(subject, proof, 0, broken) for proof in ("parity", "checkpoint")])
     assert any(named in line for check in checks for line in check.problems), checks
-    found = certify.smallest_failing(subject, checks[0], on_ranks)
+    found = certify.smallest_failing(subject, checks[0], broken)
     assert isinstance(found, Smallest) and found.needed == needed, found
 
 
@@ -253,10 +260,10 @@ def test_compositions_of_several_axes_are_certified(ranks: RankPool, name: str) 
     assert not techniques.check(spec, plan, parse_cluster(f"{plan.layout.world}xCPU"))
     recipe = DRAWN.model_copy(update={"method": Method(name="dpo", beta=0.5) if plan.loss == "dpo" else Method()})
     subject = subject_of(spec, plan, recipe)
-    assert subject.few is not None
-    with RankPool(world) if (world := subject.few.plan.layout.world) > 4 else nullcontext(ranks) as pool:
-        checks = [certify.run(subject, proof, 0, pool.run) for proof in SMALL]
-    checks.append(certify.run(subject, "drift", plan.layout.world - 1, _none))
+    assert subject.small is not None
+    with RankPool(world) if (world := subject.small.plan.layout.world) > 4 else nullcontext(ranks) as pool:
+        checks = [certify.run(subject, proof, 0, pool) for proof in SMALL]
+    checks.append(certify.run(subject, "drift", plan.layout.world - 1, NoRanks()))
     assert not failed(checks)
 
 
@@ -270,5 +277,5 @@ def test_which_ranks_are_looked_at(effort: certify.Effort) -> None:
 
 def test_a_layout_that_no_machine_of_this_size_holds() -> None:
     subject = certify.subject_of(DRAWN, *COMPOSITIONS["four axes"], 8)
-    assert subject.few is None and "16 ranks" in subject.why
+    assert subject.small is None and "16 ranks" in subject.why
     assert {proof for proof, _ in subject.cases("normal")} == {"drift"}

@@ -14,14 +14,14 @@ from shardwise.prove.workload import job_of
 from shardwise.spec.recipe import Method
 from tests.parity.test_tp_compile import trained
 from tests.prove.pairs import COMPILED, ROWS, with_all
-from tests.prove.test_certify import DRAWN
+from tests.prove.test_certify import DRAWN, NoRanks
 
 
 def subject_of(names: tuple[str, ...]) -> Certification:
     spec, plan = with_all(*names)
     method = Method(name="dpo", beta=0.5) if plan.loss == "dpo" else Method()
     found = certify.subject_of(DRAWN.model_copy(update={"method": method}), spec, plan, 16)
-    assert found.few is not None, found.why
+    assert found.small is not None, found.why
     return found
 
 
@@ -30,9 +30,9 @@ def subject_of(names: tuple[str, ...]) -> Certification:
 def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     subject = subject_of(names)
     with RankPool(subject.ranks) if subject.ranks > 4 else nullcontext(ranks) as pool:
-        checks = [certify.run(subject, proof, 0, pool.run) for proof in ("parity", "dtypes")]
+        checks = [certify.run(subject, proof, 0, pool) for proof in ("parity", "dtypes")]
     ends = certify.places(subject.plan.layout, "quick")
-    checks += [certify.run(subject, "drift", rank, list) for rank in ends]
+    checks += [certify.run(subject, "drift", rank, NoRanks()) for rank in ends]
     assert not [check for check in checks if check.problems]
 
 
@@ -41,7 +41,7 @@ def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("names", COMPILED, ids=", ".join)
 def test_compiled(names: tuple[str, ...]) -> None:
     """In the plan's own dtypes, which compiled code computes in another order."""
-    few, setting = (subject := subject_of(names)).few, subject.setting
+    few, setting = (subject := subject_of(names)).small, subject.setting
     assert few is not None
     of = replace(few.own, compile=True)
     with RankPool(subject.ranks) as pool:

@@ -21,6 +21,7 @@ from shardwise.runtime.loop import train
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.shipped import recipes_directory
+from tests.prove.test_certify import NoRanks
 
 MEANT_FOR = {
     "quickstart": "2xCPU",
@@ -157,9 +158,9 @@ def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> N
     recipe = load_recipe(path, [*words, f"data.path={tmp_path}/none.jsonl"])
     spec = resolve(recipe)
     subject = certify.subject_of(recipe, spec, choose(recipe, spec, parse_cluster(MEANT_FOR[path.stem])), 8)
-    assert subject.few is not None
+    assert subject.small is not None
     with RankPool(8) if subject.ranks > 4 else nullcontext(ranks) as pool:
-        checks = [certify.run(subject, proof, 0, pool.run) for proof in ("parity", "dtypes", "checkpoint")]
+        checks = [certify.run(subject, proof, 0, pool) for proof in ("parity", "dtypes", "checkpoint")]
     assert not [check for check in checks if check.problems]
 
 
@@ -170,4 +171,4 @@ def test_what_the_first_and_the_last_rank_of_a_recipe_send_and_hold(path: Path, 
     plan = choose(recipe, resolve(recipe), parse_cluster(MEANT_FOR[path.stem]))
     subject = certify.Certification(resolve(recipe), plan, None, Setting())
     ends = certify.places(plan.layout, "quick")
-    assert not [check for rank in ends if (check := certify.run(subject, "drift", rank, list)).problems]
+    assert not [check for rank in ends if (check := certify.run(subject, "drift", rank, NoRanks())).problems]

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from shardwise.cli import interrupt, render, step_time
 from shardwise.cli.decide import cluster_of
-from shardwise.cli.options import Common, recipe_file, sort_words
+from shardwise.cli.options import Common, RecipeWords, recipe_file, sort_words
 from shardwise.cli.show import explained, note, print_error, print_json, say
 from shardwise.errors import Problem, TrainingError
 from shardwise.launch import local, nodes, rundir
@@ -48,9 +48,7 @@ class Options(Common):
     follow (--nproc 4); run.nodes=2 prints how to start it on several machines.
     """
 
-    arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
-        default_factory=list
-    )
+    arguments: RecipeWords = field(default_factory=list)
     out: Annotated[
         Path | None, Option("-o", "--out", "--output", help="Write what was measured to this file, for plan --cluster.")
     ] = None

@@ -23,6 +23,7 @@ DataWords = Annotated[
     list[str],
     typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="A recipe (default: the quickstart's data) and settings."),
 ]
+RecipeWords = Annotated[list[str], typer.Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)]
 LOOSE = {"ignore_unknown_options": True, "allow_extra_args": False}
 """Flags that are not declared are keys of the recipe: ``--seq-len 4096``."""
 

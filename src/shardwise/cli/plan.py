@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from shardwise.cli.decide import beyond, cluster_of, far
 from shardwise.cli.length import read_asked
-from shardwise.cli.options import Common, machine_words, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, RecipeWords, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned, schedule_of
 from shardwise.cli.show import note, print_json, say
 from shardwise.cli.timeline import svg
@@ -33,9 +33,7 @@ class Options(Common):
     Any key of the recipe may follow: --model meta-llama/Llama-3.1-70B --seq-len 4096, or key=value.
     """
 
-    arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
-        default_factory=list
-    )
+    arguments: RecipeWords = field(default_factory=list)
     cluster: Annotated[
         str | None,
         Option("--cluster", help="8 H100, 2x8xL40S+100GbE, 2xCPU, or doctor's cluster.yaml (default: this machine)."),

@@ -16,6 +16,7 @@ from shardwise.cli.show import print_json, say, visible
 from shardwise.data.whole import write_whole
 from shardwise.interop.accuracy.rows import said
 from shardwise.interop.accuracy.score import COLUMNS, MATTERS, Score, line, rows_of, score
+from shardwise.spec.units import markdown_table
 
 WORST, NOTE = 10, 320
 """How many rows are shown, and how much of their notes."""
@@ -85,12 +86,12 @@ def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
     missed = f"{fit['missed_oom']} of {fit['oom']} that ran out of memory are said to fit"
     parts = [
         INTRODUCTION.format(name=name, rows=report["rows"], read=report["rows"] - sum(skipped.values())),
-        _table(heads, groups),
+        markdown_table(heads, groups),
         f"**Fit**: of {fit['n']} rows {fit['right']} are right. {said_not}, and {missed}.",
         f"**Order**: of {ordered['n']} pairs of rows of one source, model, set of GPUs, length and batch whose speed "
         f"differs by more than 10 %, {ordered['right']} are ordered right.",
-        "## The largest errors\n\n" + _table(("row", "what", "error", "why"), _worst(scores)),
-        "## Skipped rows\n\n" + _table(("rows", "why"), [(count, why) for why, count in skipped.items()]),
+        "## The largest errors\n\n" + markdown_table(("row", "what", "error", "why"), _worst(scores)),
+        "## Skipped rows\n\n" + markdown_table(("rows", "why"), [(count, why) for why, count in skipped.items()]),
         READING,
     ]
     return "\n\n".join(parts) + "\n"
@@ -99,11 +100,6 @@ def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
 def _figures(found: dict[str, Any]) -> tuple[Any, ...]:
     apart = found["one_source_left_out"]
     return (*(found[key] for key in FIGURES), apart and f"{apart['median_ape']}, p90 {apart['p90_ape']}")
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    cells = [heads, ("---",) * len(heads), *(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells)
 
 
 def _worst(scores: list[Score]) -> list[tuple[Any, ...]]:

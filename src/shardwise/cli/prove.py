@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -12,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from shardwise.cli.decide import cluster_of, plan_of
-from shardwise.cli.options import Common, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, RecipeWords, recipe_or_quickstart, sort_words
 from shardwise.cli.render import label, title
 from shardwise.cli.show import coloured, note, print_json, say
 from shardwise.data.whole import write_whole
@@ -24,7 +23,7 @@ from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.spec.host import available_memory_bytes
-from shardwise.spec.load import dump_plan, load_plan, read_recipe
+from shardwise.spec.load import load_plan, read_recipe
 from shardwise.spec.recipe import Run
 from shardwise.spec.units import show_seconds
 
@@ -44,9 +43,7 @@ class Options(Common):
     process, on CPU ranks at a small size; a checkpoint is loaded under another layout. Exit code 1 if anything differs.
     """
 
-    arguments: Annotated[list[str], Argument(metavar="[RECIPE.yaml] [key=value ...]", show_default=False)] = field(
-        default_factory=list
-    )
+    arguments: RecipeWords = field(default_factory=list)
     cluster: Annotated[
         str | None,
         Option("--cluster", help="The machines of the plan: 8xH100, 2x8xH100+400Gb, 2xCPU (default: this machine)."),
@@ -71,27 +68,29 @@ def run(options: Options) -> int:
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
-    named = recipe.run.name if recipe.run.name != Run().name else path.stem if path else spec.name
-    digest = hashlib.sha256(dump_plan(plan).encode()).hexdigest()
-    directory = options.out or Path("certificates") / f"{named}-{digest[:8]}"
-    check_writable(directory.absolute())
-    for line in (title(spec, cluster), f"proving {label(plan)}"):
-        note(line, as_json=options.json)
 
     from shardwise.prove import certificate, certify
 
+    named = recipe.run.name if recipe.run.name != Run().name else path.stem if path else spec.name
+    directory = options.out or Path("certificates") / f"{named}-{certificate.plan_digest(plan)[:8]}"
+    check_writable(directory.absolute())
+    for line in (title(spec, cluster), f"proving {label(plan)}"):
+        note(line, as_json=options.json)
     ranks = max(1, min(MOST_RANKS, available_memory_bytes() // RANK_BYTES))
     effort: Effort = "quick" if options.quick else "thorough" if options.thorough else "normal"
     begun, subject = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", certify.subject_of(recipe, spec, plan, ranks, effort)
     with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
-        checks, smallest = certify.certify(subject, effort, pool.run, tell, _shown(hidden=options.json))
-    told = " ".join([str(words.path or "quickstart" * bool(path)), *words.overrides]).strip()
-    facts = certificate.Facts(told, title(spec, cluster).partition(" on ")[2], label(plan), effort, begun)
+        checks, smallest = certify.certify(subject, effort, pool, tell, _shown(hidden=options.json))
+    asked = [str(words.path or "quickstart")] if path else []
+    facts = certificate.Facts(
+        " ".join([*asked, *words.overrides]), title(spec, cluster).partition(" on ")[2], label(plan), effort, begun
+    )
     found = certificate.Certificate(subject, facts, checks, smallest)
+    document = found.as_json()
     write_whole(directory / "certificate.md", found.markdown())
-    write_whole(directory / "certificate.json", json.dumps(found.as_json(), indent=1))
+    write_whole(directory / "certificate.json", json.dumps(document, indent=1))
     if options.json:
-        print_json(found.as_json())
+        print_json(document)
     else:
         unseen = ["not shown:", *(f"  {line}" for line in found.unseen())]
         say("", *found.failures(), *unseen, "", f"{found.verdict}; written: {directory / 'certificate.md'} and .json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 
 import shardwise
 from shardwise.models.config import parameter_count
-from shardwise.prove.certify import OWN_DTYPES, TOLERANCE, Certification, Check, Effort, micro_batches, places
+from shardwise.prove.certify import OWN_DTYPES, Certification, Check, Effort, micro_batches, places
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
+from shardwise.prove.parity import TOLERANCE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.smallest import Smallest
 from shardwise.spec.load import dump_plan
-from shardwise.spec.units import counted, show_bytes, show_count, show_seconds
+from shardwise.spec.plan import Plan
+from shardwise.spec.units import counted, markdown_table, show_bytes, show_count, show_seconds
 
 ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not looked at"
 
@@ -52,26 +53,26 @@ class Certificate:
         failed = sorted({check.proof for check in self.checks if check.problems})
         if failed:
             return f"does not hold: {', '.join(failed)} failed"
-        return "holds" if self.subject.few else "what could be shown holds"
+        return "holds" if self.subject.small else "what could be shown holds"
 
     def unseen(self) -> list[str]:
         """What it does not show."""
-        plan, few = self.subject.plan, self.subject.few
+        plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"parity, checkpoints and dtypes: {self.subject.why}"] if few is None else []
+        found = [f"parity, checkpoints and dtypes: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
             found.append(
                 f"drift of micro-batches after the first {run} of {plan.batch.accumulation}, which they repeat"
             )
-        if self.facts.effort == "quick" and few is not None:
+        if self.facts.effort == "quick" and small is not None:
             found.append("a step in the plan's own dtypes (left out by --quick)")
-        return [*found, *(few.unseen if few else ()), ALWAYS_UNSEEN]
+        return [*found, *(small.unseen if small else ()), ALWAYS_UNSEEN]
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for a program."""
-        few = self.subject.few
+        small = self.subject.small
         return {
             "holds": self.holds,
             "verdict": self.verdict,
@@ -86,7 +87,7 @@ class Certificate:
                 proof: {"words": found.words, "passes_without": found.needed, "plan": asdict(found.plan)}
                 for proof, found in self.smallest.items()
             },
-            "shrunk": {"changed": few.changed, "blocks": few.blocks, "plan": asdict(few.plan)} if few else None,
+            "shrunk": {"changed": small.changed, "blocks": small.blocks, "plan": asdict(small.plan)} if small else None,
             "rows": self.subject.rows,
             "not_shown": self.unseen(),
             "tolerances": {"float64": TOLERANCE, "own dtypes": OWN_DTYPES, "peak": PEAK_TOLERANCE},
@@ -95,12 +96,12 @@ class Certificate:
         }
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the plan as ``plan.yaml`` has it, and of the package's source files."""
-        return {"plan": hashlib.sha256(dump_plan(self.subject.plan).encode()).hexdigest(), "code": code_digest()}
+        """What the certificate is of."""
+        return {"plan": plan_digest(self.subject.plan), "code": code_digest()}
 
     def markdown(self) -> str:
         """The same for people."""
-        subject, few = self.subject, self.subject.few
+        subject, small = self.subject, self.subject.small
         parameters = show_count(parameter_count(subject.spec))
         facts = {
             "recipe": self.facts.recipe,
@@ -117,21 +118,21 @@ class Certificate:
         ]
         parts = [
             f"# Certificate of `{self.facts.recipe}`: {self.verdict}",
-            _table(("", ""), list(facts.items())),
-            "## What was proved\n\n" + _table(("proof", "case", "result", "time"), rows),
+            markdown_table(("", ""), list(facts.items())),
+            "## What was proved\n\n" + markdown_table(("proof", "case", "result", "time"), rows),
         ]
         if not self.holds:
             parts.append("## What failed\n\n" + "\n".join(f"* {line}" for line in self.failures()))
-        if few is not None:
-            parts.append("## What was made smaller\n\n" + self.smaller(few))
+        if small is not None:
+            parts.append("## What was made smaller\n\n" + self.smaller(small))
         parts.append("## What this does not show\n\n" + "\n".join(f"* {line}" for line in self.unseen()))
         return "\n\n".join([*parts, "## Tolerances\n\n" + TOLERANCES]) + "\n"
 
-    def smaller(self, few: Shrunk) -> str:
+    def smaller(self, small: Shrunk) -> str:
         """What the small runs were of."""
-        blocks = ", ".join(map(str, few.blocks))
-        lines = ["For parity, dtypes and checkpoints:", "", *(f"* {line}" for line in few.changed)]
-        lines += [f"* the small model's {len(few.blocks)} blocks stand for the model's blocks {blocks}"]
+        blocks = ", ".join(map(str, small.blocks))
+        lines = ["For parity, dtypes and checkpoints:", "", *(f"* {line}" for line in small.changed)]
+        lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         return "\n".join([*lines, f"* rows: {self.subject.rows}"])
 
     def failures(self) -> list[str]:
@@ -155,7 +156,7 @@ docs/prove.md says what each proof compares, and what it cannot show."""
 
 
 def result(check: Check) -> str:
-    """What came of a check, in a few words."""
+    """What came of a check, in a small words."""
     if check.problems:
         return check.problems[0]
     found = check.figures
@@ -172,14 +173,14 @@ def versions() -> dict[str, str]:
     return {"shardwise": shardwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of the plan as ``plan.yaml`` has it."""
+    return hashlib.sha256(dump_plan(plan).encode()).hexdigest()
+
+
 def code_digest() -> str:
     """SHA-256 of the package's source files and their names."""
     root, digest = Path(shardwise.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)

@@ -13,29 +13,28 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
 from shardwise.prove import moves, parity
 from shardwise.prove.drift import drift
 from shardwise.prove.moves import SavedRun
-from shardwise.prove.pool import RankFailure
+from shardwise.prove.parity import TOLERANCE
+from shardwise.prove.pool import RankFailure, Ranks
 from shardwise.prove.shrink import Shrunk, real_name, shrink
-from shardwise.prove.smallest import Smallest, smallest
+from shardwise.prove.smallest import Outcome, Smallest, smallest
 from shardwise.prove.workload import STEPS, Setting, job_of, setting_of
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 Effort = Literal["quick", "normal", "thorough"]
-OnRanks = Callable[..., list[Any]]
-"""``RankPool.run``."""
-TOLERANCE = 1e-9
-"""In float64, relative: what sums in another order come to after AdamW's steps is a thousandth of it."""
 OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
 """By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
-2**-8, and its errors add up over a few layers."""
+2**-8, and its errors add up over a small layers."""
+PARITY, DTYPES = ("gradient", "loss", "norm", "weight"), ("turn", "loss", "norm")
+"""What is compared, the cause first."""
 SOON_S = 10.0
 """A rank whose drift at the plan's own size takes longer is not measured again and again."""
 SHOWN = 6
@@ -57,12 +56,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Certification:
-    """What is to be proved. ``few``: None where nothing small enough has all that the plan does; ``why`` says so.
+    """What is to be proved. ``small``: None where nothing small enough has all that the plan does; ``why`` says so.
     ``rows``: those of the small one, in words."""
 
     spec: ModelSpec
     plan: Plan
-    few: Shrunk | None
+    small: Shrunk | None
     setting: Setting
     rows: str = ""
     why: str = ""
@@ -70,13 +69,13 @@ class Certification:
     @property
     def ranks(self) -> int:
         """How many CPU ranks its proofs take: those of the small plan, and of the layout that it is compared with."""
-        return 2 if self.few is None else max(2, self.few.plan.layout.world)
+        return 2 if self.small is None else max(2, self.small.plan.layout.world)
 
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
-        small = ["parity", "checkpoint"] if effort == "quick" else ["parity", "dtypes", "checkpoint"]
-        return ranks + [(proof, 0) for proof in small if self.few is not None]
+        proofs = ["parity", "checkpoint"] if effort == "quick" else ["parity", "dtypes", "checkpoint"]
+        return ranks + [(proof, 0) for proof in proofs if self.small is not None]
 
 
 def subject_of(
@@ -85,21 +84,21 @@ def subject_of(
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
     try:
-        few = shrink(spec, plan, 4 if effort == "thorough" else 2)
-        if few.plan.layout.world > most_ranks:
-            few = shrink(spec, plan)
+        small = shrink(spec, plan, 4 if effort == "thorough" else 2)
+        if small.plan.layout.world > most_ranks:
+            small = shrink(spec, plan)
     except ShardwiseError as error:
         return Certification(spec, plan, None, Setting(), why=error.problems[0].what)
-    if (world := few.plan.layout.world) > most_ranks:
+    if (world := small.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
         return Certification(spec, plan, None, Setting(), why=why)
-    return Certification(spec, plan, few, *setting_of(recipe, few.spec, few.plan.batch.seq_len))
+    return Certification(spec, plan, small, *setting_of(recipe, small.spec, small.plan.batch.seq_len))
 
 
 def certify(
     subject: Certification,
     effort: Effort,
-    on_ranks: OnRanks,
+    ranks: Ranks,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
     show: Callable[[Check], None] = lambda check: None,
 ) -> tuple[list[Check], dict[str, Smallest]]:
@@ -108,12 +107,12 @@ def certify(
     cases, checks, least = subject.cases(effort), list[Check](), dict[str, Smallest]()
     for done, (proof, rank) in enumerate(cases):
         tell(f"{proof} of rank {rank}" if proof == "drift" else proof, done, len(cases))
-        checks.append(run(subject, proof, rank, on_ranks))
+        checks.append(run(subject, proof, rank, ranks))
         show(checks[-1])
     for failed in checks:
         if failed.problems and failed.proof not in least:
             tell("the smallest layout that fails", len(cases), len(cases))
-            if found := smallest_failing(subject, failed, on_ranks):
+            if found := smallest_failing(subject, failed, ranks):
                 least[failed.proof] = found
     return checks, least
 
@@ -131,7 +130,7 @@ def places(layout: Layout, effort: Effort) -> list[int]:
     return sorted({layout.rank({"pp": stage, **end}) for stage, end in product(stages, ends)})
 
 
-def run(subject: Certification, proof: str, rank: int, on_ranks: OnRanks) -> Check:
+def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
     """One proof. Whatever it raises is a problem of the plan."""
     began = time.perf_counter()
     case, figures, raised = _case(subject, proof, rank), dict[str, float](), True
@@ -139,8 +138,8 @@ def run(subject: Certification, proof: str, rank: int, on_ranks: OnRanks) -> Che
         if proof == "drift":
             problems = _drift(subject.spec, subject.plan, rank, figures)
         else:
-            assert subject.few is not None
-            problems = PROOFS[proof](subject.few, subject.setting, on_ranks, figures)
+            assert subject.small is not None
+            problems = PROOFS[proof](subject.small, subject.setting, ranks, figures)
         raised = False
     except RankFailure as error:
         problems = [f"rank {each}: {_cause(text)}" for each, text in error.reports.items()]
@@ -164,15 +163,15 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         layout = subject.plan.layout
         where = ", ".join(f"{axis} {layout.coordinate(rank, axis)}" for axis, _ in layout.axes())
         return f"rank {rank} of {layout.world}" + f" ({where})" * bool(where)
-    assert subject.few is not None
-    world = subject.few.plan.layout.world
-    ranks = f"{world} CPU rank" + "s" * (world > 1)
+    assert subject.small is not None
+    world = subject.small.plan.layout.world
+    those = f"{world} CPU rank" + "s" * (world > 1)
     if proof == "parity":
-        return f"float64, {ranks}, {STEPS} steps of AdamW and one of SGD"
+        return f"float64, {those}, {STEPS} steps of AdamW and one of SGD"
     if proof == "dtypes":
-        return f"{_coarsest(subject.few.own)}, {ranks}, one step"
-    other = moves.elsewhere(subject.few.plan)
-    return f"saved by {ranks}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
+        return f"{_coarsest(subject.small.own)}, {those}, one step"
+    other = moves.elsewhere(subject.small.plan)
+    return f"saved by {those}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
 
 
 def micro_batches(plan: Plan) -> int:
@@ -197,17 +196,18 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
     return found.differences()
 
 
-def _parity(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
-    found = _trained(few.spec, few.plan, STEPS, setting, on_ranks)
-    wrong = _wrong(found, TOLERANCE, figures, weights=True)
-    return [_named(few, line) for line in (*wrong, *found.apart)]
+def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
+    [found] = parity.prove(ranks, small.spec, [small.plan], STEPS, setting)
+    figures |= {key: vars(found)[key].error for key in PARITY}
+    return [_named(small, line) for line in found.wrong(TOLERANCE, PARITY)]
 
 
-def _dtypes(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
+def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """One step in the plan's own dtypes, against the plain loop with weights cast to the same."""
-    found = _trained(few.spec, replace(few.own, optim=few.plan.optim), 1, replace(setting, sgd=False), on_ranks)
-    wrong = _wrong(found, OWN_DTYPES[_coarsest(few.own)], figures, weights=False)
-    return [_named(few, line) for line in (*wrong, *found.apart)]
+    own = replace(small.own, optim=small.plan.optim)
+    [found] = parity.prove(ranks, small.spec, [own], 1, replace(setting, sgd=False))
+    figures |= {key: vars(found)[key].error for key in DTYPES}
+    return [_named(small, line) for line in found.wrong(OWN_DTYPES[_coarsest(own)], DTYPES)]
 
 
 def _coarsest(plan: Plan) -> str:
@@ -217,13 +217,11 @@ def _coarsest(plan: Plan) -> str:
     return max(met, key=["fp64", "fp32", "fp16", "bf16"].index)
 
 
-def _checkpoint(few: Shrunk, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]) -> list[str]:
-    return [_named(few, line) for line in _moved(few.spec, few.plan, setting, on_ranks, figures)]
+def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
+    return [_named(small, line) for line in _moved(small.spec, small.plan, setting, ranks, figures)]
 
 
-def _moved(
-    spec: ModelSpec, plan: Plan, setting: Setting, on_ranks: OnRanks, figures: dict[str, float]
-) -> Iterator[str]:
+def _moved(spec: ModelSpec, plan: Plan, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> Iterator[str]:
     """Saved by the plan's ranks, read under another layout and trained on, and the other way round; against a loop that
     nothing interrupts."""
     right = parity.plain(job_of(spec, plan, 2 * moves.STEPS, replace(setting, sgd=False))).losses
@@ -232,7 +230,7 @@ def _moved(
         with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
             runs = (source, SavedRun(directory)), (target, SavedRun(directory, moves.STEPS))
             saved, loaded = (
-                on_ranks(moves.go, spec, of, run, setting, world=of.layout.world, timeout_s=300) for of, run in runs
+                ranks.run(moves.go, spec, of, run, setting, world=of.layout.world, timeout_s=300) for of, run in runs
             )
         figures["tensors"] = len({name for stretch in saved for name in stretch.after})
         yield from moves.differences(saved, loaded)
@@ -248,56 +246,33 @@ def _moved(
 PROOFS = {"parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
 
 
-def _trained(spec: ModelSpec, plan: Plan, steps: int, setting: Setting, on_ranks: OnRanks) -> parity.Parity:
-    given = spec, [plan], steps, setting
-    traces = on_ranks(parity.train_on_rank, *given, world=plan.layout.world, timeout_s=300)
-    right = parity.plain(job_of(spec, plan, steps, setting))
-    return parity.compare(right, [trace for [trace] in traces], staged=plan.layout.pp > 1)
-
-
-def _wrong(found: parity.Parity, most: float, figures: dict[str, float], *, weights: bool) -> list[str]:
-    """What is not within the tolerance, the cause first: gradients before norms, losses and weights."""
-    compared = {"gradient" if weights else "turn": "first gradient of ", "loss": "", "norm": "gradient "}
-    compared |= {"weight": "weight "} if weights else {}
-    lines = []
-    for key, words in compared.items():
-        each: parity.Worst = vars(found)[key]
-        figures[key] = each.error
-        if not each.error <= most:
-            values = f"{each.expected:.9g} expected, {each.found:.9g} found on rank {each.rank}"
-            lines.append(f"{words}{each.what}: {values} (relative error {each.error:.1e}, at most {most:g})")
-    return lines
-
-
-def _named(few: Shrunk, line: str) -> str:
+def _named(small: Shrunk, line: str) -> str:
     """``line`` with the block of the model for which the named one stands, where that has another number."""
     words = next((word.strip(":,[]").partition("[")[0] for word in line.split() if "layers." in word), "")
     name = words[words.find("layers.") :] if words else ""
-    real = real_name(name, few.blocks) if name and few.blocks else name
+    real = real_name(name, small.blocks) if name and small.blocks else name
     return line if real == name else f"{line}; it stands for {real}"
 
 
-def smallest_failing(subject: Certification, failed: Check, on_ranks: OnRanks) -> Smallest | None:
+def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Smallest | None:
     """What is left of a case that fails, with everything switched off without which it still does: of the small one, or
     of drift that shows only at the plan's own size, of that, if a rank of it takes seconds. None where neither is."""
-    few, setting, drifts = subject.few, subject.setting, failed.proof == "drift"
+    small, setting, drifts = subject.small, subject.setting, failed.proof == "drift"
 
-    def fails(spec: ModelSpec, plan: Plan) -> bool:
-        """Whether it fails in the same way: another may have another cause."""
+    def outcome(spec: ModelSpec, plan: Plan) -> Outcome:
         try:
             if drifts:
-                ranks = places(plan.layout, "quick" if spec is subject.spec else "normal")
-                found = any(_drift(spec, plan, rank, {}) for rank in ranks)
+                looked = places(plan.layout, "quick" if spec is subject.spec else "normal")
+                found = any(_drift(spec, plan, rank, {}) for rank in looked)
             elif failed.proof == "checkpoint":
-                found = any(True for _ in _moved(spec, plan, setting, on_ranks, {}))
+                found = any(True for _ in _moved(spec, plan, setting, ranks, {}))
             else:
-                small = Shrunk(spec, plan, plan, (), (), ())
-                found = bool(PROOFS[failed.proof](small, setting, on_ranks, {}))
-        except Exception:
-            return failed.raised
-        return found and not failed.raised
+                found = bool(PROOFS[failed.proof](Shrunk(spec, plan, plan, (), (), ()), setting, ranks, {}))
+        except Exception:  # whatever a rank raises: it does not come to an end, for which there may be another cause
+            return "fails" if failed.raised else "fails otherwise"
+        return "passes" if not found else "fails otherwise" if failed.raised else "fails"
 
-    cases = [(few.spec, few.own if failed.proof in ("drift", "dtypes") else few.plan)] if few else []
+    cases = [(small.spec, small.own if failed.proof in ("drift", "dtypes") else small.plan)] if small else []
     if drifts and failed.seconds < SOON_S:
         cases.append((subject.spec, replace(subject.plan, compile=False, attention="auto")))
-    return next((smallest(*case, fails) for case in cases if fails(*case)), None)
+    return next((smallest(*case, outcome) for case in cases if outcome(*case) == "fails"), None)

@@ -1,10 +1,12 @@
 """``shardwise.certify``: a module and a loop of one's own, sharded on CPU ranks, against one process.
 
-def rows(step, index, count):                     # the index-th of ``count`` equal parts of a step's batch
-    return {"input_ids": ids[step].chunk(count)[index], "labels": ids[step].chunk(count)[index]}
+    def rows(step, index, count):                     # the index-th of ``count`` equal parts of a step's batch
+        return {"input_ids": ids[step].chunk(count)[index], "labels": ids[step].chunk(count)[index]}
 
-if __name__ == "__main__":                        # the ranks import this file
-    print(shardwise.certify(make_model, shardwise.plan("zero3", processes=4), rows))
+    if __name__ == "__main__":                        # the ranks import this file
+        print(shardwise.certify(make_model, shardwise.plan("zero3", processes=4), rows))
+
+Nothing of it is about Shardwise's own models: what runs is :func:`parallelize`, ``backward`` and torch's optimizers.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ from torch import Tensor, nn
 
 from shardwise.distributed.meshes import meshes
 from shardwise.errors import Problem, UsageError
-from shardwise.prove.parity import Parity, Trace, compare, full
+from shardwise.prove.parity import TOLERANCE, Parity, Trace, compare, full
 from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import EXACT
 from shardwise.runtime import own
 from shardwise.spec.plan import Plan
 
 RATE = 1e-3
-TOLERANCE = 1e-9
 
 Rows = Callable[[int, int, int], Any]
 """(step, index, count) -> the index-th of ``count`` equal parts of the step's rows: what the module is called with, as
@@ -56,17 +57,7 @@ class ModuleProof:
     @property
     def problems(self) -> list[str]:
         """What is not within the tolerance, the cause first."""
-        wrong = [
-            f"{of}{each.what} on rank {each.rank}: {each.expected:.9g} expected, {each.found:.9g} found"
-            for of, each in (
-                ("first gradient of ", self.found.gradient),
-                ("", self.found.loss),
-                ("gradient ", self.found.norm),
-                ("weight ", self.found.weight),
-            )
-            if not each.error <= TOLERANCE
-        ]
-        return [*wrong, *self.found.apart]
+        return self.found.wrong(TOLERANCE)
 
     def __bool__(self) -> bool:
         return not self.problems

@@ -29,7 +29,7 @@ from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import Ranks
 from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
@@ -44,6 +44,8 @@ from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
+TOLERANCE = 1e-9
+"""In float64, relative: what sums in another order come to after AdamW's steps is a thousandth of it."""
 FP16_SCALE = 256.0
 """Of the loss in fp16: a run begins with more and finds by skipped steps what does not overflow."""
 Tensors = Mapping[str, Tensor]
@@ -94,6 +96,23 @@ class Parity:
     weight: Worst
     apart: tuple[str, ...] = ()
 
+    def wrong(self, most: float, compared: Sequence[str] = ("gradient", "loss", "norm", "weight")) -> list[str]:
+        """What is not within the tolerance, the cause first, and what ranks do not hold alike."""
+        words = {
+            "gradient": "first gradient of ",
+            "turn": "first gradient of ",
+            "norm": "gradient ",
+            "weight": "weight ",
+        }
+        lines = []
+        for key in compared:
+            each: Worst = vars(self)[key]
+            if not each.error <= most:
+                values = f"{each.expected:.9g} expected, {each.found:.9g} found on rank {each.rank}"
+                error = f"{'1 - cosine' if key == 'turn' else 'relative error'} {each.error:.1e}, at most {most:g}"
+                lines.append(f"{words.get(key, '')}{each.what}: {values} ({error})")
+        return [*lines, *self.apart]
+
     def __str__(self) -> str:
         return (
             f"loss {self.loss}, norm {self.norm}, first gradients {self.gradient}, 1 - cosine {self.turn}, "
@@ -102,7 +121,7 @@ class Parity:
 
 
 def prove(
-    pool: RankPool, spec: ModelSpec, plans: Sequence[Plan], steps: int = STEPS, setting: Setting | None = None
+    pool: Ranks, spec: ModelSpec, plans: Sequence[Plan], steps: int = STEPS, setting: Setting | None = None
 ) -> list[Parity]:
     """Train under each plan on as many ranks of ``pool`` as it asks for and compare: plans of one size in one run."""
     found: dict[int, Parity] = {}
@@ -226,7 +245,7 @@ def take_steps(
 
     def enter(phase: str) -> None:
         if phase == "clip" and state.step == 0:
-            gradients.update(full_gradients(state))
+            gradients.update({name: grad / state.scale.value for name, grad in full_gradients(state).items()})
 
     rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan), enter)
     losses, norms, pieces = [], [], []
@@ -239,7 +258,8 @@ def take_steps(
             norms.append(stats.grad_norm)
         else:
             accumulate(state, batches, terms, rules)
-            torch.optim.SGD(state.trained(), OPTIM.learning_rate, foreach=False).step()
+            if trained := state.trained():  # of which a stage may have none
+                torch.optim.SGD(trained, OPTIM.learning_rate, foreach=False).step()
             state.optimizer.zero_grad(set_to_none=True)
         pieces.append(held(state))
     weights = whole({name: full(parameter.detach()) for name, parameter in state.parameters().items()})

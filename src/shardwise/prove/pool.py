@@ -29,7 +29,7 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from shardwise.distributed.torch_private import forget_sharding
 from shardwise.spec.safe_path import safe_path
@@ -77,6 +77,12 @@ class Seat:
     process: Any
     pipe: Any
     stacks: Path
+
+
+class Ranks(Protocol):
+    """Ranks that do what :meth:`RankPool.run` says."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]: ...
 
 
 class RankPool:

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from shardwise import techniques
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
 from shardwise.models.load import read_spec
 from shardwise.spec.cluster import parse_cluster
@@ -83,8 +83,7 @@ def shrink(spec: ModelSpec, plan: Plan, most: int = 2) -> Shrunk:
             own = _in_own_dtypes(plan, blocks, fewer, tried)
             told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan, most))
             return Shrunk(fewer, tried, own, blocks, *told)
-    what = f"{spec.name} runs in transformers' own modules, and no smaller model of its family was found"
-    raise ConfigError(*(refused or [Problem("PLAN025", what, "model", "a model of another family")]))
+    raise ConfigError(*(refused or ()))
 
 
 def _layout(layout: Layout, most: int) -> Layout:
@@ -154,15 +153,15 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
 def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> Iterator[ModelSpec]:
     """The model with fewer of everything, the smaller first."""
     if spec.hf_model is not None:
-        yield from _theirs(spec, plan, blocks)
+        yield _theirs(spec, plan, blocks)
         return
     for sizes in _sizes(spec, plan.layout.tp, small.layout.tp):
         yield _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
 
 
-def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> Iterator[ModelSpec]:
-    """A model that runs in transformers' own modules, made from a smaller config; nothing where that is no model of its
-    family."""
+def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
+    """A model that runs in transformers' own modules, made from a smaller config. Raises PLAN025 where that is no model
+    of its family."""
     from transformers import CONFIG_MAPPING
 
     assert spec.hf_model is not None
@@ -181,9 +180,12 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> Iterator[Mode
     if spec.num_key_value_heads == spec.num_attention_heads and config.get("num_key_value_heads"):
         small["num_key_value_heads"] = THEIRS["num_attention_heads"]
     try:
-        yield read_spec(config | small, f"{spec.name} (shrunk)")
-    except Exception:  # whatever transformers says of such sizes
-        return
+        return read_spec(config | small, f"{spec.name} (shrunk)")
+    except Exception as error:  # each family's own code says what is wrong with such sizes, in its own way
+        what = f"{spec.name} runs in transformers' own modules, and no smaller model of its family could be made"
+        raise ConfigError(
+            Problem("PLAN025", f"{what}: {first_line(error)}", "model", "a model of another family")
+        ) from error
 
 
 def _sizes(spec: ModelSpec, tp: int, few_tp: int) -> Iterator[dict[str, Any]]:

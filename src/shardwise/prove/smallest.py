@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -14,35 +15,43 @@ from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
 Case = tuple[ModelSpec, Plan]
 
 
+Outcome = Literal["passes", "fails", "fails otherwise"]
+"""Of a case, compared with how the first one failed."""
+
+
 @dataclass(frozen=True)
 class Smallest:
-    """``words``: what is on in the smallest case that fails; without any one of ``needed`` it passes."""
+    """``words``: what is on in the smallest case that fails; without any one of ``needed`` it passes, and without any
+    one of ``changing`` it fails in another way."""
 
     spec: ModelSpec
     plan: Plan
     words: tuple[str, ...]
     needed: tuple[str, ...]
+    changing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         passes = f"; it passes without {', or without '.join(self.needed)}" if self.needed else ""
-        return f"{', '.join(self.words) or 'one process, with everything switched off'}{passes}"
+        other = f"; it fails in another way without {', or without '.join(self.changing)}" if self.changing else ""
+        return f"{', '.join(self.words) or 'one process, with everything switched off'}{passes}{other}"
 
 
-def smallest(spec: ModelSpec, plan: Plan, fails: Callable[[ModelSpec, Plan], bool]) -> Smallest:
-    """What is left of a case that fails. ``fails`` is asked of legal cases only."""
-    case, needed, before = (spec, plan), list[str](), None
+def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], Outcome]) -> Smallest:
+    """What is left of a case that fails, as long as it fails in the same way. ``outcome`` is asked of legal cases."""
+    case, left, before = (spec, plan), dict[str, Outcome](), None
     while case != before:  # what was needed before others were switched off may no longer be
-        before, needed = case, []
+        before, left = case, {}
         for name, off in SWITCHES.items():
             tried = off(*case)
             if tried == case or techniques.check(*tried, parse_cluster(f"{tried[1].layout.world}xCPU")):
                 continue
-            if fails(*tried):
+            if (came := outcome(*tried)) == "fails":
                 case = tried
             else:
-                needed.append(_words(name, *case))
+                left[_words(name, *case)] = came
     words = tuple(_words(name, *case) for name, off in SWITCHES.items() if off(*case) != case)
-    return Smallest(*case, words, tuple(needed))
+    needed = tuple(name for name, came in left.items() if came == "passes")
+    return Smallest(*case, words, needed, tuple(name for name in left if name not in needed))
 
 
 def _alone(axis: Axis) -> Callable[[ModelSpec, Plan], Case]:
@@ -66,9 +75,9 @@ def _no_pipeline(spec: ModelSpec, plan: Plan) -> Case:
 def _plain_schedule(spec: ModelSpec, plan: Plan) -> Case:
     if plan.layout.pp == 1:
         return spec, plan
-    pairs = zip(plan.pipeline.split[::2], plan.pipeline.split[1::2], strict=True)
-    split = plan.pipeline.split if plan.pipeline.stages_per_rank == 1 else tuple(map(sum, pairs))
-    return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline("1f1b", 1, split))
+    split, each = plan.pipeline.split, plan.pipeline.stages_per_rank
+    joined = tuple(sum(split[place : place + each]) for place in range(0, len(split), each))
+    return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline("1f1b", 1, joined))
 
 
 def _no_tp(spec: ModelSpec, plan: Plan) -> Case:

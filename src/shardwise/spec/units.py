@@ -58,6 +58,12 @@ def _scaled(count: float, units: Mapping[str, float], smallest: str) -> str:
     return f"{count:,.0f}{smallest}"
 
 
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown; ``-`` for None."""
+    shown = [["-" if cell is None else str(cell).replace("|", "/") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *shown))
+
+
 def columns(rows: Sequence[tuple[str, ...]], align: str) -> list[str]:
     """Rows as lines with aligned columns; ``align`` has one of ``<`` and ``>`` for each column."""
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(align))]
