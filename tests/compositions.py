@@ -246,9 +246,9 @@ HEAD = """# What has been proved together
 
 For every two techniques, whether a plan may have both, and which tests show that it then does what it says.
 **Numbers**: trained on CPU ranks, gradients, losses and weights are those of one process. **Bytes**: what its ranks
-send, hold and save is what the plan says, and no row of the tests compares numbers. **Refused**: a plan that has
-both is refused before anything starts, with this [code](errors.md). **No row**: a plan may have both, and no test has a
-row with both; [`shardwise prove`](prove.md) proves your own plan, whatever is in it.
+send, hold and save is what the plan says, and no row of the tests compares numbers. **Refused**: a plan that has both
+is refused before anything starts, with this [code](errors.md). Of each test `make test` runs a sample, `make prove`
+more and `make prove-big` the rest; [`shardwise prove`](prove.md) proves your own plan, whatever is in it.
 
 Generated from the tests' own rows and from the planner's checks: `python -m tests.compositions > docs/compositions.md`.
 """
@@ -263,7 +263,7 @@ def page() -> str:
 
     rows = []
     for name in FEATURES:
-        cells: list[list[str]] = [[], [], [], []]
+        cells: list[list[str]] = [[], [], []]
         for both, pair in pairs().items():
             if name not in both:
                 continue
@@ -272,12 +272,10 @@ def page() -> str:
                 cells[0].append(f"{other} {cited(pair.numbers)}")
             elif pair.bytes is not None:
                 cells[1].append(f"{other} {cited(pair.bytes)}")
-            elif pair.refused:
-                cells[2].append(f"{other} ({', '.join(pair.refused)})")
             else:
-                cells[3].append(other)
+                cells[2].append(f"{other} ({', '.join(pair.refused)})")
         rows.append(f"| **{name}** | " + " | ".join(", ".join(cell) for cell in cells) + " |")
-    heads = "| | numbers with | bytes with | refused with | no row with |\n|---|---|---|---|---|"
+    heads = "| | numbers with | bytes with | refused with |\n|---|---|---|---|"
     words = [f"* **{name}**: {meaning}" for name, meaning in MEANING.items()]
     notes = [f"{number}. `{sources()[place].file}`" for place, number in used.items()]
     one = [f"* {', '.join(group)}" for group in EXCLUSIVE]

@@ -18,6 +18,14 @@ def test_no_row_has_two_that_are_refused_together() -> None:
     assert not wrong
 
 
+def test_every_pair_is_proved_or_refused() -> None:
+    """One that is not needs a row, in tests/prove/pairs.py or where it belongs."""
+    neither = [
+        both for both, pair in pairs().items() if pair.numbers is None and pair.bytes is None and not pair.refused
+    ]
+    assert not neither
+
+
 def test_every_feature_is_met_and_every_source_exists() -> None:
     met = {name for name, holds in FEATURES.items() for source in sources() for row in source.rows if holds(*row)}
     assert met == set(FEATURES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,10 +19,12 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Loss
+from shardwise.models import init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import Setting
 from shardwise.runtime import passes, reduce
 from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
@@ -202,3 +204,31 @@ def test_a_gradient_that_is_not_a_number_is_the_worst() -> None:
     found = parity.compare(right, [replace(right, gradients=poisoned)])
     assert found.gradient.where == "layers.0.attention.q.weight, rank 0"
     assert not found.gradient.error <= 1e-9
+
+
+def test_replicas_that_part_are_named() -> None:
+    """By the first step after which two ranks hold other bits of a piece; of two copies on one rank too."""
+    alike = {"embed.weight[0:5]": [1], "norm.weight[0:3]": [2]}
+    bent = {**alike, "norm.weight[0:3]": [3], "embed.weight[5:9]": [4]}
+    right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
+    both = [replace(right, held=(alike, alike, alike)), replace(right, held=(alike, bent, bent))]
+    assert parity.compare(right, both).apart == ("norm.weight[0:3] of rank 1 is not that of rank 0 after step 2",)
+    copies = replace(right, held=({"embed.weight[0:5]": [1, 7]},))
+    assert parity.compare(right, [copies]).apart == ("embed.weight[0:5] of rank 0 is not that of rank 0 after step 1",)
+
+
+@pytest.mark.prove
+def test_bits_of_a_rank_that_is_a_little_off_are_not_those_of_another(ranks: RankPool) -> None:
+    """By less than any tolerance."""
+    of = plan("ddp", 2, FP64)
+    traces = ranks.run(off_by_a_bit, UNTIED, of, world=2)
+    found = parity.compare(parity.plain(parity.job_of(UNTIED, of, 2)), traces)
+    assert found.weight.error < 1e-9 and found.loss.error < 1e-9
+    assert any(line.startswith("norm.weight[0:20] of rank 1 is not that of rank 0") for line in found.apart)
+
+
+def off_by_a_bit(rank: int, world: int, spec: ModelSpec, of: Plan) -> parity.Trace:
+    def draw(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, of: ModelSpec) -> Tensor:
+        return init.fill(name, shape, part, seed, of).double() + (1e-13 if rank and name == "norm.weight" else 0.0)
+
+    return parity.take_steps(rank, spec, of, 2, setting=Setting(draw=draw))

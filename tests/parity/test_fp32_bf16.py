@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Plan, Remat
+from shardwise.spec.plan import Plan, Precision, Remat
 from tests.parity.cases import BF16, FP32, TIED, UNTIED, plan
 
 
@@ -46,6 +46,13 @@ def test_bf16_compute_with_fp32_weights(ranks: RankPool) -> None:
     plans = covering(BF16)
     for measured, of in zip(parity.prove(ranks, UNTIED, plans, steps=1), plans, strict=True):
         assert measured.turn.error <= 1e-3, f"{measured}\nunder {of}"
+
+
+def test_fp16_whose_loss_is_scaled(ranks: RankPool) -> None:
+    """Gradients are told without the scale: 1e-2 of the largest element is a few of fp16's roundings (5e-4)."""
+    plans = [plan("zero2", 2, Precision("fp16"), Remat("none"), 4)]
+    [measured] = parity.prove(ranks, UNTIED, plans, steps=1)
+    assert measured.gradient.error <= 1e-2 and measured.norm.error <= 1e-2, measured
 
 
 @pytest.mark.prove

@@ -25,6 +25,7 @@ def holds(found: list[parity.Parity], plans: list[Plan]) -> None:
     for measured, of in zip(found, plans, strict=True):
         errors = [measured.loss, measured.norm, measured.gradient, measured.weight]
         assert all(error.error <= TOLERANCE for error in errors), f"{measured}\nunder {of}"
+        assert not measured.apart, f"{measured.apart}\nunder {of}"
 
 
 def two_by_two(strategy: str, world: int, *more: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -25,6 +26,14 @@ def place(rank: int, world: int) -> tuple[int, int, int]:
     total = torch.tensor(rank)
     dist.all_reduce(total)
     return dist.get_rank(), dist.get_world_size(), int(total)
+
+
+def devices(rank: int, world: int) -> bytes | None:
+    """What CUDA reads of the environment."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    found: bytes | None = libc.getenv(b"CUDA_VISIBLE_DEVICES")
+    return found
 
 
 def process(rank: int, world: int) -> tuple[int, int]:

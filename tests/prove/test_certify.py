@@ -3,9 +3,11 @@ layout that has it. (That each technique is right is proved in tests/parity and 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from shardwise.models.load import load_spec
 from shardwise.planner import sheets, trace
 from shardwise.prove import certify
 from shardwise.prove.certify import Certification, Check
+from shardwise.prove.drift import predict
 from shardwise.prove.pool import RankPool
-from shardwise.prove.smallest import Smallest
+from shardwise.prove.smallest import Outcome, Smallest, smallest
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
@@ -163,7 +166,7 @@ FIELD_CASES: dict[str, tuple[ModelSpec, Plan, str, tuple[str, ...]]] = {
         "loss of step",
         ("tp 2",),
     ),
-    "K3: a checkpoint's layers are numbered within their stage": (
+    "K3: a stage loads the layers that have its own numbers": (
         replace(UNTIED, num_hidden_layers=4),
         replace(STAGES, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (2, 2))),
         "layers.",
@@ -237,6 +240,10 @@ COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
         LLAMA,
         replace(staged("interleaved_zb", 2, (4,) * 4, tp=2), frozen=("embed.*", "layers.[0-7].*")),
     ),
+    "a stage with nothing to train x 1f1b x zero1": (
+        LLAMA,
+        replace(staged("1f1b", 1, (8, 8), dp_shard=2), shard=Shard("zero1"), frozen=("embed.*", "layers.[0-7].*")),
+    ),
     "windows and caps x tp x zero1": (
         GEMMAS,
         Plan(Layout(dp_shard=2, tp=2), Batch(1, 1, 2048), Shard("zero1"), BF16, sequence_parallel=True),
@@ -273,6 +280,59 @@ def test_which_ranks_are_looked_at(effort: certify.Effort) -> None:
     found = certify.places(of, effort)
     assert {"quick": [0, 23], "normal": [0, 5, 12, 17, 18, 23], "thorough": list(range(24))}[effort] == found
     assert {of.coordinate(rank, "pp") for rank in certify.places(of, "normal")} == {0, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("pp", "stages", "count", "run"), [(1, 0, 2, 2), (1, 0, 64, 3), (2, 4, 32, 8), (4, 4, 33, 9), (16, 64, 16, 16)]
+)
+def test_how_many_micro_batches_drift_runs(pp: int, stages: int, count: int, run: int) -> None:
+    """Of a round over the ranks as many are left over as of the step."""
+    plan = Plan(Layout(pp=pp), Batch(1, count, 4096), pipeline=Pipeline("interleaved", 2, (1,) * stages))
+    assert certify.micro_batches(plan) == run
+
+
+def test_micro_batches_that_are_left_out_repeat_the_others() -> None:
+    """What 12 send beyond 8 is what 16 send beyond 12; the peak grows by their ids, labels and positions alone."""
+    spec, plan = replace(UNTIED, num_hidden_layers=4), staged("interleaved", 2, (1, 1, 1, 1), 8)
+    steps = [predict(spec, replace(plan, batch=Batch(1, count, 64)), 1) for count in (8, 12, 16)]
+    calls = [sum(step.sent.values()) for step in steps]
+    assert calls[2] - calls[1] == calls[1] - calls[0] > 0
+    assert [later.peak_bytes - step.peak_bytes for step, later in pairwise(steps)] == 2 * [4 * 3 * 64 * 8]
+
+
+def test_a_failure_is_the_line_that_names_the_exception() -> None:
+    try:
+        raise ValueError("narrow\nand more")
+    except ValueError as error:
+        error.add_note("while training under a plan")
+        report = traceback.format_exc()
+    assert certify._cause(report) == "ValueError: narrow"
+    assert certify._cause("no answer after 300 s; it stood in\n  File a") == "no answer after 300 s; it stood in"
+    assert certify._cause("died without an answer (SIGKILL)") == "died without an answer (SIGKILL)"
+
+
+def test_what_fails_in_another_way_does_not_pass() -> None:
+    """Without its pipeline this one is wrong in another way, and without tied ends it is right."""
+
+    def outcome(spec: ModelSpec, plan: Plan) -> Outcome:
+        if not spec.tie_word_embeddings:
+            return "passes"
+        return "fails" if plan.layout.pp > 1 else "fails otherwise"
+
+    spec, plan = COMPOSITIONS["1f1b x tp x zero1"]
+    found = smallest(spec, plan, outcome)
+    assert (found.words, found.needed, found.changing) == (
+        ("pp 2", "tied embeddings"),
+        ("tied embeddings",),
+        ("pp 2",),
+    )
+    assert str(found).endswith("it passes without tied embeddings; it fails in another way without pp 2")
+
+
+def test_a_schedule_of_several_stages_a_rank_is_made_plain() -> None:
+    spec, plan = LLAMA, staged("interleaved", 4, (3, 2, 2, 2, 2, 2, 2, 1))
+    found = smallest(spec, plan, lambda spec, plan: "fails" if plan.layout.pp > 1 else "passes")
+    assert (found.plan.pipeline, found.needed) == (Pipeline("1f1b", 1, (9, 7)), ("pp 2",))
 
 
 def test_a_layout_that_no_machine_of_this_size_holds() -> None:

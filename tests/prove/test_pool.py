@@ -31,6 +31,10 @@ def test_the_same_processes_serve_many_runs_with_one_thread_each(ranks: RankPool
     assert len({pid for pid, _ in first}) == 4
 
 
+def test_ranks_see_no_gpu(ranks: RankPool) -> None:
+    assert ranks.run(rank_work.devices, world=2) == [b"", b""]
+
+
 def test_meshes_of_one_run_do_not_leak_into_the_next(ranks: RankPool) -> None:
     """DTensor caches meshes by shape: worlds of several shapes in turn must each reduce over their own ranks."""
     for world, replicas in ((4, 1), (4, 2), (2, 1), (4, 2), (4, 1)):

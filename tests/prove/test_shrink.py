@@ -115,6 +115,14 @@ def test_recomputation_of_every_third_block_becomes_every_second() -> None:
     assert few.plan.remat == Remat("full", 2) and few.plan.pipeline.split == (2, 2)
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_of_a_small_rank_weigh_as_much(rslora: bool) -> None:
+    """Their product is multiplied by alpha / rank, or by alpha / sqrt(rank)."""
+    lora = shrink(SPEC, Plan(lora=Lora(64, 16.0, rslora=rslora))).plan.lora
+    assert lora is not None and lora.rank == 4
+    assert lora.alpha == (16.0 / 64**0.5 * 2 if rslora else 16.0 / 64 * 4)
+
+
 def test_four_bits_have_whole_blocks_of_columns() -> None:
     few = shrink(SPEC, Plan(Layout(dp_shard=8), Batch(), Shard("zero3"), lora=Lora(nf4=True)))
     shapes = parameter_shapes(few.spec)
@@ -141,5 +149,5 @@ def test_a_model_of_transformers_own_modules_is_of_its_own_family(kind: str) -> 
 
 def test_a_family_of_which_no_smaller_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(THEIRS, "num_attention_heads", 5)  # which do not divide its hidden size
-    with pytest.raises(ConfigError, match="no smaller model of its family"):
+    with pytest.raises(ConfigError, match="no smaller model of its family could be made: "):
         shrink(spec_of("gpt2"), Plan(Layout(dp_shard=2), Batch(), Shard("zero3")))

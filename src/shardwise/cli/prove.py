@@ -82,9 +82,8 @@ def run(options: Options) -> int:
     with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
         checks, smallest = certify.certify(subject, effort, pool, tell, _shown(hidden=options.json))
     asked = [str(words.path or "quickstart")] if path else []
-    facts = certificate.Facts(
-        " ".join([*asked, *words.overrides]), title(spec, cluster).partition(" on ")[2], label(plan), effort, begun
-    )
+    machines = title(spec, cluster).partition(" on ")[2]
+    facts = certificate.Facts(" ".join([*asked, *words.overrides]), machines, label(plan), effort, begun)
     found = certificate.Certificate(subject, facts, checks, smallest)
     document = found.as_json()
     write_whole(directory / "certificate.md", found.markdown())
