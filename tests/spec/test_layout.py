@@ -11,7 +11,9 @@ from shardwise.spec.plan import Plan, Shard
 
 WHOLE = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=4, ranks_per_node=8)
 EXPERTS = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, ranks_per_node=8)
+NESTED = Layout(dp_shard=2, cp=8, tp=2, ulysses=4, ranks_per_node=8)
 LAYOUTS = [Layout(), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=3, tp=2), WHOLE, EXPERTS]
+LAYOUTS += [NESTED]
 
 
 def test_ranks_are_numbered_with_tp_innermost() -> None:
@@ -33,28 +35,30 @@ def enumerated(layout: Layout) -> dict[int, dict[str, int]]:
         found[rank] = {"pp": stage, "dp_replicate": replica, "dp_shard": shard, "cp": sequence, "tp": tensor}
     for rank, (_, copy, expert) in enumerate(experts):
         found[rank] |= {"expert_fsdp": copy, "ep": expert}
+    folded = product(outer, range(layout.dp_shard), range(layout.ring), range(layout.ulysses), range(layout.tp))
+    for rank, (_, _, across, within, _) in enumerate(folded):
+        found[rank] |= {"ring": across, "ulysses": within}
     return found
 
 
-SHAPES = list(product((1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 4), (1, 2, 3, 8)))
+DENSE, RINGS, SPREAD = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("ring", "ulysses"), ("expert_fsdp", "ep")
+SHAPES = list(product((1, 2), (1, 2), (1, 2, 3), (1, 2), (1, 4), (1, 2, 3, 8), (1,)))
+SHAPES += list(product((1, 2), (1,), (1, 2), (4,), (1, 2), (1,), (1, 2, 4)))
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[2] * s[3] * s[4] % s[5] == 0])
 def test_every_question_about_ranks_is_answered_as_enumeration_answers_it(shape: tuple[int, ...]) -> None:
-    """Coordinates, indices, members and reaches of every group, those of experts among them."""
-    layout = Layout(**dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), shape, strict=True)))
+    """Coordinates, indices, members and reaches of every group, those of experts and of attention among them."""
+    layout = Layout(**dict(zip((*DENSE, "ep", "ulysses"), shape, strict=True)))
     where = enumerated(layout)
     assert len(where) == layout.world
     for rank, at in where.items():
         assert {axis: layout.coordinate(rank, axis) for axis in at} == at  # type: ignore[arg-type]
-        dense = {axis: index for axis, index in at.items() if axis not in ("ep", "expert_fsdp")}
+        dense = {axis: index for axis, index in at.items() if axis in DENSE}
         assert layout.rank(dense) == rank  # type: ignore[arg-type]
     for group, axes in GROUPS.items():
-        mesh = (
-            ("pp", "dp_replicate", "expert_fsdp", "ep")
-            if {"ep", "expert_fsdp"} & set(axes)
-            else ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        )
+        inner = SPREAD if {*SPREAD} & {*axes} else ("dp_shard", *RINGS, "tp") if {*RINGS} & {*axes} else DENSE[2:]
+        mesh = ("pp", "dp_replicate", *inner)
         others = [axis for axis in mesh if axis not in axes]
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank, at in where.items():
@@ -63,6 +67,16 @@ def test_every_question_about_ranks_is_answered_as_enumeration_answers_it(shape:
         assert {len(ranks) for ranks in alike.values()} == {layout.size(group)}
         assert all(layout.index(rank, group) == ranks.index(rank) for ranks in alike.values() for rank in ranks)
         assert layout.reach(group) >= max(ranks[-1] - ranks[0] + 1 for ranks in alike.values())
+
+
+def test_rings_stand_across_neighbours_that_exchange_heads() -> None:
+    """Eight ranks with the same rows, of which four neighbours exchange heads: rings of two, one for each of them."""
+    assert NESTED.members("ulysses")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert NESTED.members("ring")[:2] == [[0, 8], [1, 9]]
+    assert [NESTED.called(group) for group in ("ring", "ulysses", "cp", "fsdp")] == ["ring", "ulysses", "cp", "fsdp"]
+    assert {Layout(cp=4).called(group) for group in ("ring", "cp", "fsdp")} == {"cp"}
+    assert Layout(cp=4, ulysses=4, tp=2).called("ulysses") == "cp"
+    assert NESTED.mesh_axes() == (("fsdp", 16), ("tp", 2))
 
 
 def test_experts_are_spread_over_neighbours() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.pack import IGNORE, Sample
+from shardwise.spec.rows import RowShare, WholeRows
 
 
 @dataclass
@@ -27,6 +28,10 @@ class MicroBatch:
     answers    [b, s] int64, of pairs of answers: 2p for the tokens of pair p's chosen answer, 2p + 1 for its rejected
                one's, and any for padding; else None
     references [p] float64: log p(chosen) - log p(rejected) of each pair under the initial model
+    rows       of rows of which a rank has some tokens, the whole ones, which ``documents`` and ``longest`` are of; ``s``
+               is then the number of these tokens; None: rows are whole
+    reached    [b, s] int64, of such rows how long the document is that each token is in; else None
+    counts     whether this rank counts pairs and bytes of text, as one does of those with tokens of the same rows
     """
 
     ids: Tensor
@@ -36,6 +41,9 @@ class MicroBatch:
     longest: int
     answers: Tensor | None = None
     references: Tensor | None = None
+    rows: WholeRows | None = None
+    reached: Tensor | None = None
+    counts: bool = True
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """A copy on ``device``, asynchronous if the memory is pinned."""
@@ -57,7 +65,22 @@ class MicroBatch:
 
     def terms(self) -> int:
         """What the loss is a mean over: supervised labels, or pairs of answers."""
-        return self.supervised_tokens() if self.references is None else len(self.references)
+        return self.supervised_tokens() if self.references is None else len(self.references) * self.counts
+
+    def cut(self, share: RowShare) -> MicroBatch:
+        """The tokens that a rank has of these rows."""
+        if share.ranks == 1:
+            return self
+        bounds = None if self.documents is None else tuple(self.documents.tolist())
+        rows = WholeRows(self.ids.shape[1], bounds)
+        runs = [share.runs(rows, row) for row in range(len(self.ids))]
+        places = torch.tensor([[place for run in row for place in range(*run)] for row in runs])
+        reached = torch.tensor([_reached(rows, row, places[row].tolist()) for row in range(len(runs))])
+        kept = {name: None if (whole := vars(self)[name]) is None else whole.gather(1, places) for name in _BY_TOKEN}
+        return replace(self, **kept, rows=rows, reached=reached, counts=share.index == 0)
+
+
+_BY_TOKEN = ("ids", "labels", "positions", "answers")
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
@@ -67,6 +90,14 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     ids, labels, positions = (torch.stack([torch.from_numpy(row) for row in part]) for part in rows)
     documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if samples[0].masked else None
     return MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples))
+
+
+def _reached(rows: WholeRows, row: int, places: Sequence[int]) -> list[int]:
+    """How long the document of each of these tokens of a row is."""
+    ends = np.array(rows.ends(row))
+    lengths = np.diff(ends, prepend=0)
+    found: list[int] = lengths[np.searchsorted(ends, places, side="right")].tolist()
+    return found
 
 
 def _pairs(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,7 @@ from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows
 from shardwise.data.portions import Portions
+from shardwise.spec.rows import RowShare
 
 Source = Windows | Packs | Portions
 
@@ -26,12 +27,13 @@ Source = Windows | Packs | Portions
 @dataclass(frozen=True)
 class Share:
     """Which part of a global batch a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on
-    each of ``dp`` ranks."""
+    each of ``dp`` ranks, and of each window the tokens of ``row``."""
 
     dp_rank: int
     dp: int
     micro_batch_size: int
     accumulation: int = 1
+    row: RowShare = RowShare()
 
     @property
     def global_batch_size(self) -> int:
@@ -87,7 +89,7 @@ def read_step(windows: Source, order: Order | Portions, share: Share, cursor: in
     own = share.micro_batch_size * share.accumulation
     ids = order.samples(cursor + share.dp_rank * own, own).tolist()
     batches = [
-        collate([windows[k] for k in ids[first : first + share.micro_batch_size]])
+        collate([windows[k] for k in ids[first : first + share.micro_batch_size]]).cut(share.row)
         for first in range(0, own, share.micro_batch_size)
     ]
     terms = sum(batch.terms() for batch in batches)
@@ -110,6 +112,6 @@ def evaluation(
         first = start + share.dp_rank * share.micro_batch_size
         rows = numbers[first : first + share.micro_batch_size]
         padding = [windows.padding()] * (share.micro_batch_size - len(rows))
-        batch = collate([*(windows[k] for k in rows), *padding])
-        text_bytes = sum(windows.text_bytes(k) for k in rows)
+        batch = collate([*(windows[k] for k in rows), *padding]).cut(share.row)
+        text_bytes = sum(windows.text_bytes(k) for k in rows if batch.counts)
         yield EvaluationBatch(batch, batch.supervised_tokens(), text_bytes)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Group = dist.ProcessGroup
-_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 """The collectives' names since torch 2.13, or before it."""
 
 
@@ -90,7 +90,7 @@ def stacked(part: Tensor, group: Group) -> Tensor:
     """The ranks' ``part``, of one shape on all, as [ranks,*part.shape]."""
     ranks = dist.get_world_size(group)
     flat = part.new_empty(ranks * part.numel())  # gloo takes no further dim for the ranks
-    _all_gather(flat, part.flatten(), group=group)
+    all_gather(flat, part.flatten(), group=group)
     return flat.view(ranks, *part.shape)
 
 
@@ -100,5 +100,5 @@ def scattered(partial: Tensor, group: Group) -> Tensor:
     if missing := -flat.shape[0] % ranks:
         flat = pad(flat, (0, 0, 0, missing))
     share = flat.new_empty(flat.shape[0] // ranks, flat.shape[1])
-    _reduce_scatter(share, flat.contiguous(), group=group)
+    reduce_scatter(share, flat.contiguous(), group=group)
     return share

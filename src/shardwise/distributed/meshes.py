@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.spec.layout import Layout, ends_of, groups_of
+from shardwise.spec.rows import RowShare
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Meshes:
     def counts(self) -> bool:
         """Whether this rank contributes its tokens and losses to a sum over the world."""
         return self.layout.counts(self.rank)
+
+    @property
+    def row_share(self) -> RowShare:
+        """Which tokens this rank has of each row."""
+        return RowShare(self.layout.ring, self.layout.ulysses, self.index("cp"))
 
     def size(self, group: str) -> int:
         """The number of ranks in this rank's group ``name``."""
@@ -64,7 +70,8 @@ class Meshes:
         return named | {str(channel.group_name): "pp" for channel in self.channels.values()}
 
     def mesh(self, *groups: str) -> DeviceMesh:
-        """The part of the device mesh along those of ``groups`` that are larger than 1, each of one axis."""
+        """The part of the device mesh along those of ``groups`` that are larger than 1: ``pp``, ``dp_replicate``,
+        ``fsdp``, ``tp``."""
         assert self.axes is not None
         return self.axes[tuple(self.layout.called(group) for group in groups if self.size(group) > 1)]
 
@@ -74,7 +81,7 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
     this alike. ``timeout``: of a pipeline's channels, which gloo asks for when they are made."""
     if layout.world == 1:
         return Meshes(layout)
-    large = layout.axes()
+    large = layout.mesh_axes()
     axes = init_device_mesh(kind, tuple(size for _, size in large), mesh_dim_names=tuple(axis for axis, _ in large))
     assert dist.group.WORLD is not None
     groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}

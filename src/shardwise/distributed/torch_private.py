@@ -95,9 +95,14 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 def group_size(name: str) -> int:
     """How many ranks the process group of this name has."""
+    return group_named(name).size()
+
+
+def group_named(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of this name: the way in which an operation of one's own is told of one."""
     from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(cast("GroupName", name)).size()
+    return _resolve_process_group(cast("GroupName", name))
 
 
 def set_timeout(group: Any, timeout_s: float, nccl_timeout_s: float | None = None) -> None:

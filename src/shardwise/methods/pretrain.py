@@ -11,7 +11,7 @@ from shardwise.models.attention import MaskSpec
 
 def mask(batch: MicroBatch) -> MaskSpec:
     """Causal, and within documents where the batch tells them."""
-    return MaskSpec(documents=batch.documents, longest=batch.longest)
+    return MaskSpec(documents=batch.documents, longest=batch.longest, rows=batch.rows, reached=batch.reached)
 
 
 def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Loss:

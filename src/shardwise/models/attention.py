@@ -17,6 +17,7 @@ from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
+from shardwise.spec.rows import WholeRows
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class MaskSpec:
     scale: what q k^T is multiplied by, where it is not 1 / sqrt(e).
     kernel: the one of kernels.py to take where it serves; auto: the first that does.
     positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
+    rows: of rows that are cut among ranks, the whole ones, which ``documents`` are then of; None: rows are whole.
+    reached: int64 [b,s], of such rows how long the document is that each token is in; None where that is asked of none.
     """
 
     causal: bool = True
@@ -41,11 +44,13 @@ class MaskSpec:
     positions: Tensor | None = None
     scale: float | None = None
     kernel: str = "auto"
+    rows: WholeRows | None = None
+    reached: Tensor | None = None
 
 
 _MASK = (
     "Tensor? documents, Tensor? sinks, Tensor? positions, bool causal, int? window, SymInt longest, float? soft_cap, "
-    "float? scale, str pinned='auto'"
+    "float? scale, str pinned='auto', int? apart=None"
 )
 """No argument may have the name of one of inductor's own for an operation, such as ``kernel``."""
 _COMPUTED_BY: dict[str, Any] = {
@@ -98,6 +103,7 @@ def case_of(q: Tensor, rule: Rule) -> kernels.Case:
         soft_cap=rule.soft_cap is not None,
         positions=rule.positions is not None,
         odd_length=q.shape[2] % kernels.LENGTH != 0,
+        apart=rule.apart is not None,
     )
 
 
@@ -115,6 +121,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tens
     """softmax(scale * q k^T) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
 
     q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] in fp32.
+    Keys of other tokens than the queries (``apart``) may be more, or fewer.
     """
     kernel, rule = _kernel(q, Rule(*mask))
     out, lse = kernel.forward(q, k, v, rule)
@@ -172,9 +179,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:  # nothing that was computed from ``out`` has a gradient
-        return (None,) * 12
+        return (None,) * 13
     *grads, grad_sinks = attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 7
+    return *grads, None, grad_sinks if ctx.needs_input_grad[4] else None, *[None] * 8
 
 
 attention.register_autograd(_backward, setup_context=_save)

@@ -19,7 +19,9 @@ BLOCK = 512
 
 
 class Rule(NamedTuple):
-    """The mask as the operation receives it; fields as in MaskSpec."""
+    """The mask as the operation receives it; fields as in MaskSpec. ``apart``: None where queries and keys are of the
+    same tokens; else so many positions before the first query stands the first key, and of no other kind is the mask
+    than a window: all keys are before all queries, or (negative) behind them."""
 
     documents: Tensor | None
     sinks: Tensor | None
@@ -30,6 +32,7 @@ class Rule(NamedTuple):
     soft_cap: float | None
     scale: float | None = None
     kernel: str = "auto"
+    apart: int | None = None
 
 
 class Saved(NamedTuple):
@@ -43,17 +46,19 @@ class Saved(NamedTuple):
 
 
 class _TokenPlaces(NamedTuple):
-    """Position and document of every token, [b,s] each."""
+    """Position and document of every query, [b,s] each, and the positions of keys [b,s]."""
 
     positions: Tensor
-    documents: Tensor
+    documents: Tensor | None
+    keys: Tensor
 
 
-def _tokens(q: Tensor, rule: Rule) -> _TokenPlaces:
-    b, _, s, _ = q.shape
-    positions = torch.arange(s, device=q.device).expand(b, s) if rule.positions is None else rule.positions
-    found = numbers(q, rule)
-    return _TokenPlaces(positions, torch.zeros_like(positions) if found is None else found)
+def _tokens(q: Tensor, k: Tensor, rule: Rule) -> _TokenPlaces:
+    b, places = q.shape[0], rule.positions
+    if places is None:
+        places = torch.arange(q.shape[2], device=q.device).expand(b, -1)
+    keys = places if rule.apart is None else torch.arange(k.shape[2], device=q.device).expand(b, -1)
+    return _TokenPlaces(places + (rule.apart or 0), numbers(q, rule), keys)
 
 
 def numbers(q: Tensor, rule: Rule) -> Tensor | None:
@@ -76,8 +81,10 @@ def _blocks(s: int) -> list[slice]:
 
 def _visible(tokens: _TokenPlaces, rule: Rule, rows: slice, columns: slice) -> Tensor:
     """[b,1,1,rows,columns]: whether this query may see this key."""
-    distance = tokens.positions[:, rows, None] - tokens.positions[:, None, columns]
-    seen = tokens.documents[:, rows, None] == tokens.documents[:, None, columns]
+    distance = tokens.positions[:, rows, None] - tokens.keys[:, None, columns]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if tokens.documents is not None:
+        seen = tokens.documents[:, rows, None] == tokens.documents[:, None, columns]
     if rule.causal:
         seen = seen & (distance >= 0)
     if rule.window is not None:
@@ -90,7 +97,7 @@ def _pairs(tokens: _TokenPlaces, rule: Rule, rows: slice, blocks: list[slice]) -
     whether a block is needed; on a GPU that would wait for the device, so positions alone decide."""
     far = reach(rule, blocks[-1].stop)
     for columns in blocks:
-        if rule.positions is None:
+        if rule.positions is None and rule.apart is None:
             if columns.start >= rows.stop + (0 if rule.causal else far - 1):
                 return
             if columns.stop <= rows.start - far + 1:
@@ -118,14 +125,14 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, rule: Rule) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf."""
-    tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), accumulation_dtype(q.dtype)
-    kv_heads = k.shape[1]
+    tokens, wide, kv_heads = _tokens(q, k, rule), accumulation_dtype(q.dtype), k.shape[1]
+    blocks, key_blocks = _blocks(q.shape[2]), _blocks(k.shape[2])
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
     for rows in blocks:
         query = _grouped(q[:, :, rows], kv_heads, wide)
         total = torch.zeros_like(query)
         norm = query.new_full(query.shape[:-1], -torch.inf)
-        for columns, seen in _pairs(tokens, rule, rows, blocks):
+        for columns, seen in _pairs(tokens, rule, rows, key_blocks):
             scores = _scores(query, k[:, :, columns].to(wide), seen, rule)
             new = torch.logaddexp(norm, scores.logsumexp(-1))
             floor = new.masked_fill(new == -torch.inf, 0.0)
@@ -141,8 +148,8 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
     """Gradients of q, k and v; probabilities are recomputed from lse. Gradients of k and v are summed in fp32 (fp64 for
     fp64)."""
     q, k, v, out, lse = saved
-    tokens, blocks, wide = _tokens(q, rule), _blocks(q.shape[2]), lse.dtype
-    kv_heads, scale = k.shape[1], _scale(q, rule)
+    tokens, wide, kv_heads, scale = _tokens(q, k, rule), lse.dtype, k.shape[1], _scale(q, rule)
+    blocks, key_blocks = _blocks(q.shape[2]), _blocks(k.shape[2])
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in blocks:
         query, outer, result = (_grouped(x[:, :, rows], kv_heads, wide) for x in (q, grad, out))
@@ -150,7 +157,7 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
         norm = norm.masked_fill(norm == -torch.inf, 0.0)
         delta = (outer * result).sum(-1, keepdim=True)
         total = torch.zeros_like(query)
-        for columns, seen in _pairs(tokens, rule, rows, blocks):
+        for columns, seen in _pairs(tokens, rule, rows, key_blocks):
             key, value = k[:, :, columns].to(wide), v[:, :, columns].to(wide)
             scores = _scores(query, key, seen, rule)
             share = (scores - norm).exp()

@@ -107,7 +107,7 @@ class Decoder(Part):
     ) -> list[Rotary | None]:
         """The rotation tables of each kind of layer; kinds that turn alike share theirs."""
         made = {
-            local: rotary_tables(self.spec, positions, dtype, mask.documents, local)
+            local: rotary_tables(self.spec, positions, dtype, mask.documents, local, mask.reached)
             for local in dict.fromkeys(kind.local for kind in kinds if kind.rotated)
         }
         return [made[kind.local] if kind.rotated else None for kind in kinds]
@@ -115,7 +115,8 @@ class Decoder(Part):
     def masks(self, kinds: tuple[LayerKind, ...], length: int, mask: MaskSpec) -> list[MaskSpec]:
         """What each kind of layer sees. A window at least as long as every document is dropped, so that
         the fast kernels can be used."""
-        longest = length if mask.documents is None else mask.longest
+        whole = length if mask.rows is None else mask.rows.length
+        longest = whole if mask.documents is None else mask.longest
         mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)
         spec, made = self.spec, []
         for kind in kinds:

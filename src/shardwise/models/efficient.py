@@ -41,7 +41,7 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
         *(0.0, no_dropout, no_dropout, int(rule.causal), False),
         scale=rule.scale,
     )
-    dq, dk, dv = (x.view(b, s, h, -1).transpose(1, 2) for x in (dq, dk, dv))
+    dq, dk, dv = (x.view(b, -1, *x.shape[-2:]).transpose(1, 2) for x in (dq, dk, dv))
     return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
 
 

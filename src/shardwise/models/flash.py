@@ -98,21 +98,27 @@ def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
     return moved if rule.documents is None else [x.flatten(0, 1) for x in moved]
 
 
-def _window(rule: Rule) -> dict[str, int]:
-    """How many keys a query sees before and after its own position."""
+def _window(rule: Rule, queries: int, keys: int) -> dict[str, int]:
+    """How many keys a query sees before and after its own position; of those apart the kernel takes the last query to
+    stand at the last key."""
     if rule.window is None:
         return {}
-    before = rule.window - 1
-    return {"window_size_left": before, "window_size_right": 0 if rule.causal else before}
+    before = after = rule.window - 1
+    if rule.apart is not None:
+        before, after = before + keys - queries - rule.apart, after - keys + queries + rule.apart
+    return {"window_size_left": before, "window_size_right": 0 if rule.causal else after}
+
+
+def _bounds(rule: Rule, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None, int, int]:
+    lengths = (queries, keys) if rule.documents is None else (rule.longest, rule.longest)
+    return rule.documents, rule.documents, *lengths
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    b, h, s, _ = q.shape
-    longest = s if rule.documents is None else rule.longest
+    (b, h, s, _), keys = q.shape, k.shape[2]
     tensors = _tokens_first(rule, q, k, v)
-    bounds = (rule.documents, rule.documents, longest, longest)
     out, lse, *_ = aten._flash_attention_forward(
-        *tensors, *bounds, 0.0, rule.causal, False, scale=rule.scale, **_window(rule)
+        *tensors, *_bounds(rule, s, keys), 0.0, rule.causal, False, scale=rule.scale, **_window(rule, s, keys)
     )
     if rule.documents is None:
         return out.transpose(1, 2), lse
@@ -120,14 +126,13 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, 
 
 
 def _cuda_backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    b, _, s, _ = grad.shape
-    longest = s if rule.documents is None else rule.longest
+    (b, _, s, _), keys = grad.shape, saved.k.shape[2]
     grad, *tensors = _tokens_first(rule, grad, saved.q, saved.k, saved.v, saved.out)
     lse = saved.lse if rule.documents is None else saved.lse.transpose(0, 1).flatten(1)
-    bounds = (rule.documents, rule.documents, longest, longest)
+    bounds, window = _bounds(rule, s, keys), _window(rule, s, keys)
     no_dropout = torch.empty(2, dtype=torch.uint64, device=grad.device)
     grads = aten._flash_attention_backward(
-        grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout, scale=rule.scale, **_window(rule)
+        grad, *tensors, lse, *bounds, 0.0, rule.causal, no_dropout, no_dropout, scale=rule.scale, **window
     )
     dq, dk, dv = (x if rule.documents is None else x.unflatten(0, (b, s)) for x in grads)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -34,8 +34,8 @@ LENGTH = 64
 class Case:
     """What a kernel must support: the device (``device``: cpu, cuda or rocm; ``capability``: CUDA's), the dtype, the
     size of heads and the mask. ``documents``: rows hold several. ``odd_length``: 64 does not divide the length of rows,
-    as in generation, where a kernel that is compiled for each length would be compiled for every token.
-    ``deterministic``: bitwise the same result in every run."""
+    as in generation, where a kernel that is compiled for each length would be compiled for every token. ``apart``: keys
+    are of other tokens than queries. ``deterministic``: bitwise the same result in every run."""
 
     device: str
     dtype: str
@@ -46,6 +46,7 @@ class Case:
     soft_cap: bool = False
     positions: bool = False
     odd_length: bool = False
+    apart: bool = False
     deterministic: bool = False
 
 
@@ -64,6 +65,7 @@ class Kernel:
     soft_cap: bool = False
     positions: bool = False
     odd_length: bool = True
+    apart: bool = True
     deterministic: bool = True
 
     def serves(self, case: Case) -> bool:
@@ -77,6 +79,7 @@ class Kernel:
             and self.soft_cap >= case.soft_cap
             and self.positions >= case.positions
             and self.odd_length >= case.odd_length
+            and self.apart >= case.apart
             and self.deterministic >= case.deterministic
         )
 
@@ -91,6 +94,7 @@ KERNELS = (
         *("cudnn", "cuda", HALF, frozenset(range(8, 129, 8)), CUDNN),
         documents=False,
         odd_length=False,
+        apart=False,
         deterministic=False,
     ),
     Kernel("flash", "cuda", HALF, EIGHTS - MIDDLE, ((AMPERE, NEWEST),), window=True),
@@ -103,8 +107,9 @@ KERNELS = (
         window=True,
         soft_cap=True,
         odd_length=False,
+        apart=False,
     ),
-    Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False),
+    Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False, apart=False),
     Kernel("blockwise", "any", HALF | WIDE, None, window=True, soft_cap=True, positions=True),
 )
 """The first row that supports a case is taken."""

@@ -13,16 +13,22 @@ from shardwise.models.rope import RopeScaling
 
 
 def rotary_tables(
-    spec: ModelSpec, positions: Tensor, dtype: torch.dtype, documents: Tensor | None = None, local: bool = False
+    spec: ModelSpec,
+    positions: Tensor,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,
+    local: bool = False,
+    reached: Tensor | None = None,
 ) -> Rotary:
     """cos and sin [b,s,1,r/2] for ``positions`` [b,s], computed in fp32 (fp64 for fp64) and cast to ``dtype``; r of a
-    head's elements are rotated. ``documents`` as in MaskSpec; ``local``: with the theta of sliding layers."""
+    head's elements are rotated. ``documents`` and ``reached`` as in MaskSpec; ``local``: with the theta of sliding
+    layers."""
     wide = accumulation_dtype(dtype)
     exponents = torch.arange(0, spec.rotary_dim, 2, device=positions.device).to(wide) / spec.rotary_dim
     frequencies = 1.0 / (spec.local_rope_theta if local and spec.local_rope_theta else spec.rope_theta) ** exponents
     scaling = None if local else spec.rope_scaling
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
-        frequencies = _by_length(spec, frequencies, scaling, _reached(positions, documents))
+        frequencies = _by_length(spec, frequencies, scaling, _reached(positions, documents) if reached is None else reached)
     elif scaling is not None:
         frequencies = _scaled(spec, frequencies, scaling)
     angles = (positions.to(wide).unsqueeze(-1) * frequencies).unsqueeze(2)

@@ -300,7 +300,8 @@ def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[Mi
     """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
     size, count = plan.batch.micro_batch_size, plan.batch.accumulation
     first = groups.index("batch") * size * count
-    return [collate(rows[first + index * size : first + (index + 1) * size]) for index in range(count)]
+    each = (rows[first + index * size : first + (index + 1) * size] for index in range(count))
+    return [collate(own).cut(groups.row_share) for own in each]
 
 
 @cache

@@ -88,7 +88,9 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
         losses = passes.infer(parts, micro, passes.score_of(job.plan))
         if losses is None:
             continue
-        margins = dpo.ratios(losses, micro) - micro.references
+        margins = dpo.ratios(losses, micro, job.meshes.groups.get("cp")) - micro.references
+        if not micro.counts:
+            continue
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])
     techniques.after_inference(parts, job.plan)

@@ -102,7 +102,8 @@ class Job:
     def share(self) -> Share:
         """The part of every batch that this rank reads."""
         batch, meshes = self.plan.batch, self.meshes
-        return Share(meshes.index("batch"), meshes.size("batch"), batch.micro_batch_size, batch.accumulation)
+        dp = meshes.index("batch"), meshes.size("batch")
+        return Share(*dp, batch.micro_batch_size, batch.accumulation, meshes.row_share)
 
     @property
     def save_steps(self) -> int:

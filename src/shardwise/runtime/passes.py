@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ def train(
     summed over all ranks and returns the sum of the losses and of their figures, detached."""
 
     def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Loss:
-        return rules.finish(hidden, head, batch, denominator)
+        return rules.finish(hidden, replace(head, group=rules.meshes.groups.get("cp")), batch, denominator)
 
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)

@@ -78,7 +78,8 @@ def score(
             if losses is None:  # another rank of the pipeline has them
                 continue
             assert micro.references is not None
-            sums[micro.references.long()] = dpo.ratios(losses, micro)
+            ratios = dpo.ratios(losses, micro, job.meshes.groups.get("cp"))
+            sums[micro.references.long()] = ratios * micro.counts
     techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()

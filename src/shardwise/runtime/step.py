@@ -103,9 +103,9 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
 
 
 def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
-    """What is dropped follows from the seed, the step, the rows and the rank of a pipeline, so that a resumed run drops
-    the same."""
-    rows = (seed * 1_000_003 + number) * meshes.size("batch") + meshes.index("batch")
+    """What is dropped follows from the seed, the step, the tokens and the rank of a pipeline, so that a resumed run
+    drops the same."""
+    rows = (seed * 1_000_003 + number) * meshes.size("loss") + meshes.index("loss")
     torch.manual_seed((rows * meshes.size("pp") + meshes.index("pp")) % 2**63)
 
 

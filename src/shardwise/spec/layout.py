@@ -8,11 +8,13 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "expert_fsdp", "ep"]
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ring", "ulysses", "expert_fsdp", "ep"]
 MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh order, outermost first: neighbours in rank number are neighbours on the last axes."""
 EXPERT_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "expert_fsdp", "ep")
 """The same ranks as experts see them: dp_shard x cp x tp folded anew, so that neighbours have different experts."""
+SEQUENCE_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+"""The same ranks as attention sees them under context parallelism: neighbours exchange heads, and rings stand across."""
 GROUPS: dict[str, tuple[Axis, ...]] = {
     "world": MESH,
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
@@ -25,6 +27,8 @@ GROUPS: dict[str, tuple[Axis, ...]] = {
     "pp": ("pp",),
     "dp_replicate": ("dp_replicate",),
     "dp_shard": ("dp_shard",),
+    "ulysses": ("ulysses",),
+    "ring": ("ring",),
     "cp": ("cp",),
     "tp": ("tp",),
 }
@@ -35,6 +39,7 @@ stage   those with the same part of the model: each of its parameters is whole, 
 loss    those whose tokens differ: what is counted is counted once over them
 batch   those that read different rows
 fsdp    those over which a sharded strategy cuts the weights
+cp      those that have different tokens of the same rows: ``ring`` x ``ulysses``
 ep      those that have different experts, and together all of them
 Of a weight of an expert the ranks of ``expert_loss`` have copies or pieces, and ``expert_fsdp`` is to it what ``fsdp``
 is to the other weights. There are these three only where ``ep`` is larger than 1.
@@ -44,8 +49,9 @@ is to the other weights. There are these three only where ``ep`` is larger than 
 @dataclass(frozen=True)
 class Layout:
     """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node). ``v_shaped``: the
-    stages of a pipeline go down its ranks and come back up, so that the first rank has both ends of the model. A group
-    is named as in ``GROUPS``; ``dp_shard/4`` means the 4 neighbours on that axis."""
+    stages of a pipeline go down its ranks and come back up, so that the first rank has both ends of the model.
+    ``ulysses``: how many of the ``cp`` ranks exchange tokens for heads. A group is named as in ``GROUPS``;
+    ``dp_shard/4`` means the 4 neighbours on that axis."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -55,6 +61,7 @@ class Layout:
     ep: int = 1
     ranks_per_node: int = 1
     v_shaped: bool = False
+    ulysses: int = 1
 
     @property
     def world(self) -> int:
@@ -78,13 +85,23 @@ class Layout:
             raise ValueError(f"ep {self.ep} does not divide dp_shard x cp x tp = {ranks}")
         return ranks // self.ep
 
+    @property
+    def ring(self) -> int:
+        """Ranks that keys and values go round, or are gathered from."""
+        return self.cp // self.ulysses
+
     def degree(self, axis: Axis) -> int:
-        degree: int = self.expert_fsdp if axis == "expert_fsdp" else vars(self)[axis]
+        degree: int = self.expert_fsdp if axis == "expert_fsdp" else self.ring if axis == "ring" else vars(self)[axis]
         return degree
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
         return tuple((axis, self.degree(axis)) for axis in _large(self, "world"))
+
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """The same where the axes over which weights are cut are one."""
+        sizes = {name: self.size(name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
+        return tuple((self.called(name), size) for name, size in sizes.items() if size > 1)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
@@ -155,18 +172,20 @@ def ends_of(layout: Layout) -> list[list[int]]:
 
 def groups_of(layout: Layout) -> list[str]:
     """The names of the groups of more than one rank, those of experts only where these are spread."""
-    spread = [name for name, axes in GROUPS.items() if layout.ep > 1 or axes[-1] in MESH]
+    spread = [name for name, axes in GROUPS.items() if layout.ep > 1 or axes[-1] not in EXPERT_MESH[2:]]
     return [name for name in spread if layout.size(name) > 1]
 
 
 def _large(layout: Layout, group: str) -> list[Axis]:
-    """The axes larger than 1 along which the ranks of a group differ."""
-    return [axis for axis in GROUPS[group] if layout.degree(axis) > 1]
+    """The axes larger than 1 along which the ranks of a group differ; ``cp`` where it is a ring, or ulysses, alone."""
+    whole: dict[Axis, Axis] = {"ring": "cp", "ulysses": "cp"}
+    found = [axis for axis in GROUPS[group] if layout.degree(axis) > 1]
+    return [whole.get(axis, axis) if layout.degree(axis) == layout.cp else axis for axis in found]
 
 
 def _stride(layout: Layout, axis: Axis) -> int:
     """How far neighbours on ``axis`` are apart in rank number."""
-    mesh = MESH if axis in MESH else EXPERT_MESH
+    mesh = next(mesh for mesh in (MESH, SEQUENCE_MESH, EXPERT_MESH) if axis in mesh)
     return prod(layout.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
 
 

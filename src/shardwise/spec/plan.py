@@ -55,6 +55,9 @@ class Pipeline:
     split: tuple[int, ...] = ()
 
 
+CpKind = Literal["ring", "ulysses", "nested", "gather"]
+
+
 @dataclass(frozen=True)
 class Precision:
     compute: Dtype = "fp32"
@@ -179,6 +182,7 @@ class Plan:
     deterministic: bool = False
     attention: str = "auto"
     sequence_parallel: bool = False
+    cp_kind: CpKind = "ring"
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
@@ -191,6 +195,11 @@ class Plan:
     format: int = 1
 
     @property
+    def row_tokens(self) -> int:
+        """How many tokens of each row a rank has."""
+        return self.batch.seq_len // self.layout.cp
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are cut over the ranks of a group ``fsdp``; over one rank nothing is."""
         return self.shard.strategy != "ddp" and self.layout.fsdp > 1
@@ -201,8 +210,12 @@ class Plan:
 
     @property
     def model_words(self) -> str:
-        """How the model is split, where it is: ``tp 4 with sp, pp 2 (1f1b, stages of 8 to 9 blocks)``."""
+        """How the model and its rows are split, where they are: ``tp 4 with sp, cp 2 (ring), pp 2 (1f1b, stages of 8
+        to 9 blocks)``."""
         words = [f"tp {self.layout.tp}" + " with sp" * self.sequence_parallel] * (self.layout.tp > 1)
+        if self.layout.cp > 1:
+            nested = f" of {self.layout.ring} x {self.layout.ulysses}" * (self.cp_kind == "nested")
+            words.append(f"cp {self.layout.cp} ({self.cp_kind}{nested})")
         if self.layout.pp > 1:
             least, most = min(self.pipeline.split, default=0), max(self.pipeline.split, default=0)
             blocks = str(most) if least == most else f"{least} to {most}"

@@ -183,6 +183,8 @@ class Parallel(Section):
     reshard_after_forward: bool | int | None = None
     tp: int | None = Field(default=None, ge=1)
     sequence_parallel: bool = True
+    cp: int | None = Field(default=None, ge=1)
+    cp_kind: Literal["auto", "ring", "ulysses", "nested", "gather"] = "auto"
     pp: int | None = Field(default=None, ge=1)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages_per_rank: int | None = Field(default=None, ge=1)

@@ -1,0 +1,174 @@
+"""Context parallelism: the ranks of a group have some tokens each of the same rows, for sequences that do not fit one.
+
+All but attention is computed token by token, so it needs nothing of other ranks. Attention sees the keys of all:
+
+    kind      what travels                                          a rank computes
+    ring      keys and values, from rank to rank, while it computes  its queries, with one rank's keys at a time
+    gather    keys and values of all ranks, at once                  its queries, with all keys
+    ulysses   queries, keys, values and the output: tokens for heads some heads, of all tokens
+    nested    ulysses among neighbours, a ring across them           some heads, with one group's keys at a time
+
+Which tokens a rank has, spec/rows.py says: it reads, trains on and counts those alone, so that what is kept of a row
+falls with the ranks. A rank of a ring sends only key heads, and nothing that no query sees; but a step of a ring waits
+for the slowest link. Ulysses sends less where there are many ranks, and has at most as many as there are query heads.
+Weights are cut over these ranks too: of them a sharded strategy has dp_shard x cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
+from shardwise.spec.plan import CpKind, Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.rows import parts_of
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques.variant import Traced
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shardwise.distributed.meshes import Meshes
+    from shardwise.models.attention import Attention, MaskSpec
+
+INSIDE = (
+    "spec/rows.py",
+    "techniques/cp/__init__.py",
+    "techniques/cp/attention.py",
+    "techniques/cp/exchange.py",
+    "techniques/cp/parts.py",
+    "techniques/cp/ulysses.py",
+)
+KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "nested", "gather")
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
+    """The pinned degree, else 1; of the kind that is asked for, else those that are legal."""
+    ranks, kind = (recipe.parallel.cp or 1, recipe.parallel.cp_kind) if pinned else (1, "auto")
+    if ranks == 1:
+        yield plan
+        return
+    yield from of_degree(spec, plan, ranks, KINDS if kind == "auto" else (kind,))  # type: ignore[arg-type]
+
+
+def of_degree(spec: ModelSpec, plan: Plan, ranks: int, kinds: tuple[CpKind, ...]) -> Iterator[Plan]:
+    for kind in kinds:
+        exchanging = {"ulysses": ranks, "nested": _neighbours(spec, plan, ranks)}.get(kind, 1)
+        layout = replace(plan.layout, cp=ranks, ulysses=exchanging)
+        why = {"layout.cp": "pinned", "cp_kind": "pinned"}
+        made = replace(plan, layout=layout, cp_kind=kind, why={**plan.why, **why})
+        if len(kinds) == 1 or not _heads(spec, made):
+            yield made
+
+
+def _neighbours(spec: ModelSpec, plan: Plan, ranks: int) -> int:
+    """How many of so many ranks exchange heads where rings stand across them: the most that the heads allow."""
+    fits = [n for n in range(2, ranks) if ranks % n == 0 and not _odd(spec, plan.layout.tp, n)]
+    return max(fits, default=2)
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {
+        "parallel.cp": (plan.layout.cp, recipe.parallel.cp or "auto"),
+        "parallel.cp_kind": (plan.cp_kind, recipe.parallel.cp_kind if plan.layout.cp > 1 else "auto"),
+    }
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    layout, length = plan.layout, plan.batch.seq_len
+    if layout.cp == 1:
+        return []
+    problems = []
+    if spec.hf_model is not None:
+        what = f"{spec.name} runs in transformers' own modules, whose attention context parallelism cannot replace"
+        fix = "`parallel.cp=1`, with `recompute=full` or weights sharded by zero3 for long sequences"
+        problems.append(Problem("PLAN026", what, "parallel.cp", fix))
+    wanted = {"ulysses": layout.ulysses == layout.cp, "nested": 1 < layout.ulysses < layout.cp}
+    if layout.cp % layout.ulysses or not wanted.get(plan.cp_kind, layout.ulysses == 1):
+        what = f"`cp_kind: {plan.cp_kind}` and `layout.ulysses: {layout.ulysses}` contradict each other"
+        fix = "ulysses 1 for ring and gather, as large as cp for ulysses, a divisor between the two for nested"
+        return [*problems, Problem("PLAN026", what, "layout.ulysses", fix)]
+    problems += _heads(spec, plan)
+    multiple = parts_of(layout.ring, layout.ulysses)
+    if length % multiple:
+        nearest = max(1, length // multiple) * multiple
+        what = f"rows of {length:,} tokens cannot be cut for {plan.cp_kind} over {layout.cp} ranks"
+        problems.append(Problem("PLAN026", what, "train.seq_len", f"a multiple of {multiple}, such as {nearest:,}"))
+    return problems
+
+
+def _heads(spec: ModelSpec, plan: Plan) -> list[Problem]:
+    ranks, tp = plan.layout.ulysses, plan.layout.tp
+    if ranks == 1 or not (odd := _odd(spec, tp, ranks)):
+        return []
+    good = [str(n) for n in range(2, spec.num_attention_heads // tp + 1) if not _odd(spec, tp, n)]
+    fix = f"one of {', '.join(good)} ranks, or `parallel.cp_kind=ring`" if good else "`parallel.cp_kind=ring`"
+    what = f"{ranks} ranks cannot share the heads of {spec.name}: {odd}"
+    return [Problem("PLAN026", what, "parallel.cp_kind", fix)]
+
+
+def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
+    """Why so many ranks cannot share the heads that a rank has; empty where they can."""
+    heads, key_heads = spec.num_attention_heads // tp, max(1, spec.num_key_value_heads // tp)
+    if heads % ranks:
+        return f"{ranks} does not divide {heads} query heads"
+    if key_heads % ranks and ranks % key_heads:
+        return f"{ranks} does not divide {key_heads} key heads, nor do they divide {ranks}"
+    return ""
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    return made
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Nothing: it acts inside units."""
+    return sheet
+
+
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """Replaces the attention of every layer."""
+    if plan.layout.cp > 1:
+        from shardwise.models.attention import Attention
+
+        for part in parts:
+            for module in part.modules():
+                if isinstance(module, Attention):
+                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
+    return parts
+
+
+def _inner(module: Attention, plan: Plan, meshes: Meshes) -> Any:
+    from shardwise.techniques.cp.attention import attention_over_ranks
+    from shardwise.techniques.cp.ulysses import heads_for_tokens, tokens_for_heads
+
+    whole, layout = module.inner, plan.layout
+    neighbours, ring = (str(meshes.groups[name].group_name) if layout.size(name) > 1 else "" for name in ("ulysses", "ring"))
+
+    def over_ring(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+        if layout.ring == 1:
+            return whole(q, k, v, mask)
+        assert mask.rows is not None
+        cut = mask.rows.length, None if mask.rows.bounds is None else list(mask.rows.bounds)
+        rule = mask.causal, mask.window, mask.soft_cap, mask.scale, mask.kernel
+        found: tuple[Tensor, Tensor] = attention_over_ranks(
+            q, k, v, mask.sinks, ring, plan.cp_kind == "gather", *cut, *rule
+        )
+        return found
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+        if mask.rows is None:  # every rank has whole rows
+            return whole(q, k, v, mask)
+        if not neighbours:
+            return over_ring(q, k, v, mask)
+        if mask.sinks is not None:
+            mask = replace(mask, sinks=mask.sinks.chunk(layout.ulysses)[meshes.index("ulysses")])
+        out, lse = over_ring(*(heads_for_tokens(x, neighbours) for x in (q, k, v)), mask)
+        return tokens_for_heads(out, neighbours), lse
+
+    return inner

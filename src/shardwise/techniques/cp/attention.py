@@ -1,0 +1,167 @@
+"""Attention whose keys are on several ranks, as one operation, ``shardwise::attention_over_ranks``.
+
+A rank computes with its own keys first, then with those that come (exchange.py), and joins what it finds by the
+log-sum-exps, in fp32: out = sum of out_i * exp(lse_i - lse). For backward it saves q, k, v, the joined output and
+log-sum-exp of its own tokens, no keys of others: they come once more, and with the joined log-sum-exp each part's
+gradients are those of the whole softmax. Gradients are summed in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.distributed.torch_private import group_named
+from shardwise.models import blockwise
+from shardwise.models.attention import attention, attention_backward
+from shardwise.models.blockwise import Saved
+from shardwise.models.layers import accumulation_dtype
+from shardwise.spec.rows import WholeRows
+from shardwise.techniques.cp.exchange import Gathered, Ring
+from shardwise.techniques.cp.parts import Part, Sees, parts
+
+
+class CutRule(NamedTuple):
+    """The mask, and over whom rows are cut: ``group`` is the name of the ranks' process group; ``gathered``: their keys
+    come all at once; ``length`` and ``bounds`` as in ``WholeRows``; the others as in ``MaskSpec``."""
+
+    sinks: Tensor | None
+    group: str
+    gathered: bool
+    length: int
+    bounds: list[int] | None
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    scale: float | None
+    kernel: str
+
+    @property
+    def rows(self) -> WholeRows:
+        return WholeRows(self.length, None if self.bounds is None else tuple(self.bounds))
+
+    @property
+    def sees(self) -> Sees:
+        return Sees(self.causal, self.window)
+
+    def exchange(self, count: int) -> Ring | Gathered:
+        group = group_named(self.group)
+        return Gathered(group, self.rows, count) if self.gathered else Ring(group, self.rows, count, self.sees)
+
+    def part(self, part: Part, device: torch.device) -> tuple[Any, ...]:
+        """The mask of one call of a kernel."""
+        bounds = _bounds(part.lengths, device) if part.lengths else None
+        longest = max(part.lengths, default=0)
+        causal = self.causal and part.apart is None
+        return bounds, None, None, causal, self.window, longest, self.soft_cap, self.scale, self.kernel, part.apart
+
+
+@lru_cache(maxsize=64)
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+_RULE = (
+    "Tensor? sinks, str group, bool gathered, SymInt length, int[]? bounds, bool causal, int? window, "
+    "float? soft_cap, float? scale, str pinned"
+)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]:
+    """What :func:`attention_over_ranks` does, operation by operation."""
+    rule, count, wide = CutRule(*cut), q.shape[0], accumulation_dtype(q.dtype)
+    exchange = rule.exchange(count)
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for owner, keys in exchange.keys(torch.stack([k, v])):
+        for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
+            mine, theirs = _places(part)
+            each, each_lse = attention(q[mine], keys[0][theirs], keys[1][theirs], *rule.part(part, q.device))
+            before = lse[mine]
+            joined = torch.logaddexp(before, each_lse)
+            out[mine] *= (before - joined).exp_().unsqueeze(-1)
+            out[mine] += each * (each_lse - joined).exp_().unsqueeze(-1)
+            lse[mine] = joined
+    if rule.sinks is not None:
+        out, lse = blockwise.with_sinks(out, lse, rule.sinks)
+    return out.to(q.dtype), lse
+
+
+def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`attention_over_ranks_backward` does, operation by operation."""
+    saved, rule = Saved(*saved_and_cut[:5]), CutRule(*saved_and_cut[5:])
+    q, k, v, out, lse = saved
+    count, wide = q.shape[0], lse.dtype
+    exchange = rule.exchange(count)
+    grad_q = torch.zeros_like(q, dtype=wide)
+    home = torch.zeros(2, *k.shape, dtype=wide, device=k.device)  # of this rank's own keys and values
+    sums: Tensor | None = None  # of those that were here before
+    for step, (owner, keys) in enumerate(exchange.keys(torch.stack([k, v]))):
+        passing = exchange.passed(step, sums, home)
+        sums = home if owner == exchange.rank else None if keys is None else torch.zeros_like(keys, dtype=wide)
+        for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
+            mine, theirs = _places(part)
+            given = grad[mine], q[mine], keys[0][theirs], keys[1][theirs], out[mine], lse[mine].contiguous()
+            of_q, of_k, of_v, _ = attention_backward(*given, *rule.part(part, q.device))
+            grad_q[mine] += of_q
+            sums[0][theirs] += of_k
+            sums[1][theirs] += of_v
+        passing.add(sums, home)
+        sums = None if step == 0 else sums
+    exchange.passed(exchange.steps, sums, home).add(None, home)
+    grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
+    return grad_q.to(q.dtype), torch.empty_like(k).copy_(home[0]), torch.empty_like(v).copy_(home[1]), grad_sinks
+
+
+def _places(part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where its queries and its keys are."""
+    return (slice(*part.rows), slice(None), slice(*part.queries)), (slice(*part.rows), slice(None), slice(*part.keys))
+
+
+_BACKWARD = f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_RULE})"
+attention_over_ranks = torch.library.custom_op(
+    "shardwise::attention_over_ranks",
+    forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor)",
+)
+attention_over_ranks_backward = torch.library.custom_op(
+    "shardwise::attention_over_ranks_backward",
+    backward,
+    mutates_args=(),
+    schema=f"{_BACKWARD} -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@attention_over_ranks.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@attention_over_ranks_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *cut: Any) -> tuple[Tensor, ...]:
+    rule = CutRule(*cut)
+    grad_sinks = grad.new_empty(0) if rule.sinks is None else torch.empty_like(rule.sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_sinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, *settings = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.settings = settings
+    ctx.save_for_backward(q, k, v, *output, sinks)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:  # nothing that was computed from ``out`` has a gradient; other ranks find the same
+        return (None,) * (4 + len(ctx.settings))
+    *saved, sinks = ctx.saved_tensors
+    *grads, grad_sinks = attention_over_ranks_backward(grad, *saved, sinks, *ctx.settings)
+    return *grads, grad_sinks if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings)
+
+
+attention_over_ranks.register_autograd(_backward, setup_context=_save)
