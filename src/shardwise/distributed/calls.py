@@ -22,9 +22,14 @@ KINDS = {
 }
 
 
+OWN = {"shardwise::exchange": "all_to_all"}
+"""Operations of ours that are one collective each, and what is done to send it."""
+
+
 def collective(func: Any) -> str | None:
-    """The kind of collective that an operation of torch is; None for one that is none."""
-    return KINDS.get(func._schema.name.partition("::")[2]) if func.namespace == "c10d" else None
+    """The kind of collective that an operation is; None for one that is none."""
+    name: str = func._schema.name
+    return KINDS.get(name.partition("::")[2]) if func.namespace == "c10d" else OWN.get(name)
 
 
 def group_name(args: tuple[Any, ...]) -> str:
@@ -32,6 +37,8 @@ def group_name(args: tuple[Any, ...]) -> str:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
             return str(dist.ProcessGroup.unbox(value).group_name)
+        if isinstance(value, str):
+            return value
     return ""
 
 

@@ -101,5 +101,5 @@ def _dims(sheet: Sheet) -> tuple[int, int]:
 def _sizes(plan: Plan) -> tuple[int, int, int, int]:
     """Bytes of an element in the compute dtype and in statistics, tokens of a micro-batch, chunks."""
     compute = BYTES[plan.precision.compute]
-    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    tokens = plan.batch.micro_batch_size * plan.row_tokens
     return compute, max(compute, 4), tokens, ceil(tokens / plan.batch.loss_chunk_tokens)

@@ -138,7 +138,7 @@ class LowerBounds:
         key, whole, batch = (plan.layout.fsdp, plan.shard, _alike(plan)), unstaged(plan), plan.batch
         if key not in self.blocks:
             costed = self._costed(whole)
-            least = min(range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, batch.seq_len))
+            least = min(range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens))
             state = sum(optim.state_bytes(costed.with_ends(stem=False, head=False), whole).values())
             weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
             trained = sum(prod(map(int, weight.shape)) for weight in weights if weight.trained)
@@ -154,7 +154,7 @@ class LowerBounds:
         ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]
         alive = _alive(plan)
-        kept = alive * min(own) * _kept_bytes(block, batch.micro_batch_size, batch.seq_len)
+        kept = alive * min(own) * _kept_bytes(block, batch.micro_batch_size, plan.row_tokens)
         gradient_bytes *= sum(own)
         # Every stage has had a backward before the last forward of so many micro-batches.
         together = m * each - alive > (each - 1) * ranks
@@ -171,7 +171,7 @@ class LowerBounds:
         batch, ranks = plan.batch, plan.layout.pp
         sequences = batch.micro_batch_size * batch.accumulation
         rates = rates_of(plan, self.cluster, own_traits())
-        computed_s = sizes.flops * sequences * batch.seq_len / rates.best_flops_per_s / ranks
+        computed_s = sizes.flops * sequences * plan.row_tokens / rates.best_flops_per_s / ranks
         micro, each_s, once_s = self.larger.get(_alike(plan), (0, 0.0, 0.0))
         if batch.micro_batch_size < micro:
             computed_s = max(computed_s, (each_s * sequences + once_s) / ranks)

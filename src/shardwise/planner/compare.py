@@ -164,7 +164,7 @@ class Comparison:
 
     def with_larger_chunks(self, plan: Plan) -> Plan:
         """The plan with the largest chunks of the loss that fit, on a GPU; it has the smallest."""
-        tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+        tokens = plan.batch.micro_batch_size * plan.row_tokens
         for most in LARGER_CHUNKS if self.cluster.kind == "cuda" and plan.batch.loss_chunk_tokens < tokens else ():
             chunk, reasons = chunk_of(self.spec, most, tokens)
             larger = replace(plan, batch=replace(plan.batch, loss_chunk_tokens=chunk), why={**plan.why, **reasons})

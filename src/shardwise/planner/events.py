@@ -55,13 +55,15 @@ class Compute(NamedTuple):
 
 class Send(NamedTuple):
     """One collective over the ranks of a group, ``axis``; ``bytes`` is what is gathered, scattered or reduced. What
-    is in one stream runs in order; what is in another runs beside it, but for what a ``Wait`` says."""
+    is in one stream runs in order; what is in another runs beside it, but for what a ``Wait`` says. ``beside_ns``: so
+    long the device computes meanwhile, of what was told before."""
 
     kind: str
     axis: str
     category: str
     bytes: int
     stream: str = "compute"
+    beside_ns: int = 0
 
 
 class Copy(NamedTuple):

@@ -29,8 +29,8 @@ from shardwise.planner.overhead import attention_bytes
 from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
-from shardwise.spec.plan import Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, Op, Sheet, Unit
+from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit
 
 OUTPUT, GRADIENT = "output", "gradient of output"
 Piece = Event | WeightsCall
@@ -41,7 +41,7 @@ Piece = Event | WeightsCall
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
     a pass of a unit comes to. ``b`` sequences of ``s`` tokens are computed in the dtype ``compute`` on devices of
-    ``kind``, with the workspaces of its kernels. ``recomputes``: some block does. ``trains``: a backward follows, as it
+    ``kind``, with the workspaces of its kernels; of rows that are ``cut`` among ranks. ``recomputes``: some block does. ``trains``: a backward follows, as it
     does not in a stage that has nothing to train, nor any before it. ``rates``: how fast the device is, where seconds
     are asked for. ``loss``: what the loss does in its forward and in its backward."""
 
@@ -56,6 +56,7 @@ class Passes:
     compute: Dtype
     deterministic: bool
     rates: Rates | None
+    cut: Cut
     loss: tuple[tuple[Piece, ...], tuple[Piece, ...]] = field(hash=False)  # many, of a long sequence
 
     @classmethod
@@ -68,11 +69,12 @@ class Passes:
             recomputes=any(unit.recompute for unit in units),
             trains=sheet.place.head or any(unit.backward for unit in units),
             b=plan.batch.micro_batch_size,
-            s=plan.batch.seq_len,
+            s=plan.row_tokens,
             kind=kind,
             compute=plan.precision.compute,
             deterministic=plan.deterministic,
             rates=rates,
+            cut=_cut(sheet, plan, units),
             loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
         )
 
@@ -180,6 +182,13 @@ class Passes:
             yield local.free(unit.input)
 
 
+def _cut(sheet: Sheet, plan: Plan, units: list[Unit]) -> Cut:
+    """How rows are cut. Which rank of a ring it is makes a difference only where there are windows."""
+    windowed = any(unit.window is not None for unit in units)
+    index = sheet.place.coordinate("ring") if windowed else 0
+    return Cut(plan.batch.seq_len, plan.layout.ring, index, plan.cp_kind == "gather")
+
+
 def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
@@ -196,7 +205,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         for name, size, frees in forward_tensors(sheet, plan, kind):
             yield from (*free(frees), *make(name, size))
         vocabulary, hidden = map(int, sheet.output.shape)
-        tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+        tokens = plan.batch.micro_batch_size * plan.row_tokens
         times = products(sheet, plan)
         multiplied, rest = loss_durations(sheet, plan, rates, times) if rates else (NOTHING, NOTHING)
         yield Compute(2 * times * vocabulary * hidden * tokens, multiplied.device_ns, multiplied.host_ns)
@@ -212,7 +221,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         if "grad_hidden" in left:  # from here on it is the tail's to free
             yield Free((0, "grad_hidden"), "logits", left["grad_hidden"])
             output = sheet.tail.tensors[sheet.tail.output]
-            yield Make((0, GRADIENT), "logits", output.bytes(plan.batch.micro_batch_size, plan.batch.seq_len))
+            yield Make((0, GRADIENT), "logits", output.bytes(plan.batch.micro_batch_size, plan.row_tokens))
 
     return tuple(forward()), tuple(backward())
 
@@ -225,8 +234,10 @@ class _Local:
     """The events of one unit's tensors and operations."""
 
     def __init__(self, passes: Passes, unit: Unit) -> None:
-        self.unit, (b, s) = unit, (passes.b, passes.s)
-        self.times = {"": 1, "b*s": b * s, "b*s*s": b * seen(s, unit.window)}
+        self.unit, (b, s), length = unit, (passes.b, passes.s), passes.cut.length
+        self.times = {"": 1, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
+        self.parts = {"": 1, "b*s": 1, "b*s*s": length * length}
+        self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
         self.sizes = [tensor.bytes(b, s) for tensor in unit.tensors]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.stem:
@@ -245,14 +256,17 @@ class _Local:
         """What an operation makes, and what it computes or sends."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
-        if workspace := techniques.workspace_bytes(op):
-            yield Make((0, "workspace"), "activations", workspace)
-            yield Free((0, "workspace"), "activations", workspace)
-        size = op.flops * self.times[op.per]
+        does = techniques.within(op, self.where)
+        if does and does.workspace:
+            yield Make((0, "workspace"), "activations", does.workspace)
+            yield Free((0, "workspace"), "activations", does.workspace)
+        size = op.flops * self.times[op.per] // self.parts[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size)
         elif size or takes.device_ns:
             yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
+        for kind, sent, beside in does.sent if does else ():
+            yield Send(kind, op.axis, "activations", sent, beside_ns=round(beside * takes.device_ns))
 
 
 @lru_cache(maxsize=KEPT_UNITS)

@@ -70,7 +70,7 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
     }
     order = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
     block = sheet.blocks[0]
-    size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
+    size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
     halved = SCHEDULES[plan.pipeline.schedule].splits_backward
     leaving: list[TensorKey] = []
@@ -156,9 +156,10 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
     for category, size in optim.state_bytes(sheet, plan).items():
         tape.make(("state", category), category, size)
-    # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of.
-    batch, each = plan.batch, 8 * (4 if plan.loss == "dpo" else 3)
-    tape.make("batch", "buffers", each * batch.micro_batch_size * batch.seq_len * batch.accumulation)
+    # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of; of
+    # rows that are cut, how long its document is.
+    batch, each = plan.batch, 8 * (3 + (plan.loss == "dpo") + (plan.layout.cp > 1))
+    tape.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
 
 
 def _end(tape: Tape, sheet: Sheet) -> None:

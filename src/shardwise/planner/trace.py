@@ -31,6 +31,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
+from shardwise.spec.rows import WholeRows
 from shardwise.spec.sheet import SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
@@ -39,6 +40,8 @@ Tell = Callable[[torch.Tensor], None]
 Start = Callable[[], torch.Tensor]
 """Begins the recording of a unit, and returns the unit's input."""
 Call = Callable[[Start], torch.Tensor]
+OVER_RANKS = "over_ranks"
+"""In the names of operations whose keys are on several ranks."""
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -107,7 +110,7 @@ def trace(variant: Variant) -> Unit:
         named = dict(model.named_parameters())
         reading = Symbols.of(variant, {symbol: local(named[name].detach()).shape[0] for symbol, name in variant.sums})
         axes = meshes.called() if plan.layout.world > 1 else {}
-        return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes)).made()
+        return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes, plan.layout.ring)).made()
 
 
 @cache
@@ -139,7 +142,7 @@ def _applied(variant: Variant, meshes: Meshes) -> Model:
 def _subject(variant: Variant, model: Model) -> _Runnable:
     """The unit of the model that is to be run."""
     plan, spec = variant.plan, variant.model
-    b, s = plan.batch.micro_batch_size, plan.batch.seq_len
+    b, s = plan.batch.micro_batch_size, plan.row_tokens
     tokens = (-(-b * s // variant.spread),) if variant.spread > 1 else (b, s)
     dtype = torch_dtype(plan.precision.compute)
     leaf = torch.empty((*tokens, spec.hidden_size), dtype=dtype, requires_grad=variant.input_trained)
@@ -173,9 +176,10 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     model.embedded(ids)  # from which cut layers know the number of rows
     if variant.what == "tail":
         return tail, []
+    mask = MaskSpec(rows=WholeRows(variant.plan.batch.seq_len) if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
-    return lambda start: block(start(), rotary, MaskSpec()), [*(rotary or ())]
+    return lambda start: block(start(), rotary, mask), [*(rotary or ())]
 
 
 def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
@@ -310,10 +314,12 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Naming:
-    """How what was recorded is told: sizes as products, process groups as axes."""
+    """How what was recorded is told: sizes as products, process groups as axes; keys come from a ``ring`` of so many
+    ranks."""
 
     reading: Symbols
     axes: Mapping[str, str]
+    ring: int
 
     def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         held = local(parameter.detach())
@@ -360,10 +366,12 @@ class _Naming:
             dims = tuple(map(size, (1, m, n, k)))
             return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
         if name.startswith("shardwise.attention"):
-            b, heads, s, e = event.shapes[0]
-            times = 5 if name.startswith("shardwise.attention_backward") else 2
-            dims = tuple(map(size, (b * heads, s, s, e)))
-            return Op("attention", name, symbols=size(times * b * heads * s * s * e), dims=dims)
+            backward, ring = name.endswith("_backward"), self.ring if OVER_RANKS in name else 1
+            (b, heads, s, e), (_, key_heads, *_) = event.shapes[0], event.shapes[2 if backward else 1]
+            pairs = b * heads * s * s * ring
+            dims = *map(size, (b * heads, s, s * ring, e)), *([size(b * key_heads)] if ring > 1 else [])
+            axis = "ring" if ring > 1 else ""
+            return Op("attention", name, symbols=size((5 if backward else 2) * pairs * e), dims=dims, axis=axis)
         read, written = (tuple(map(size, each)) for each in (event.read, event.written))
         dims = _dims(name, event, size)
         return Op("elementwise", name, dims=dims, read=read, written=written)

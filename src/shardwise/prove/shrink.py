@@ -101,7 +101,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         count = found.get("micro_batches", count)
         pipeline = replace(pipeline, stages_per_rank=len(split) // layout.pp, split=split)
     length = PAIRS if plan.loss == "dpo" else TEXT
-    chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * batch.seq_len else 2 * length
+    chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * plan.row_tokens else 2 * length
     return replace(
         plan,
         layout=layout,

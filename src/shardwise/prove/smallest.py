@@ -105,7 +105,7 @@ def _one_dtype(spec: ModelSpec, plan: Plan) -> Case:
 
 def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
     batch = plan.batch
-    least = batch.micro_batch_size * batch.seq_len
+    least = batch.micro_batch_size * plan.row_tokens
     return spec, replace(plan, batch=replace(batch, loss_chunk_tokens=max(least, batch.loss_chunk_tokens)))
 
 

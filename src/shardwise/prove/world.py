@@ -39,6 +39,7 @@ from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+from shardwise.spec.rows import WholeRows
 from shardwise.techniques import optim
 
 SMALL = 2**20
@@ -114,6 +115,9 @@ class WorldCounter(TorchDispatchMode):
             return args[0].fake_device  # half of all that is asked
         if func is torch.ops.aten._local_scalar_dense.default and self._counts(args[0]):
             return 1.0 if args[0].is_floating_point() else 1  # any number will do: it decides nothing that is counted
+        if steps := techniques.steps_of(func._schema.name):
+            with self:
+                return steps(*args)
         if kind := collective(func):
             self._sent(kind, args)
         out = func(*args, **(kwargs or {}))
@@ -184,11 +188,14 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
 
 def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
     plan = rules.plan
-    shape = (plan.batch.micro_batch_size, plan.batch.seq_len)
+    shape = (plan.batch.micro_batch_size, plan.row_tokens)
     batches = []
     for _ in range(micro_batches):
         ids, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         batches.append(MicroBatch(ids, labels, positions, None, 0))
+    if plan.layout.cp > 1:
+        for batch in batches:
+            batch.rows, batch.reached = WholeRows(plan.batch.seq_len), torch.zeros(shape, dtype=torch.int64)
     if plan.loss == "dpo":
         for batch in batches:
             batch.answers, batch.references = torch.zeros(shape, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)

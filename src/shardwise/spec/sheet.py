@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from shardwise.spec.place import Place, Stage
 from shardwise.spec.plan import BYTES, Plan
@@ -47,6 +48,14 @@ def grown(dim: Dim, sizes: Sizes) -> tuple[int, str]:
     per = [x for x in above.split("*") if x in ("b", "s")]
     rest = [x for x in above.split("*") if x not in ("b", "s")]
     return size_of("*".join(rest or ["1"]) + bar + below, sizes), "*".join(per)
+
+
+def number(dim: Dim, sizes: tuple[int, int]) -> int:
+    """A bound dim for ``b`` sequences of ``s`` tokens."""
+    if isinstance(dim, int):
+        return dim
+    each = {"b": sizes[0], "s": sizes[1]}
+    return prod(each[factor] if factor in each else int(factor) for factor in dim.split("*"))
 
 
 SEND = "send"
@@ -147,6 +156,43 @@ class Op:
             flops, per = grown(self.symbols, sizes)
             return replace(self, flops=flops, per=per)
         return replace(self, flops=size_of(self.symbols, sizes))
+
+
+class Cut(NamedTuple):
+    """Rows of ``length`` tokens that ranks have some of: a rank of this number ``index`` within a ``ring``, whose keys
+    come one rank's after another's, or all ``gathered`` at once."""
+
+    length: int
+    ring: int = 1
+    index: int = 0
+    gathered: bool = False
+
+
+class At(NamedTuple):
+    """Where an operation runs: of ``b`` rows ``s`` tokens each, in numbers of so many bytes (``width``), in a unit with
+    this ``window``; rows are ``cut``."""
+
+    b: int
+    s: int
+    width: int
+    window: int | None
+    cut: Cut
+
+
+class Sent(NamedTuple):
+    """A message; ``beside``: while it is on its way, such a share of the operation is computed."""
+
+    kind: str
+    bytes: int
+    beside: float = 0.0
+
+
+class Within(NamedTuple):
+    """What an operation of a technique's own does besides reading and making what it does: so many bytes are held
+    meanwhile, and messages sent along its axis."""
+
+    workspace: int = 0
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

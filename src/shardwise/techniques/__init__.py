@@ -42,7 +42,7 @@ from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Estimate, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within
 from shardwise.techniques import compile, cp, freeze, lora, nf4, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.variant import Traced
 
@@ -110,15 +110,21 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     return made
 
 
-def workspace_bytes(op: Op) -> int:
-    """What an operation of a technique's own holds besides what it reads and makes."""
-    size = _workspaces(ORDER).get(op.name)
-    return size(op) if size else 0
+def within(op: Op, at: At) -> Within | None:
+    """What an operation of a technique's own does besides reading and making what it does; None of any other."""
+    does = _within(ORDER).get(op.name)
+    return does(op, at) if does else None
 
 
 @cache
-def _workspaces(order: tuple[ModuleType, ...]) -> dict[str, Callable[[Op], int]]:
-    return {name: size for technique in order for name, size in vars(technique).get("WORKSPACES", {}).items()}
+def _within(order: tuple[ModuleType, ...]) -> dict[str, Callable[[Op, At], Within]]:
+    return {name: does for technique in order for name, does in vars(technique).get("WITHIN", {}).items()}
+
+
+def steps_of(operation: str) -> Callable[..., Any] | None:
+    """What an operation of a technique's own does, operation by operation, by torch's name for it; None of any
+    other."""
+    return next((steps for find in _those_with("steps_of") if (steps := find(operation))), None)
 
 
 def inside(plan: Plan) -> Plan:

@@ -38,10 +38,11 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
-    """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention
-    and every matrix product but the last, whose result no gradient needs."""
+    """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
+    the tokens that are exchanged for heads, and every matrix product but the last, whose result no gradient needs."""
     products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-    return frozenset([*products[:-1], *(i for i, op in enumerate(ops) if op.kind == "attention")])
+    attention = (i for i, op in enumerate(ops) if op.kind == "attention" or op.name == "all_to_all")
+    return frozenset([*products[:-1], *attention])
 
 
 def treated(plan: Plan, block: int) -> bool:
@@ -131,7 +132,7 @@ def _counted(products: int) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     matmuls = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-    attention = torch.ops.shardwise.attention.default
+    attention = {"shardwise::attention", "shardwise::attention_over_ranks", "shardwise::exchange"}
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -139,6 +140,6 @@ def _counted(products: int) -> Any:
             seen[ctx.is_recompute] += 1
             if seen[ctx.is_recompute] < products:
                 return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.MUST_SAVE if op == attention else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op.name() in attention else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -51,6 +51,12 @@ class Elapsed:
         return self.at_s, self.links_s, self.busy_s, self.exposed_s, self.sent_s
 
 
+def waited_s(send: Send, wires: Wires, hidden: float) -> float:
+    """What the device waits for a message that is sent between kernels, of which a share is ``hidden`` behind others,
+    or what is computed meanwhile is known."""
+    return max(0.0, (1 - hidden) * wires.seconds(send.kind, send.axis, send.bytes) - send.beside_ns / 1e9)
+
+
 class StepClock(Folding):
     """``hidden``: the share of what is sent between kernels that others run beside."""
 
@@ -104,7 +110,7 @@ class StepClock(Folding):
         axis = self.wires.layout.called(send.axis)
         now.sent_s[axis] += seconds
         if send.stream == "compute":
-            seconds *= 1 - self.hidden
+            seconds = calls * waited_s(send, self.wires, self.hidden)
             now.at_s["compute"] = max(now.at_s["compute"], now.host_s) + seconds
             now.exposed_s[axis] += seconds
             return

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, Dim, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, SEND, Op, Sheet, Unit, number
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 SUM = "aten.sum"
@@ -24,7 +23,7 @@ DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 """In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
 """In the names of operations that compute such a function of each element."""
-ATTENTION_BACKWARD = "shardwise.attention_backward"
+BACKWARD = "_backward"
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
     if op.kind == SEND or op.name.startswith(EMPTY):
         return NOTHING
     if op.kind == "attention":
-        groups, queries, _, head_dim = (number(dim, sizes) for dim in op.dims)
+        groups, queries, keys, head_dim = (number(dim, sizes) for dim in op.dims[:4])
         window = unit.window
-        pairs = groups * queries**2 if window is None or window >= queries else groups * window * queries * 2
-        flops = op.flops * sizes[0] * seen(queries, window)
-        backward = op.name == ATTENTION_BACKWARD
+        pairs = groups * queries * (keys if window is None or window >= keys else 2 * window)
+        flops = op.flops * sizes[0] * sizes[1] ** 2 * seen(keys, window) / keys**2
+        backward = op.name.endswith(BACKWARD)
         seconds = rates.attention_s(flops, pairs, (queries, head_dim), backward=backward)
         return _timed(seconds, rates, "attention", kernels=3 if backward else 1)
     if op.kind == "matmul":
@@ -141,14 +140,6 @@ def _small(op: Op, unit: Unit) -> bool:
     return all(isinstance(dim, int) for tensor in op.allocates for dim in unit.tensors[tensor].shape)
 
 
-def number(dim: Dim, sizes: tuple[int, int]) -> int:
-    """A bound dim for ``b`` sequences of ``s`` tokens."""
-    if isinstance(dim, int):
-        return dim
-    each = {"b": sizes[0], "s": sizes[1]}
-    return prod(each[factor] if factor in each else int(factor) for factor in dim.split("*"))
-
-
 def seen(s: int, window: int | None) -> int:
     """Twice the pairs of query and key in a causal sequence of ``s``, roughly: s * s, or less with a window."""
     return s * s if window is None or window >= s else window * (2 * s - window)
@@ -158,7 +149,7 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     """The loss of a micro-batch, which is in no unit: ``products`` by the output layer for all tokens, and the passes
     over logits in between; of the gradients it adds, an fp32 one is read and written a chunk."""
     vocabulary, hidden = (int(dim) for dim in sheet.output.shape)
-    tokens = plan.batch.micro_batch_size * plan.batch.seq_len
+    tokens = plan.batch.micro_batch_size * plan.row_tokens
     chunk = min(plan.batch.loss_chunk_tokens, tokens)
     chunks = -(-tokens // chunk)
     narrow, wide = BYTES[plan.precision.compute], max(4, BYTES[plan.precision.compute])

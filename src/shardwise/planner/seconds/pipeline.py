@@ -110,7 +110,7 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
 def border_bytes(sheet: Sheet, plan: Plan) -> int:
     """Of a message from a stage to the next."""
     block = sheet.blocks[0]
-    return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.batch.seq_len)
+    return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
-from shardwise.planner.seconds.clock import Elapsed, StepClock
+from shardwise.planner.seconds.clock import Elapsed, StepClock, waited_s
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
@@ -117,8 +117,8 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
             device_s.append(0.0)
             for piece in folded_pass(which, passes, unit):
                 if isinstance(piece, Span):
-                    sent = sum(n * wires.seconds(s.kind, s.axis, s.bytes) for s, n in piece.sent.items())
-                    device_s[-1] += sum(piece.busy_ns.values()) / 1e9 + (1 - traits.hidden) * sent
+                    sent = sum(n * waited_s(send, wires, traits.hidden) for send, n in piece.sent.items())
+                    device_s[-1] += sum(piece.busy_ns.values()) / 1e9 + sent
                     host_s += piece.host_ns / 1e9
         found.append(Least(device_s[0], device_s[1], host_s))
     return tuple(found)

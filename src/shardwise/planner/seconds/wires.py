@@ -48,6 +48,8 @@ class Wires:
         if ranks == 1:
             return 0.0
         nodes = self.nodes(group)
+        if kind in ("send", "recv"):
+            return self._message_s(kind, group, size)
         if self.cluster.measured:
             alike = [sent for sent in self.cluster.measured.sent if sent.kind == kind and sent.across == (nodes > 1)]
             if alike:
@@ -72,6 +74,21 @@ class Wires:
         known, nodes = shipped(), self.nodes("pp")
         latency = known["latency node_s"] + (known["latency network_s"] if nodes > 1 else 0.0)
         return latency + size / (self.node_rate("send") if nodes == 1 else self.network_rate("pp"))
+
+    def _message_s(self, kind: str, group: str, size: int) -> float:
+        """From a rank of a ring to the next: over the link of a node, or where the ring leaves it, for which all wait,
+        over one card. What is received is on its way while as much is sent."""
+        nodes = self.nodes(group)
+        if kind == "recv":
+            return 0.0
+        if self.cluster.kind == "cpu":
+            return CPU_LATENCY_S + size / self.rate("send", nodes, group)
+        known, card = shipped(), self.cluster.device.nic_bytes_per_s * self.network_share
+        if nodes == 1:
+            return known["latency node_s"] + size / self.node_rate("send")
+        latency = known["latency node_s"] + known["latency network_s"]
+        rate = self.network_rate(group)
+        return latency + size / min(rate, card or rate, self.node_rate("send"))
 
     def nodes(self, group: str) -> int:
         """On how many nodes a group has ranks."""

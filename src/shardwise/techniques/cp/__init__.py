@@ -16,7 +16,7 @@ Weights are cut over these ranks too: of them a sharded strategy has dp_shard x 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.rows import parts_of
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import At, Op, Sheet, Within
+from shardwise.techniques.cp import paper
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ INSIDE = (
     "techniques/cp/parts.py",
     "techniques/cp/ulysses.py",
 )
+RING, EXCHANGING, REPEATED, SEVERAL = 11, 13, 7, 17
+"""Primes that stand, where a unit is traced, for ranks of a ring, for those that exchange heads, for those that each
+key head goes to, and for these key heads."""
 KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "nested", "gather")
 
 
@@ -123,12 +127,68 @@ def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    return made
+    """In a block: ``c`` ranks of a ring, ``u`` that exchange heads; other symbols are of one rank."""
+    layout, exchanging = plan.layout, 1
+    if layout.cp == 1 or made.variant.what != "block":
+        return made
+    if layout.ulysses > 1:
+        exchanging, made = _exchanging(made, spec, plan)
+    if layout.ring > 1:
+        made = made.told(atoms=(*made.variant.atoms, ("c", RING))).bound(c=layout.ring)
+    cp, acting = exchanging * (RING if layout.ring > 1 else 1), made.variant.plan
+    cut, rows = replace(acting.layout, cp=cp, ulysses=exchanging), replace(acting.batch, seq_len=acting.batch.seq_len * cp)
+    return made.applied(layout=cut, batch=rows, cp_kind=plan.cp_kind)
+
+
+def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]:
+    """The ranks that stand for those that exchange heads, and a model whose heads they can share. Where these are
+    fewer than ranks, each goes to ``m`` of them. As elsewhere, a rank's single head is no symbol."""
+    model, ranks, tp = made.variant.model, plan.layout.ulysses, made.variant.plan.layout.tp
+    atoms, rules, few = dict(made.variant.atoms), made.variant.rules, spec.num_key_value_heads < plan.layout.tp
+    used = 1 if few else spec.num_key_value_heads // plan.layout.tp
+    if used >= ranks:
+        heads, group = atoms.pop("K"), model.num_attention_heads // model.num_key_value_heads
+        heads = heads if used > ranks else 1
+        standing, key_heads = EXCHANGING, heads * EXCHANGING * tp
+        atoms |= {"u": EXCHANGING} | ({"K over u": heads} if heads > 1 else {})
+        rules += ((("K over u", "u"), "K"),) if heads > 1 else ()
+        made = made.bound(**{"u": ranks, "K over u": used // ranks})
+        model = replace(model, num_key_value_heads=key_heads, num_attention_heads=key_heads * group)
+    else:
+        each = made.numbers["G"] * used // ranks  # query heads of a rank after the exchange
+        group = atoms.pop("G") if each > 1 else 1
+        heads = 1 if used == 1 else SEVERAL
+        standing, key_heads = heads * REPEATED, model.num_key_value_heads if few else heads * tp
+        atoms |= {"m": REPEATED} | ({"G over m": group} if each > 1 else {}) | ({"K": heads} if heads > 1 else {})
+        rules += ((("G over m", "m"), "G"),) if each > 1 else ()
+        made = made.bound(**{"m": ranks // used, "G over m": each})
+        model = replace(model, num_key_value_heads=key_heads, num_attention_heads=heads * REPEATED * group * tp)
+    return standing, made.told(model=model, atoms=tuple(atoms.items()), rules=rules)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Nothing: it acts inside units."""
     return sheet
+
+
+WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
+    "all_to_all": paper.exchange,
+    "shardwise.attention_over_ranks": paper.forward,
+    "shardwise.attention_over_ranks_backward": paper.backward,
+}
+
+
+def steps_of(operation: str) -> Callable[..., Any] | None:
+    """What an operation of this technique's own does, operation by operation."""
+    if operation == "shardwise::exchange":
+        from shardwise.techniques.cp.ulysses import swapped
+
+        return swapped
+    if operation.startswith("shardwise::attention_over_ranks"):
+        from shardwise.techniques.cp import attention
+
+        return attention.backward if operation.endswith("_backward") else attention.forward
+    return None
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

@@ -111,6 +111,7 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
             sums[1][theirs] += of_v
         passing.add(sums, home)
         sums = None if step == 0 else sums
+    del keys
     exchange.passed(exchange.steps, sums, home).add(None, home)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
     return grad_q.to(q.dtype), torch.empty_like(k).copy_(home[0]), torch.empty_like(v).copy_(home[1]), grad_sinks

@@ -93,7 +93,9 @@ class Gathered:
         work = all_gather(flat, own.flatten(), group=self.group, async_op=True)
         yield self.rank, own
         work.wait()
-        yield ALL, self._ordered(flat.view(self.ranks, *own.shape))
+        whole = self._ordered(flat.view(self.ranks, *own.shape))
+        del flat
+        yield ALL, whole
 
     def passed(self, step: int, sums: Tensor | None, like: Tensor) -> Passing:
         """As of a :class:`Ring`: after the last step, what all ranks have summed is scattered."""

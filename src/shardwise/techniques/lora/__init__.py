@@ -24,7 +24,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import LoraSection, Recipe
-from shardwise.spec.sheet import Op, Sheet
+from shardwise.spec.sheet import At, Op, Sheet, Within
 from shardwise.techniques.dtypes import chosen_dtype
 from shardwise.techniques.quantised import row_norms_bytes
 from shardwise.techniques.variant import Traced
@@ -153,8 +153,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-WORKSPACES: Mapping[str, Callable[[Op], int]] = {
-    "shardwise.row_norms": lambda op: row_norms_bytes(*map(int, op.dims)),
+WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
+    "shardwise.row_norms": lambda op, at: Within(row_norms_bytes(*map(int, op.dims))),
 }
 
 

@@ -20,7 +20,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Op, Sheet
+from shardwise.spec.sheet import At, Op, Sheet, Within
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
 from shardwise.techniques.share import WHOLE, LayerShare
 from shardwise.techniques.variant import Traced
@@ -93,8 +93,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet
 
 
-WORKSPACES: Mapping[str, Callable[[Op], int]] = {
-    "shardwise.dequantise": lambda op: dequantise_bytes(*map(int, op.dims)),
+WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
+    "shardwise.dequantise": lambda op, at: Within(dequantise_bytes(*map(int, op.dims))),
 }
 
 

@@ -92,7 +92,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
         fix = f"dp_replicate {layout.dp} and dp_shard 1, or strategy zero1, zero2 or zero3"
         problems.append(Problem("PLAN014", what, "parallel.dp_shard", fix))
-    if plan.shard.strategy != "ddp" and layout.dp_shard == 1 and layout.dp > 1:
+    if plan.shard.strategy != "ddp" and layout.fsdp == 1 and layout.dp > 1:
         what = f"{plan.shard.strategy} shards over dp_shard ranks, but dp_shard is 1"
         problems.append(Problem("PLAN014", what, "parallel.dp_shard", f"dp_shard {layout.dp}, or strategy ddp"))
     k = plan.shard.reshard_after_forward

@@ -163,7 +163,7 @@ def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """A rank's part of the unit: whether each has all tokens, or its own (as many on all, or rounded up), and whether
     key heads are fewer than ranks. ``t`` is the ranks and ``n`` a rank's own tokens; other symbols are of one rank."""
-    ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.batch.seq_len
+    ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.row_tokens
     if ranks == 1:
         return made
     made = _own_sizes(made, spec, plan, place)
