@@ -103,3 +103,9 @@ def _sizes(plan: Plan) -> tuple[int, int, int, int]:
     compute = BYTES[plan.precision.compute]
     tokens = plan.batch.micro_batch_size * plan.row_tokens
     return compute, max(compute, 4), tokens, ceil(tokens / plan.batch.loss_chunk_tokens)
+
+
+def sums(plan: Plan) -> list[int]:
+    """Bytes of each all-reduce that the loss of a micro-batch needs where ranks have some tokens each of the same rows:
+    of dpo two fp64 numbers a pair, of which a row is taken to have one."""
+    return [16 * plan.batch.micro_batch_size] if plan.loss == "dpo" and plan.layout.cp > 1 else []

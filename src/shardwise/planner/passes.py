@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from shardwise import techniques
-from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products
+from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
 from shardwise.planner.events import (
     AddTiedGradients,
     Compute,
@@ -74,7 +74,7 @@ class Passes:
             compute=plan.precision.compute,
             deterministic=plan.deterministic,
             rates=rates,
-            cut=_cut(sheet, plan, units),
+            cut=Cut(plan.batch.seq_len, plan.layout.ring, sheet.place.coordinate("ring"), plan.cp_kind == "gather"),
             loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
         )
 
@@ -182,13 +182,6 @@ class Passes:
             yield local.free(unit.input)
 
 
-def _cut(sheet: Sheet, plan: Plan, units: list[Unit]) -> Cut:
-    """How rows are cut. Which rank of a ring it is makes a difference only where there are windows."""
-    windowed = any(unit.window is not None for unit in units)
-    index = sheet.place.coordinate("ring") if windowed else 0
-    return Cut(plan.batch.seq_len, plan.layout.ring, index, plan.cp_kind == "gather")
-
-
 def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
@@ -212,6 +205,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         if rest.device_ns:
             yield Compute(0, rest.device_ns, rest.host_ns, rest.kind)
         yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
+        yield from (Send("all_reduce", "cp", "control", size) for size in sums(plan))
 
     def backward() -> Iterator[Piece]:
         for name, size, frees in backward_tensors(sheet, plan):

@@ -27,7 +27,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     than ``most`` of the memory."""
     found, passes, rates = [], {}, rates_of(plan, cluster, own_traits())
     for costed in at_places(spec, plan):
-        alike = costed.units, costed.place.stages
+        alike = costed.units, costed.place.stages, costed.place.coordinate("ring")
         if alike not in passes:
             passes[alike] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
         span = around(costed, plan, passes[alike])

@@ -130,10 +130,10 @@ def _numbers(made: Traced) -> tuple[Pairs, Pairs]:
 def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Unit:
     real = dict(dtypes)
     bound = replace(unit, forward_plain=(), window=window).bound(dict(numbers))
-    # The operations are those of forward: binding half as many is half the time.
-    plain = (op.freeing(other.frees) for op, other in zip(bound.forward, unit.forward_plain, strict=True))
     sizes = dict(numbers)
     forward, backward = (tuple(_shaped(op, sizes) for op in ops) for ops in (bound.forward, bound.backward))
+    # The operations are those of forward: binding half as many is half the time.
+    plain = (op.freeing(other.frees) for op, other in zip(forward, unit.forward_plain, strict=True))
     bound = replace(bound, forward=forward, backward=backward, forward_plain=tuple(plain))
     if not real:
         return bound

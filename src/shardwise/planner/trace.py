@@ -127,7 +127,7 @@ def traced_here(variants: Iterable[Variant]) -> dict[Variant, Unit]:
 def _applied(variant: Variant, meshes: Meshes) -> Model:
     """The model with the plan's techniques applied, its weights in the dtypes in which a pass sees them."""
     model = Decoder(variant.model) if variant.model.hf_model is None else HFDecoder(variant.model)
-    techniques.apply([model], variant.plan, meshes)
+    techniques.apply_inside([model], variant.plan, meshes)
     for name, module in model.named_modules() if variant.gathered else ():
         dtype = torch_dtype(compute_dtype(variant.plan.precision, name))
         for word, parameter in list(module.named_parameters(recurse=False)):

@@ -198,7 +198,8 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
             batch.rows, batch.reached = WholeRows(plan.batch.seq_len), torch.zeros(shape, dtype=torch.int64)
     if plan.loss == "dpo":
         for batch in batches:
-            batch.answers, batch.references = torch.zeros(shape, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+            batch.answers = torch.zeros(shape, dtype=torch.int64)
+            batch.references = torch.zeros(shape[0], dtype=torch.float64)
 
     reduce.count_supervised(rules.meshes, 1)
     steps.step(state, batches, 1, rules)

@@ -202,6 +202,13 @@ def apply(
     return parts
 
 
+def apply_inside(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """The same without what acts on whole units."""
+    for technique in ORDER:
+        parts = parts if technique is shard else technique.apply(parts, plan, meshes)
+    return parts
+
+
 def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, tuple[slice, ...]]:
     """By the name of each weight that is read or drawn, what of it this rank must be given to fill its ``parameters``:
     what it holds, and more where a technique stores what follows from more."""

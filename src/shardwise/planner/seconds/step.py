@@ -37,10 +37,11 @@ def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None =
     traits = traits or own_traits()
     if plan.layout.pp > 1:
         return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits)))
-    found: dict[tuple[Unit, ...], Seconds] = {}
+    found: dict[tuple[tuple[Unit, ...], int], Seconds] = {}
     for costed in at_places(spec, plan):
-        if costed.units not in found:
-            found[costed.units] = seconds_of(costed, plan, cluster, traits)
+        alike = costed.units, costed.place.coordinate("ring")
+        if alike not in found:
+            found[alike] = seconds_of(costed, plan, cluster, traits)
     slowest = max(found.values(), key=lambda seconds: seconds.step_s)
     return replace(plan, estimate=replace(plan.estimate, seconds=slowest))
 

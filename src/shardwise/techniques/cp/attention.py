@@ -85,6 +85,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]
             out[mine] *= (before - joined).exp_().unsqueeze(-1)
             out[mine] += each * (each_lse - joined).exp_().unsqueeze(-1)
             lse[mine] = joined
+            del before, joined, each, each_lse  # or they would live on while the next part is computed
+        del keys
     if rule.sinks is not None:
         out, lse = blockwise.with_sinks(out, lse, rule.sinks)
     return out.to(q.dtype), lse
@@ -109,9 +111,10 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
             grad_q[mine] += of_q
             sums[0][theirs] += of_k
             sums[1][theirs] += of_v
+            del given, of_q, of_k, of_v
         passing.add(sums, home)
         sums = None if step == 0 else sums
-    del keys
+        del passing, keys
     exchange.passed(exchange.steps, sums, home).add(None, home)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
     return grad_q.to(q.dtype), torch.empty_like(k).copy_(home[0]), torch.empty_like(v).copy_(home[1]), grad_sinks

@@ -1,15 +1,16 @@
-"""What the operations of context parallelism hold and send, on paper. No torch.
-
-A rank's queries have P numbers, its keys and values 2X, in the dtype that is computed with; sums are in fp32 (fp64).
-"""
+"""What the operations of context parallelism hold and send, on paper: the same steps as attention.py, in bytes. No
+torch. Rows are one document each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 from shardwise.spec.rows import Hop, WholeRows, hops, needs
 from shardwise.spec.sheet import At, Op, Sent, Within, number
+from shardwise.techniques.cp.parts import ALL, Sees, parts
 
 
 def exchange(op: Op, at: At) -> Within:
@@ -17,10 +18,29 @@ def exchange(op: Op, at: At) -> Within:
     return Within(op.flops * at.b * at.s)
 
 
+@dataclass
+class Held:
+    """Bytes that are held, and the most that were."""
+
+    now: int = 0
+    top: int = 0
+
+    def add(self, *sizes: int) -> None:
+        self.now += sum(sizes)
+        self.top = max(self.top, self.now)
+
+    def drop(self, *sizes: int) -> None:
+        self.now -= sum(sizes)
+
+    def meanwhile(self, size: Fraction | int) -> None:
+        """So many bytes are made, and freed."""
+        self.top = max(self.top, self.now + int(size))
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes: of queries (the output is as large), of keys and values, and of sums as large as either; ``rows`` is a
-    number for each query and head."""
+    """Bytes: of queries (the output is as large), of keys and values, of sums as large as either, and of a number for
+    each query and head in the dtype of sums."""
 
     queries: int
     keys: int
@@ -35,53 +55,103 @@ class Sizes:
         return cls(queries * at.width, keys * at.width, queries * wide, keys * wide, heads * tokens * wide)
 
     @property
-    def summed_apart(self) -> bool:
-        """Whether sums are another tensor than the result, in a wider dtype."""
+    def apart(self) -> bool:
+        """Whether sums of queries are another tensor than the result, in a wider dtype."""
         return self.query_sums > self.queries
 
 
-def forward(op: Op, at: At) -> Within:
-    """The output in fp32, what has come of keys, and what one call of the kernel makes, joined."""
-    one, ring = Sizes.of(op, at), at.cut.ring
-    call = one.queries + one.query_sums + 4 * one.rows
-    sums = one.query_sums - one.queries if one.summed_apart else 0  # the result is made when the rest is gone
+class Step(NamedTuple):
+    """Whose keys a rank computes with, and bytes: of these keys, of the sums of their gradients, of what is made for
+    the keys that come meanwhile, and for gradients that come."""
+
+    owner: int
+    keys: int
+    sums: int
+    coming: int = 0
+    passing: int = 0
+
+
+def steps(one: Sizes, at: At) -> list[Step]:
+    """The last computes nothing: gradients come home."""
+    ring, rank = at.cut.ring, at.cut.index
     if at.cut.gathered:
-        everyone = ring * one.keys
-        return Within(sums + one.keys + everyone + max(call, everyone), (Sent("all_gather", everyone, 1 / ring),))
-    copies = 2 if ring == 2 else 3  # its own, those that it computes with, and those that come
-    sent = tuple(sending for hop in _hops(at) for sending in _keys(hop, one.keys, 1 / ring))
-    return Within(sums + copies * one.keys + call, sent)
+        keys, sums = ring * one.keys, ring * one.key_sums
+        return [Step(rank, one.keys, 0, keys), Step(ALL, keys, sums), Step(ALL, 0, 0, 0, sums + one.key_sums)]
+    found, owner, here, passing = list[Step](), rank, True, 0
+    for hop in _hops(at):
+        coming = one.keys * (hop.keys_from is not None)
+        found.append(Step(owner, one.keys * here, one.key_sums * (here and owner != rank), coming, passing))
+        owner, here = hop.owner, hop.keys_from is not None
+        passing = one.key_sums * ((hop.sums_from is not None) + (hop.home_from is not None))
+    return [*found, Step(rank, 0, 0, 0, passing)]
+
+
+def forward(op: Op, at: At) -> Within:
+    """The joined output, keys, and what each call of the kernel makes."""
+    one, held = Sizes.of(op, at), Held()
+    held.add(one.query_sums * one.apart, one.keys)
+    for place, step in enumerate(steps(one, at)[:-1]):
+        held.add(step.coming)
+        for queries, _ in _calls(step, at):
+            held.meanwhile(queries * (one.queries + one.query_sums + 4 * one.rows))
+        held.meanwhile(step.coming * at.cut.gathered)  # the same in the order of rows
+        held.drop(step.keys * (place > 0))
+    return Within(held.top - one.queries * one.apart, tuple(_sent(one, at)))
 
 
 def backward(op: Op, at: At) -> Within:
-    """The same with gradients: those of queries, of its own keys, of those that it computes with, and on their way."""
-    one, ring = Sizes.of(op, at), at.cut.ring
-    sums = one.query_sums - one.queries if one.summed_apart else 0
-    sums -= one.keys  # as above
-    if at.cut.gathered:
-        keys, key_sums = ring * one.keys, ring * one.key_sums
-        computing = one.keys + keys + one.key_sums + key_sums + one.queries + keys
-        held = max(computing, 2 * key_sums + 2 * one.key_sums)
-        return Within(sums + held, (Sent("all_gather", keys, 1 / ring), Sent("reduce_scatter", key_sums)))
-    first = 2 * one.keys + one.key_sums + one.queries + one.keys
-    later = (2 if ring == 2 else 3) * one.keys + (2 if ring == 2 else 4) * one.key_sums + one.queries + one.keys // 2
-    share = one.keys / (one.keys + one.key_sums) / ring
-    found = list[Sent]()
-    for step, hop in enumerate(_hops(at), 1):
-        found += _keys(hop, one.keys, share)
-        found += [Sent("send", one.key_sums, (1 / ring - share) * (step < ring))] * (hop.sums_to is not None)
-        found += [Sent("recv", one.key_sums)] * ((hop.sums_from is not None) + (hop.home_from is not None))
-    return Within(sums + max(first, later), tuple(found))
+    """Gradients of queries, of its own keys, of those that it computes with, and those on their way."""
+    one, held, before = Sizes.of(op, at), Held(), 0
+    held.add(one.query_sums * one.apart, one.keys, one.key_sums)
+    *computing, last = steps(one, at)
+    for place, step in enumerate(computing):
+        held.add(step.coming, step.passing, step.sums)
+        for queries, keys in _calls(step, at):
+            held.meanwhile(queries * (one.queries + one.rows * (queries < 1)) + keys * step.keys)
+        held.meanwhile(step.coming * at.cut.gathered)
+        held.drop(step.passing, before, step.keys * (place > 0))
+        before = step.sums
+    held.drop(one.keys)
+    held.meanwhile(last.passing)
+    return Within(held.top - one.queries * one.apart - one.keys, tuple(_sent_back(one, at)))
+
+
+def _calls(step: Step, at: At) -> Iterator[tuple[Fraction, Fraction]]:
+    """Of each call of the kernel with these keys, its share of the queries and of the keys."""
+    rows, ring = WholeRows(at.cut.length), at.cut.ring
+    if step.keys:
+        for part in parts(rows, at.b, (ring, at.cut.index), step.owner, Sees(True, at.window)):
+            there = rows.length if step.owner == ALL else at.cut.length // ring
+            yield Fraction(part.queries.length, at.cut.length // ring), Fraction(part.keys.length, there)
 
 
 def _hops(at: At) -> tuple[Hop, ...]:
-    """Of a rank, where rows are one document."""
     return hops(needs(WholeRows(at.cut.length), 1, at.cut.ring, True, at.window), at.cut.index)
 
 
-def _keys(hop: Hop, size: int, beside: float) -> Iterator[Sent]:
-    for target in (hop.held_to, hop.own_to):
-        if target is not None:
-            yield Sent("send", size, beside)
-    if hop.keys_from is not None:
-        yield Sent("recv", size)
+def _sent(one: Sizes, at: At) -> Iterator[Sent]:
+    """Keys: each while the device computes with others."""
+    beside = 1 / at.cut.ring
+    if at.cut.gathered:
+        yield Sent("all_gather", at.cut.ring * one.keys, beside)
+        return
+    for hop in _hops(at):
+        yield from _each(one.keys, (hop.held_to, hop.own_to), (hop.keys_from,), beside)
+
+
+def _sent_back(one: Sizes, at: At) -> Iterator[Sent]:
+    """Keys once more, and behind them the sums of their gradients."""
+    ring = at.cut.ring
+    if at.cut.gathered:
+        yield Sent("all_gather", ring * one.keys, 1 / ring)
+        yield Sent("reduce_scatter", ring * one.key_sums)
+        return
+    share = one.keys / (one.keys + one.key_sums) / ring
+    for step, hop in enumerate(_hops(at), 1):
+        yield from _each(one.keys, (hop.held_to, hop.own_to), (hop.keys_from,), share)
+        yield from _each(one.key_sums, (hop.sums_to,), (hop.sums_from, hop.home_from), (1 / ring - share) * (step < ring))
+
+
+def _each(size: int, targets: Sequence[int | None], sources: Sequence[int | None], beside: float) -> Iterator[Sent]:
+    yield from (Sent("send", size, beside) for target in targets if target is not None)
+    yield from (Sent("recv", size) for source in sources if source is not None)
