@@ -12,6 +12,7 @@ from shardwise.planner.sheets import Units, sheet_of
 from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
 from shardwise.prove.world import StepBytes, measure
+from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
@@ -64,7 +65,8 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"
     sent: Counter[tuple[str, str, int]] = Counter()
     for send, calls in span.sent.items():
-        sent[plan.layout.called(send.axis), send.kind, send.bytes] += calls
+        control = send.bytes <= CONTROL_BYTES and plan.layout.size(send.axis) == plan.layout.world
+        sent["world" if control else plan.layout.called(send.axis), send.kind, send.bytes] += calls
     start, end = (sum(at[mark].values()) for mark in ("start of forward", "end of forward"))
     if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
         start = end
