@@ -311,11 +311,11 @@ zero_optimization: {stage: 3, overlap_comm: true, reduce_bucket_size: 5e8, offlo
     assert (recipe.train.gradient_accumulation_steps, recipe.optim.learning_rate) == (4, 1e-4)
 
 
-@pytest.mark.parametrize("key", ["parallel.cp", "parallel.ep", "ep", "context_parallel_size"])
+@pytest.mark.parametrize("key", ["parallel.ep", "ep", "expert_parallel_size"])
 def test_axes_that_come_later_are_told_as_such(key: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_recipe(None, [f"{key}=2"])
-    assert "context (cp) and expert parallelism (ep) are not supported yet" in str(raised.value)
+    assert "expert parallelism (ep) is not supported yet" in str(raised.value)
     assert read_recipe(None, [f"{key}=1"]).renamed[0].endswith("is ignored: that is done in any case")
 
 

@@ -147,12 +147,12 @@ def slower(plan: Plan, cluster: Cluster) -> str | None:
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
     """What is trained is the recipe's to say, and export and generate read it there; and a pin always wins: a plan that
     says otherwise is another recipe's."""
-    dp = plan.layout.dp
+    dp, devices = plan.layout.dp, plan.layout.tp * plan.layout.cp
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),
         "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
-        "train.global_batch_size": (plan.batch.global_batch_size(dp), batch(recipe.train, dp)[2]),
+        "train.global_batch_size": (plan.batch.global_batch_size(dp), batch(recipe.train, dp, devices)[2]),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),
         "attention": (plan.attention, recipe.attention),
         "model": (plan.model or spec.name, spec.name),

@@ -25,11 +25,11 @@ def label(plan: Plan) -> str:
     """``ZeRO-3 over 8, 2 replicas``."""
     name, layout = NAMES[plan.shard.strategy], plan.layout
     words = plan.model_words
-    if layout.dp == 1 and words:
+    if layout.size("loss") == 1 and words:
         return words
     tensor = f", {words}" if words else ""
     if plan.shard.strategy == "ddp":
-        return f"{name} over {layout.dp}{tensor}"
+        return f"{name} over {layout.size('loss')}{tensor}"
     replicas = f", {layout.dp_replicate} replicas (hybrid)" if layout.dp_replicate > 1 else ""
     return f"{name} over {layout.fsdp}{replicas}{tensor}"
 

@@ -115,6 +115,10 @@ def named_elsewhere(plan: Plan) -> str:
         found.append(f"pp {layout.pp}: Megatron's --pipeline-model-parallel-size, PyTorch's pipelining")
     if layout.tp > 1:
         found.append(f"tp {layout.tp}: Megatron's --tensor-model-parallel-size, PyTorch's parallelize_module")
+    if layout.cp > 1:
+        theirs = "DeepSpeed's Ulysses" if layout.ulysses == layout.cp else "PyTorch's context_parallel"
+        found.append(f"cp {layout.cp}: Megatron's --context-parallel-size, {theirs}")
+    ranks = layout.size("loss")
     if not found:
-        return f"elsewhere  {dial}" if layout.dp > 1 else "elsewhere  any of them, on one device"
-    return "elsewhere  " + "; ".join([*found, *([f"within it {dial}"] if layout.dp > 1 else [])])
+        return f"elsewhere  {dial}" if ranks > 1 else "elsewhere  any of them, on one device"
+    return "elsewhere  " + "; ".join([*found, *([f"within it {dial}"] if ranks > 1 else [])])

@@ -14,7 +14,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import pp, shard, tp
+from shardwise.techniques import cp, pp, shard, tp
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
@@ -37,10 +37,11 @@ def candidates(
     unsuited: list[Problem] = []
     whole: int | None = None
     begun = pp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned)
-    for degree in (cut for staged in begun for cut in tp.choices(recipe, spec, cluster, staged, pinned=pinned)):
-        asked = pinned and degree.layout.tp in (1, recipe.parallel.tp)
+    for degree in (each for staged in begun for each in _spread(recipe, spec, cluster, staged, pinned=pinned)):
+        own = degree.layout.tp * degree.layout.cp  # devices that read the same rows
+        asked = pinned and degree.layout.tp in (1, recipe.parallel.tp) and degree.layout.cp in (1, recipe.parallel.cp)
         try:
-            dp = grouped(cluster, degree.layout.tp, degree.layout.pp).world
+            dp = grouped(cluster, degree).world
             legal, problems = _legal(recipe, spec, cluster, degree, pinned=pinned)
         except ConfigError as error:
             if asked:
@@ -48,7 +49,7 @@ def candidates(
             problems, legal, dp = list(error.problems), [], 0
         refused += problems if asked or not pinned else []
         try:
-            whole = whole or (batch(recipe.train, dp, degree.layout.tp)[2] if legal else None)
+            whole = whole or (batch(recipe.train, dp, own)[2] if legal else None)
         except ConfigError as error:  # another degree may suit the batch
             unsuited += error.problems
             continue
@@ -59,6 +60,12 @@ def candidates(
     if not found and (problems := refused + unsuited):
         raise ConfigError(*dict.fromkeys(problems))
     return found, refused
+
+
+def _spread(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
+    """The plan with all degrees of tensor and of context parallelism."""
+    for cut in tp.choices(recipe, spec, cluster, plan, pinned=pinned):
+        yield from cp.choices(recipe, spec, cluster, cut, pinned=pinned)
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,18 @@ class Pipelines:
         recipe, spec, cluster = self.recipe, self.spec, self.cluster
         if recipe.parallel.pp and self.pinned:
             return
-        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, shard)]
-        for cut in tp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):
-            if tp.check(spec, cut, cluster):
+        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, shard)]
+        for cut in _spread(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):
+            rows = replace(cut, batch=Batch(1, 1, recipe.train.seq_len))
+            if tp.check(spec, cut, cluster) or cp.check(spec, rows, cluster):
                 continue
             ends = [*techniques.choices(others, recipe, spec, cluster, cut)]
             for staged in pp.pipelines(recipe, spec, cluster, cut):
                 layout = staged.layout
-                dp, rest = divmod(cluster.world, layout.pp * layout.tp)
+                own_devices = layout.tp * layout.cp
+                dp, rest = divmod(cluster.world, layout.pp * own_devices)
                 least = SCHEDULES[staged.pipeline.schedule].least_micro_batches(layout.pp)
-                sizes = [] if rest else splits(recipe.train, self.whole, dp, layout.tp)
+                sizes = [] if rest else splits(recipe.train, self.whole, dp, own_devices)
                 if sizes := [each for each in sizes if each[1] >= least]:
                     degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
                     split = Shard("zero3" if dp > 1 else "ddp")
@@ -145,7 +154,7 @@ def _legal(
     """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
     found: list[Plan] = []
     refused: list[Problem] = []
-    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, shard)]
+    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, shard)]
     enough = SCHEDULES[degree.pipeline.schedule].least_micro_batches(degree.layout.pp)
     for other in techniques.choices(others, recipe, spec, cluster, degree):
         if other.compile and recipe.compile == "auto" and SCHEDULES[degree.pipeline.schedule].splits_backward:
@@ -167,8 +176,8 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    for micro, accumulation in splits(train, whole, layout.dp, layout.tp):
-        chunk, reasons = chunk_of(spec, most, micro * seq_len)
+    for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp):
+        chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
         if problems := pp.check(spec, made, cluster):
             problem = problems[0]
@@ -177,9 +186,9 @@ def _with_batches(
     return found, None if found else problem
 
 
-def splits(train: Train, whole: int, dp: int, tp: int) -> list[tuple[int, int]]:
-    """Micro-batch and accumulation, in sequences, of a rank's share of a step; the largest micro-batches first. None
-    where ``dp`` ranks cannot share the step as the recipe pins it."""
+def splits(train: Train, whole: int, dp: int, devices: int) -> list[tuple[int, int]]:
+    """Micro-batch and accumulation, in sequences, of a rank's share of a step, where so many ``devices`` read the same;
+    the largest micro-batches first. None where ``dp`` ranks cannot share the step as the recipe pins it."""
     share, rest = divmod(whole, dp)
     if rest or share == 0:
         return []
@@ -188,7 +197,7 @@ def splits(train: Train, whole: int, dp: int, tp: int) -> list[tuple[int, int]]:
         micro = micro or share // (accumulation or 1)
         accumulation = accumulation or share // max(1, micro)
         return [(micro, accumulation)] if micro * accumulation == share else []
-    most = max(1, tp * TOKENS_PER_MICRO_BATCH // train.seq_len)
+    most = max(1, devices * TOKENS_PER_MICRO_BATCH // train.seq_len)
     sizes = [size for size in range(min(most, share), 0, -1) if share % size == 0]
     return [(size, share // size) for size in sizes]
 

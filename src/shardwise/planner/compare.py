@@ -16,6 +16,7 @@ from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Seconds
+from shardwise.techniques.cp import KINDS as CP_KINDS
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES
@@ -26,7 +27,7 @@ TIGHT = 0.95
 """What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02
 """Steps that differ by less take as long: runs of one plan differ by as much."""
-KINDS = (*STRATEGIES, "hybrid", "tp", "pp", "pp x tp")
+KINDS = (*STRATEGIES, "hybrid", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
 
 SIMPLER = (
@@ -58,17 +59,18 @@ def name(plan: Plan) -> str:
     """``zero3 over 8 x 2, tp 4, pp 4 (1f1b)``."""
     layout = plan.layout
     piped = f", pp {layout.pp} ({plan.pipeline.schedule})" * (layout.pp > 1)
-    over = layout.dp if plan.shard.strategy == "ddp" else layout.fsdp
+    over = layout.size("loss") if plan.shard.strategy == "ddp" else layout.fsdp
     replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
-    return f"{plan.shard.strategy} over {over}{replicas}" + f", tp {layout.tp}" * (layout.tp > 1) + piped
+    rows = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
+    return f"{plan.shard.strategy} over {over}{replicas}{rows}" + f", tp {layout.tp}" * (layout.tp > 1) + piped
 
 
 def kind(plan: Plan) -> str:
     """Which of ``KINDS`` a plan is of."""
     if plan.layout.pp > 1:
         return "pp x tp" if plan.layout.tp > 1 else "pp"
-    if plan.layout.tp > 1:
-        return "tp"
+    if plan.layout.tp > 1 or plan.layout.cp > 1:
+        return "tp" if plan.layout.tp > 1 else "cp"
     return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
 
 
@@ -77,11 +79,12 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
     dial = hybrid, STRATEGIES.index(plan.shard.strategy)
     piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
-    return *piped, plan.layout.tp, *dial, MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
+    rows = plan.layout.cp, CP_KINDS.index(plan.cp_kind)
+    return *piped, plan.layout.tp, *rows, *dial, MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
 
 
 def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
-    return plan.layout, plan.batch, plan.shard, plan.pipeline, plan.compile
+    return plan.layout, plan.cp_kind, plan.batch, plan.shard, plan.pipeline, plan.compile
 
 
 def simplest(plans: list[Plan]) -> Plan:
@@ -94,7 +97,7 @@ def smallest_ones(plans: list[Plan]) -> list[Plan]:
     """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch."""
     found: dict[object, Plan] = {}
     for plan in plans:
-        alike = plan.layout, plan.shard, plan.remat
+        alike = plan.layout, plan.cp_kind, plan.shard, plan.remat
         other = found.get(alike, plan)
         found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
     return list(found.values())

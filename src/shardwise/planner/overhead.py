@@ -11,7 +11,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, groups_of
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit, number
 
 CUDA_RESERVE_BYTES = 3 * 2**29
 """CUDA's context and the code of kernels, 0.5 to 1 GiB, and holes between the allocator's blocks: not computed."""
@@ -49,7 +49,7 @@ RING, RING_AND_TREE = 1, 3
 the parent and from a child."""
 
 
-def attention_bytes(unit: Unit, op: Op, sizes: tuple[int, int], compute: Dtype, *, deterministic: bool = False) -> int:
+def attention_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, deterministic: bool = False) -> int:
     """Workspace of one call of FlashAttention's backward (``mha_bwd`` and ``mha_varlen_bwd`` in
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), for documents that are masked: ``dq_accum``, the
     gradient of q summed in fp32 over padded rows and heads padded to a multiple of 32; ``softmax_d``, a number for each
@@ -58,9 +58,8 @@ def attention_bytes(unit: Unit, op: Op, sizes: tuple[int, int], compute: Dtype, 
     FlashAttention that computes; other kernels take about as much. ``sizes``: sequences, and tokens of each."""
     if compute not in ("bf16", "fp16") or len(op.allocates) < 3:
         return 0
-    b, s = sizes
-    (_, heads, _, head_dim), (_, key_heads, _, _) = (unit.tensors[tensor].shape for tensor in op.allocates[:2])
-    assert isinstance(heads, int) and isinstance(head_dim, int)
+    b, (heads, s, _, head_dim, key_heads) = sizes[0], (number(dim, sizes) for dim in op.dims)
+    heads, key_heads = heads // b, key_heads // b
     rows = b * s + FLASH_ROWS * b * ceil(s / DOCUMENT_TOKENS)
     padded = ceil(head_dim / 32) * 32 if head_dim <= 192 else 256
     copies = ceil(MOST_MULTIPROCESSORS / (b * heads)) if deterministic else 1

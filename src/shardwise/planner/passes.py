@@ -165,7 +165,7 @@ class Passes:
                     yield local.free(tensor)
                     yield GradientReady(gradients[tensor])
             if op.kind == "attention" and self.kind == "cuda":
-                size = attention_bytes(unit, op, (self.b, self.s), self.compute, deterministic=self.deterministic)
+                size = attention_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)

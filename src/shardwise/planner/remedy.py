@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
@@ -33,13 +34,14 @@ class Remedy:
 
 def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
     """The single changes that would make ``chosen``, which is above the margin, fit; if there are none, those that come
-    closest. Where the recipe leaves stages open, they are as many as in ``chosen``, or there are none."""
+    closest. Where the recipe leaves stages open, they are as many as in ``chosen``, or there are none; so ranks that
+    share rows."""
     share = MARGIN if peak_share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
     for choices in (*([change] for change in _recipe_changes(recipe, cluster)), *_cluster_changes(cluster)):
         for change in choices:
-            remedy = _replanned(change, recipe, spec, share, chosen.layout.pp)
+            remedy = _replanned(change, recipe, spec, share, chosen)
             if remedy is not None and peak_share(remedy.plan) <= share:
                 found.append(remedy)
                 break
@@ -47,14 +49,14 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
             beyond += choices[-1:]
     if found:
         return found
-    near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None, chosen.layout.pp))]
+    near = [remedy for change in beyond if (remedy := _replanned(change, recipe, spec, None, chosen))]
     return sorted(near, key=lambda remedy: peak_share(remedy.plan))[:CLOSEST]
 
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     optim, adapted = recipe.optim, recipe.lora.rank is not None
     pins = recipe.parallel.model_dump(
-        include={"strategy", "dp_shard", "dp_replicate", "tp", "pp"}, exclude_defaults=True
+        include={"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}, exclude_defaults=True
     )
     if pins:
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
@@ -111,7 +113,7 @@ def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan
     faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
     fit, are left out. Of stages as :func:`remedies`."""
     found = (
-        _replanned(change, recipe, spec, None, chosen.layout.pp)
+        _replanned(change, recipe, spec, None, chosen)
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     )
     return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
@@ -153,7 +155,7 @@ def _other_recipes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
         yield {"precision.weights": "bf16"}, cluster, "weights in bf16: small updates are lost"
 
 
-def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None, stages: int) -> Remedy | None:
+def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | None, chosen: Plan) -> Remedy | None:
     """None if the change is not allowed, or if a lower bound already exceeds ``share`` of the memory."""
     keys, machines, price = change
     changed = recipe.model_dump(exclude_unset=True)
@@ -163,7 +165,7 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     other = Recipe.model_validate(changed)
     if cross_check(other, lambda key: key):
         return None
-    found = [_planned(each, spec, machines, share) for each in _with_stages(other, stages)]
+    found = [_planned(each, spec, machines, share) for each in _near(other, chosen)]
     if not (plans := [plan for plan in found if plan]):
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
@@ -171,9 +173,16 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     return Remedy(" ".join(words) or f"--cluster {machines}", price, best)
 
 
-def _with_stages(recipe: Recipe, stages: int) -> Iterator[Recipe]:
-    for ranks in sorted({1, stages}) if recipe.parallel.pp is None else (recipe.parallel.pp,):
-        yield recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"pp": ranks})})
+def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:
+    """The recipe with stages, and ranks that share rows, as many as in ``chosen`` or none, where it leaves them
+    open."""
+    asked, layout = recipe.parallel, chosen.layout
+    stages, ranks = ({1, layout.pp} if asked.pp is None else {asked.pp}), {asked.cp or 1}
+    if asked.cp is None and asked.cp_kind == "auto":
+        ranks |= {layout.cp}
+    for pp, cp in product(sorted(stages), sorted(ranks)):
+        kind = chosen.cp_kind if cp == layout.cp > 1 else asked.cp_kind
+        yield recipe.model_copy(update={"parallel": asked.model_copy(update={"pp": pp, "cp": cp, "cp_kind": kind})})
 
 
 def _planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float | None) -> Plan | None:

@@ -148,7 +148,7 @@ class Search:
 
     def _reason(self, best: Plan, fitting: list[Plan]) -> str:
         """Why this plan, in the figures by which it was chosen."""
-        if best.layout.dp == 1 and best.layout.pp == 1:
+        if best.layout.size("loss") == 1 and best.layout.pp == 1:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
         step = show_seconds(seconds(self.known.with_larger_chunks(best)).step_s)
@@ -174,6 +174,11 @@ class Search:
             found["remat.mode"] = f"searched: {none if plan.remat.mode == 'none' else less}"
         if plan.layout.tp > 1 and not self.recipe.parallel.tp:
             found["layout.tp"] = "searched: no plan without it fits, or is as fast"
+        if plan.layout.cp > 1:
+            asked = self.recipe.parallel
+            fast = "searched: no plan without it fits, or is as fast"
+            found["layout.cp"] = "pinned" if asked.cp else fast
+            found["cp_kind"] = "pinned" if asked.cp_kind != "auto" else "searched: the fastest that fits"
         why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}
         order = [each.name for each in fields(plan)]
         ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))

@@ -369,7 +369,7 @@ class _Naming:
             backward, ring = name.endswith("_backward"), self.ring if OVER_RANKS in name else 1
             (b, heads, s, e), (_, key_heads, *_) = event.shapes[0], event.shapes[2 if backward else 1]
             pairs = b * heads * s * s * ring
-            dims = *map(size, (b * heads, s, s * ring, e)), *([size(b * key_heads)] if ring > 1 else [])
+            dims = tuple(map(size, (b * heads, s, s * ring, e, b * key_heads)))
             axis = "ring" if ring > 1 else ""
             return Op("attention", name, symbols=size((5 if backward else 2) * pairs * e), dims=dims, axis=axis)
         read, written = (tuple(map(size, each)) for each in (event.read, event.written))

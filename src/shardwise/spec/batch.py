@@ -11,8 +11,8 @@ TOKENS_PER_MICRO_BATCH = 8192
 """Without a pin, a micro-batch holds at most this many tokens: enough to keep matrix products large."""
 
 
-def batch(train: Train, dp: int, tp: int = 1) -> tuple[int, int, int]:
-    """(micro-batch, accumulation, global batch), in sequences, for ``dp`` data-parallel ranks of ``tp`` devices each.
+def batch(train: Train, dp: int, devices: int = 1) -> tuple[int, int, int]:
+    """(micro-batch, accumulation, global batch), in sequences, for ``dp`` data-parallel ranks of so many ``devices``.
 
     Two given: the third follows. All given: they must agree (CFG008). Global alone, or nothing: the micro-batch is the
     largest that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens a device. Micro alone:
@@ -20,7 +20,7 @@ def batch(train: Train, dp: int, tp: int = 1) -> tuple[int, int, int]:
     """
     micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
     if whole is None and (micro is not None or accumulation is not None):
-        micro = micro or _largest(0, train.seq_len, tp)
+        micro = micro or _largest(0, train.seq_len, devices)
         accumulation = accumulation or 1
         return micro, accumulation, micro * accumulation * dp
     given = whole is not None
@@ -29,7 +29,7 @@ def batch(train: Train, dp: int, tp: int = 1) -> tuple[int, int, int]:
         raise _contradiction(train, dp)
     share = whole // dp
     if micro is None:
-        micro = share // accumulation if accumulation else _largest(share, train.seq_len, tp)
+        micro = share // accumulation if accumulation else _largest(share, train.seq_len, devices)
     accumulation = accumulation if accumulation is not None else share // micro if micro else 0
     if given and micro * accumulation * dp != whole:
         raise _contradiction(train, dp)
@@ -60,8 +60,8 @@ def batch_reasons(train: Train) -> dict[str, str]:
     return reasons
 
 
-def _largest(share: int, seq_len: int, tp: int) -> int:
-    most = max(1, tp * TOKENS_PER_MICRO_BATCH // seq_len)
+def _largest(share: int, seq_len: int, devices: int) -> int:
+    most = max(1, devices * TOKENS_PER_MICRO_BATCH // seq_len)
     return max((size for size in range(1, min(most, share) + 1) if share % size == 0), default=most)
 
 

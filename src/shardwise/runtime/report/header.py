@@ -108,9 +108,9 @@ def strategy(job: Job) -> str:
     layout, name = job.plan.layout, NAMES[job.plan.shard.strategy]
     words = job.plan.model_words
     tensor = f", {words}" if words else ""
-    if layout.dp == 1:
+    if layout.size("loss") == 1:
         return words or "one process"
     if job.plan.shard.strategy == "ddp":
-        return f"{name} over {layout.dp} ranks{tensor}"
+        return f"{name} over {layout.size('loss')} ranks{tensor}"
     replicas = f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
     return f"{name} over {layout.fsdp} ranks{replicas}{tensor}"

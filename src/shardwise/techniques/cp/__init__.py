@@ -16,7 +16,7 @@ Weights are cut over these ranks too: of them a sharded strategy has dp_shard x 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,32 +48,39 @@ INSIDE = (
 RING, EXCHANGING, REPEATED, SEVERAL = 11, 13, 7, 17
 """Primes that stand, where a unit is traced, for ranks of a ring, for those that exchange heads, for those that each
 key head goes to, and for these key heads."""
-KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "nested", "gather")
+KINDS: tuple[CpKind, ...] = ("gather", "ulysses", "ring", "nested")
+"""Simpler ones first."""
+LEAST_TOKENS = 8_192
+"""Where the degree is open, no rank gets fewer of a row: a micro-batch holds as many on every device."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """The pinned degree, else 1; of the kind that is asked for, else those that are legal."""
-    ranks, kind = (recipe.parallel.cp or 1, recipe.parallel.cp_kind) if pinned else (1, "auto")
-    if ranks == 1:
-        yield plan
-        return
-    yield from of_degree(spec, plan, ranks, KINDS if kind == "auto" else (kind,))  # type: ignore[arg-type]
+    """The pinned degree; else 1, and where rows are long all that leave each rank ``LEAST_TOKENS``. The kind that is
+    asked for, else those that the heads allow."""
+    asked, length, others = recipe.parallel.cp, recipe.train.seq_len, cluster.world // plan.layout.tp // plan.layout.pp
+    degrees = [1]
+    if length >= 2 * LEAST_TOKENS and spec.hf_model is None:
+        degrees = [n for n in range(1, length // LEAST_TOKENS + 1) if others % n == 0 and length % (2 * n) == 0]
+    for ranks in [asked] if asked and pinned else degrees:
+        kind = recipe.parallel.cp_kind
+        if ranks == 1:
+            yield plan
+        else:
+            kinds = KINDS if kind == "auto" or not pinned else (kind,)
+            yield from _of_degree(spec, cluster, plan, ranks, kinds)
 
 
-def of_degree(spec: ModelSpec, plan: Plan, ranks: int, kinds: tuple[CpKind, ...]) -> Iterator[Plan]:
+def _of_degree(spec: ModelSpec, cluster: Cluster, plan: Plan, ranks: int, kinds: Sequence[CpKind]) -> Iterator[Plan]:
+    """Where the kind is open, rings across neighbours only where one kind alone does not serve: across nodes, or where
+    the heads are fewer."""
+    fits = [n for n in range(2, ranks + 1) if ranks % n == 0 and not _odd(spec, plan.layout.tp, n)]
+    inside = [n for n in fits if n < ranks and n * plan.layout.tp <= cluster.devices_per_node]
     for kind in kinds:
-        exchanging = {"ulysses": ranks, "nested": _neighbours(spec, plan, ranks)}.get(kind, 1)
-        layout = replace(plan.layout, cp=ranks, ulysses=exchanging)
-        why = {"layout.cp": "pinned", "cp_kind": "pinned"}
-        made = replace(plan, layout=layout, cp_kind=kind, why={**plan.why, **why})
-        if len(kinds) == 1 or not _heads(spec, made):
+        within = {"ulysses": ranks, "nested": max(inside, default=max(2, min(fits, default=2)))}.get(kind, 1)
+        made = replace(plan, layout=replace(plan.layout, cp=ranks, ulysses=within), cp_kind=kind)
+        pointless = kind == "nested" and ranks * plan.layout.tp <= cluster.devices_per_node and ranks in fits
+        if len(kinds) == 1 or not (pointless or within == ranks > 1 and ranks not in fits or within not in (1, *fits)):
             yield made
-
-
-def _neighbours(spec: ModelSpec, plan: Plan, ranks: int) -> int:
-    """How many of so many ranks exchange heads where rings stand across them: the most that the heads allow."""
-    fits = [n for n in range(2, ranks) if ranks % n == 0 and not _odd(spec, plan.layout.tp, n)]
-    return max(fits, default=2)
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -137,7 +144,7 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
         made = made.told(atoms=(*made.variant.atoms, ("c", RING))).bound(c=layout.ring)
     cp, acting = exchanging * (RING if layout.ring > 1 else 1), made.variant.plan
     cut, rows = replace(acting.layout, cp=cp, ulysses=exchanging), replace(acting.batch, seq_len=acting.batch.seq_len * cp)
-    return made.applied(layout=cut, batch=rows, cp_kind=plan.cp_kind)
+    return made.applied(layout=cut, batch=rows)  # how keys come changes what is sent and held (paper.py), not the unit
 
 
 def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]:

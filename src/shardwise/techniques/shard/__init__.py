@@ -60,8 +60,8 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     ``layout.pp`` stages; with ``pinned`` false all of them, whatever the recipe says. Raises ConfigError (PLAN001) if
     the degrees do not multiply to the number of devices."""
     asked, each = recipe.parallel, cluster.devices_per_node
-    own = grouped(cluster, plan.layout.tp, plan.layout.pp)
-    for strategy, degrees in layouts(recipe, own, pinned=pinned):
+    own = grouped(cluster, plan)
+    for strategy, degrees in layouts(recipe, own, plan.layout.cp, pinned=pinned):
         why, again = dict(plan.why), asked.reshard_after_forward
         if pinned and (asked.strategy != "auto" or cluster.world == 1):
             why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
@@ -76,7 +76,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     asked, layout, dial = recipe.parallel, plan.layout, plan.shard
-    strategy = "auto" if layout.dp == 1 else asked.strategy
+    strategy = "auto" if layout.size("loss") == 1 else asked.strategy
     again = asked.reshard_after_forward if dial.strategy == "zero3" else None
     return {
         "parallel.strategy": (dial.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),

@@ -8,20 +8,24 @@ from dataclasses import replace
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Strategy
+from shardwise.spec.plan import Plan, Strategy
 from shardwise.spec.recipe import Recipe
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 
-def grouped(cluster: Cluster, tp: int, pp: int = 1) -> Cluster:
-    """The cluster as data parallelism sees it: each group of ``tp`` devices counts as one device, and there are as many
-    in each of ``pp`` stages, which follow one another."""
+def grouped(cluster: Cluster, plan: Plan) -> Cluster:
+    """The cluster as data parallelism sees it: each group of devices that read the same rows counts as one device, and
+    there are as many in each stage of a pipeline, which follow one another."""
+    layout, pp = plan.layout, plan.layout.pp
+    tp = layout.tp * layout.cp
     if cluster.world % (tp * pp):
         legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
-        what, key = (f"tp {tp}", "parallel.tp") if pp == 1 else (f"pp {pp} x tp {tp}", "parallel.pp")
+        degrees = {axis: size for axis in ("pp", "cp", "tp") if (size := layout.degree(axis)) > 1}  # type: ignore[arg-type]
+        what = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         what += f" does not divide the {cluster.world} devices that are used"
-        raise ConfigError(Problem("PLAN001", what, key, f"{'one of ' if pp == 1 else 'a product of '}{legal}"))
+        one = "one of " if len(degrees) == 1 else "a product of "
+        raise ConfigError(Problem("PLAN001", what, f"parallel.{next(iter(degrees))}", f"{one}{legal}"))
     nodes, each = cluster.nodes, cluster.devices_per_node
     if pp > 1:
         nodes, each = (nodes // pp, each) if nodes % pp == 0 else (1, cluster.world // pp)
@@ -30,8 +34,9 @@ def grouped(cluster: Cluster, tp: int, pp: int = 1) -> Cluster:
     return replace(cluster, nodes=nodes, devices_per_node=each // tp)
 
 
-def layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
-    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows."""
+def layouts(recipe: Recipe, cluster: Cluster, cp: int, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
+    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows. ``cp``:
+    ranks with tokens of the same rows, over which weights may be cut too."""
     asked, parallel = recipe.parallel.strategy, recipe.parallel
     world, per_node = cluster.world, cluster.devices_per_node
     replicated = Layout(dp_replicate=world, ranks_per_node=per_node)
@@ -39,7 +44,10 @@ def layouts(recipe: Recipe, cluster: Cluster, *, pinned: bool) -> Iterator[tuple
     if world % ((shard or 1) * (replicas or 1)) or (shard and replicas and shard * replicas != world):
         raise ConfigError(_mesh(recipe, cluster))
     if world == 1:
-        yield "ddp", replicated
+        open_ = asked in ("auto", "hsdp") or not pinned
+        for strategy in STRATEGIES if cp > 1 else STRATEGIES[:1]:
+            if cp == 1 or open_ or strategy == ("zero3" if asked == "fsdp" else asked):
+                yield strategy, replicated
         return
     hybrid = (replicas or 1) > 1 or (shard or world) < world or (asked == "hsdp" and pinned)
     if (asked == "auto" and not hybrid and shard is None) or not pinned:
