@@ -39,7 +39,7 @@ def workspace(spec: ModelSpec, plan: Plan) -> int:
     block: Unit = costed(spec, plan).blocks[0]
     (op,) = (op for op in block.backward if op.kind == "attention")
     sizes = plan.batch.micro_batch_size, plan.batch.seq_len
-    return overhead.attention_bytes(block, op, sizes, plan.precision.compute, deterministic=plan.deterministic)
+    return overhead.attention_bytes(op, sizes, plan.precision.compute, deterministic=plan.deterministic)
 
 
 def test_the_workspace_of_flash_attentions_backward() -> None:

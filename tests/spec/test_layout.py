@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shardwise.spec.layout import GROUPS, Layout
+from shardwise.spec.layout import GROUPS, Layout, mesh_axes
 from shardwise.spec.plan import Plan, Shard
 
 WHOLE = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=4, ranks_per_node=8)
@@ -76,7 +76,7 @@ def test_rings_stand_across_neighbours_that_exchange_heads() -> None:
     assert [NESTED.called(group) for group in ("ring", "ulysses", "cp", "fsdp")] == ["ring", "ulysses", "cp", "fsdp"]
     assert {Layout(cp=4).called(group) for group in ("ring", "cp", "fsdp")} == {"cp"}
     assert Layout(cp=4, ulysses=4, tp=2).called("ulysses") == "cp"
-    assert NESTED.mesh_axes() == (("fsdp", 16), ("tp", 2))
+    assert mesh_axes(NESTED) == (("fsdp", 16), ("tp", 2))
 
 
 def test_experts_are_spread_over_neighbours() -> None:

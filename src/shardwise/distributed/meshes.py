@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.spec.layout import Layout, ends_of, groups_of
+from shardwise.spec.layout import Layout, ends_of, groups_of, mesh_axes
 from shardwise.spec.rows import RowShare
 
 
@@ -81,7 +81,7 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
     this alike. ``timeout``: of a pipeline's channels, which gloo asks for when they are made."""
     if layout.world == 1:
         return Meshes(layout)
-    large = layout.mesh_axes()
+    large = mesh_axes(layout)
     axes = init_device_mesh(kind, tuple(size for _, size in large), mesh_dim_names=tuple(axis for axis, _ in large))
     assert dist.group.WORLD is not None
     groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}

@@ -22,6 +22,7 @@ from shardwise.models.load import read_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.rows import parts_of
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.pp.actions import illegal
 from shardwise.techniques.states import frozen
@@ -88,7 +89,9 @@ def shrink(spec: ModelSpec, plan: Plan, most: int = 2) -> Shrunk:
 
 def _layout(layout: Layout, most: int) -> Layout:
     degrees = {axis: min(most, layout.degree(axis)) for axis in MESH}
-    few = Layout(**degrees, ep=min(most, layout.ep), v_shaped=layout.v_shaped)
+    exchanging = min(most, layout.ulysses)
+    few = Layout(**degrees, ep=min(most, layout.ep), v_shaped=layout.v_shaped, ulysses=exchanging)
+    few = replace(few, cp=min(2, layout.ring) * exchanging) if 1 < layout.ulysses < layout.cp else few
     return replace(few, ranks_per_node=few.world)
 
 
@@ -100,7 +103,8 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         found = {one.name: one.nearest for one in illegal(pipeline.schedule, layout.pp, len(split) // layout.pp, count)}
         count = found.get("micro_batches", count)
         pipeline = replace(pipeline, stages_per_rank=len(split) // layout.pp, split=split)
-    length = PAIRS if plan.loss == "dpo" else TEXT
+    multiple = parts_of(layout.ring, layout.ulysses)
+    length = -(-(PAIRS if plan.loss == "dpo" else TEXT) // multiple) * multiple
     chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * plan.row_tokens else 2 * length
     return replace(
         plan,
@@ -155,7 +159,7 @@ def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> I
     if spec.hf_model is not None:
         yield _theirs(spec, plan, blocks)
         return
-    for sizes in _sizes(spec, plan.layout.tp, small.layout.tp):
+    for sizes in _sizes(spec, plan.layout, small.layout):
         yield _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
 
 
@@ -188,13 +192,18 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
         ) from error
 
 
-def _sizes(spec: ModelSpec, tp: int, few_tp: int) -> Iterator[dict[str, Any]]:
-    """Sizes, the smaller first, where ``few_tp`` tensor-parallel ranks stand for ``tp``."""
-    key_heads = 1 if spec.num_key_value_heads == 1 or (tp > 1 and spec.num_key_value_heads < tp) else max(2, few_tp)
+def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, Any]]:
+    """Sizes, the smaller first. Key heads that are fewer than the ranks that share them stay so."""
+    sharing, each = few.tp * few.ulysses, spec.num_key_value_heads
+    key_heads = max(2, sharing)
+    if each == 1 or (layout.tp > 1 and each < layout.tp):
+        key_heads = 1
+    elif each < layout.tp * layout.ulysses:
+        key_heads = few.tp
     heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
-    few = {"num_attention_heads": max(heads, few_tp), "num_key_value_heads": key_heads}
+    counts = {"num_attention_heads": max(heads, sharing), "num_key_value_heads": key_heads}
     for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
-        yield {**few, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
+        yield {**counts, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 
 
 def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int, sizes: dict[str, Any]) -> ModelSpec:

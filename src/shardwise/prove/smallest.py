@@ -84,6 +84,16 @@ def _no_tp(spec: ModelSpec, plan: Plan) -> Case:
     return _alone("tp")(spec, replace(plan, sequence_parallel=False))
 
 
+def _no_cp(spec: ModelSpec, plan: Plan) -> Case:
+    layout = replace(plan.layout, cp=1, ulysses=1)
+    return spec, replace(plan, layout=replace(layout, ranks_per_node=layout.world), cp_kind="ring")
+
+
+def _gathered(spec: ModelSpec, plan: Plan) -> Case:
+    whole = plan.layout.cp == 1
+    return spec, plan if whole else replace(plan, layout=replace(plan.layout, ulysses=1), cp_kind="gather")
+
+
 def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
     batch = plan.batch
     if plan.layout.pp > 1:
@@ -113,9 +123,11 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "dp_replicate": _alone("dp_replicate"),
     "dp_shard": _alone("dp_shard"),
     "tp": _no_tp,
+    "cp": _no_cp,
     "pp": _no_pipeline,
     "sequence parallelism": lambda spec, plan: (spec, replace(plan, sequence_parallel=False)),
     "strategy": _ddp,
+    "kind of context parallelism": _gathered,
     "schedule": _plain_schedule,
     "recomputation": lambda spec, plan: (spec, replace(plan, remat=Remat())),
     "accumulation": _no_accumulation,
@@ -141,6 +153,8 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "dp_replicate": f"dp_replicate {layout.dp_replicate}",
         "dp_shard": f"dp_shard {layout.dp_shard}",
         "tp": f"tp {layout.tp}",
+        "cp": f"cp {layout.cp}",
+        "kind of context parallelism": plan.cp_kind,
         "pp": f"pp {layout.pp}",
         "strategy": plan.shard.strategy,
         "schedule": f"schedule {plan.pipeline.schedule}",

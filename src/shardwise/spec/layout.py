@@ -78,30 +78,17 @@ class Layout:
         return self.size("fsdp")
 
     @property
-    def expert_fsdp(self) -> int:
-        """Ranks of a replica that have the same experts. Raises ValueError where ``ep`` does not divide its ranks."""
-        ranks = self.dp_shard * self.cp * self.tp
-        if ranks % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide dp_shard x cp x tp = {ranks}")
-        return ranks // self.ep
-
-    @property
     def ring(self) -> int:
         """Ranks that keys and values go round, or are gathered from."""
         return self.cp // self.ulysses
 
     def degree(self, axis: Axis) -> int:
-        degree: int = self.expert_fsdp if axis == "expert_fsdp" else self.ring if axis == "ring" else vars(self)[axis]
+        degree: int = _expert_fsdp(self) if axis == "expert_fsdp" else self.ring if axis == "ring" else vars(self)[axis]
         return degree
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""
         return tuple((axis, self.degree(axis)) for axis in _large(self, "world"))
-
-    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
-        """The same where the axes over which weights are cut are one."""
-        sizes = {name: self.size(name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
-        return tuple((self.called(name), size) for name, size in sizes.items() if size > 1)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Where ``rank`` stands on ``axis``."""
@@ -153,6 +140,12 @@ class Layout:
         return _called(self, group)
 
 
+def mesh_axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """The axes larger than 1, in mesh order, where those over which weights are cut are one."""
+    sizes = {name: layout.size(name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
+    return tuple((layout.called(name), size) for name, size in sizes.items() if size > 1)
+
+
 def stage_rank(layout: Layout, stage: int) -> int:
     """Which rank of its pipeline has the stage of this number: they go round the ranks, or down and back up."""
     if not layout.v_shaped:
@@ -181,6 +174,14 @@ def _large(layout: Layout, group: str) -> list[Axis]:
     whole: dict[Axis, Axis] = {"ring": "cp", "ulysses": "cp"}
     found = [axis for axis in GROUPS[group] if layout.degree(axis) > 1]
     return [whole.get(axis, axis) if layout.degree(axis) == layout.cp else axis for axis in found]
+
+
+def _expert_fsdp(layout: Layout) -> int:
+    """Ranks of a replica that have the same experts. Raises ValueError where ``ep`` does not divide its ranks."""
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if ranks % layout.ep:
+        raise ValueError(f"ep {layout.ep} does not divide dp_shard x cp x tp = {ranks}")
+    return ranks // layout.ep
 
 
 def _stride(layout: Layout, axis: Axis) -> int:

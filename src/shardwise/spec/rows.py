@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """The tokens of a row from ``start`` up to, but not including, ``stop``."""
 
     start: int
@@ -26,21 +26,21 @@ class Run(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
-    def moved(self, by: int) -> Run:
-        return Run(self.start + by, self.stop + by)
+    def moved(self, by: int) -> TokenRun:
+        return TokenRun(self.start + by, self.stop + by)
 
-    def within(self, start: int, stop: int) -> Run:
+    def within(self, start: int, stop: int) -> TokenRun:
         """What of it lies between the two; empty where nothing does."""
         first = max(self.start, start)
-        return Run(first, max(first, min(self.stop, stop)))
+        return TokenRun(first, max(first, min(self.stop, stop)))
 
 
 class Sight(NamedTuple):
     """Queries and keys that see each other, all of them but for a window. ``own``: they are the same tokens, of one or
     several documents, and causal attention is computed within each."""
 
-    queries: Run
-    keys: Run
+    queries: TokenRun
+    keys: TokenRun
     own: bool = False
 
 
@@ -76,10 +76,10 @@ class RowShare:
     def ranks(self) -> int:
         return self.ring * self.ulysses
 
-    def runs(self, rows: WholeRows, row: int) -> list[Run]:
+    def runs(self, rows: WholeRows, row: int) -> list[TokenRun]:
         """Its tokens of a row, in its order."""
         pieces = held(rows, row, self.ring)[self.index // self.ulysses]
-        size, found = rows.length // self.ranks, list[Run]()
+        size, found = rows.length // self.ranks, list[TokenRun]()
         first = self.index % self.ulysses * size
         for piece in pieces:
             part = piece.within(piece.start + first, piece.start + first + size)
@@ -94,17 +94,17 @@ def parts_of(ring: int, ulysses: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def held(rows: WholeRows, row: int, ring: int) -> tuple[tuple[Run, ...], ...]:
+def held(rows: WholeRows, row: int, ring: int) -> tuple[tuple[TokenRun, ...], ...]:
     """By rank of a ring its pieces of a row, in the order of the row; of a ring of one, the row."""
     if ring == 1:
-        return ((Run(0, rows.length),),)
+        return ((TokenRun(0, rows.length),),)
     size = rows.length // (2 * ring)
-    pieces = [Run(size * number, size * (number + 1)) for number in range(2 * ring)]
+    pieces = [TokenRun(size * number, size * (number + 1)) for number in range(2 * ring)]
     pieces.sort(key=lambda piece: (_pairs(piece, rows.ends(row)), piece))
     return tuple(tuple(sorted((pieces[rank], pieces[-1 - rank]))) for rank in range(ring))
 
 
-def _pairs(piece: Run, ends: Sequence[int]) -> int:
+def _pairs(piece: TokenRun, ends: Sequence[int]) -> int:
     """How many keys the queries of a piece see together: each those of its document up to itself."""
     total = 0
     for start, stop in pairwise((0, *ends)):
@@ -114,7 +114,7 @@ def _pairs(piece: Run, ends: Sequence[int]) -> int:
 
 
 def sights(
-    queries: Run, keys: Run, ends: Sequence[int], *, causal: bool = True, window: int | None = None
+    queries: TokenRun, keys: TokenRun, ends: Sequence[int], *, causal: bool = True, window: int | None = None
 ) -> Iterator[Sight]:
     """What a run of queries sees of a run of keys, which is the same run or has no token of it: of each of the two at
     most one document has tokens in both."""

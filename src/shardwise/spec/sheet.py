@@ -179,7 +179,7 @@ class At(NamedTuple):
     cut: Cut
 
 
-class Sent(NamedTuple):
+class SentMeanwhile(NamedTuple):
     """A message; ``beside``: while it is on its way, such a share of the operation is computed."""
 
     kind: str
@@ -192,7 +192,7 @@ class Within(NamedTuple):
     meanwhile, and messages sent along its axis."""
 
     workspace: int = 0
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentMeanwhile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise import techniques
 from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
@@ -56,6 +57,9 @@ class _CollectiveRecorder(TorchDispatchMode):
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if steps := techniques.steps_of(func._schema.name):
+            with self:
+                return steps(*args)
         if kind := collective(func):
             self.calls.append(Call(group_name(args), kind, payload_bytes(args)))
         return func(*args, **(kwargs or {}))

@@ -21,8 +21,8 @@ from shardwise.models.attention import attention, attention_backward
 from shardwise.models.blockwise import Saved
 from shardwise.models.layers import accumulation_dtype
 from shardwise.spec.rows import WholeRows
-from shardwise.techniques.cp.exchange import Gathered, Ring
-from shardwise.techniques.cp.parts import Part, Sees, parts
+from shardwise.techniques.cp.exchange import GatherExchange, RingExchange
+from shardwise.techniques.cp.parts import KernelCall, Sees, parts
 
 
 class CutRule(NamedTuple):
@@ -48,11 +48,11 @@ class CutRule(NamedTuple):
     def sees(self) -> Sees:
         return Sees(self.causal, self.window)
 
-    def exchange(self, count: int) -> Ring | Gathered:
+    def exchange(self, count: int) -> RingExchange | GatherExchange:
         group = group_named(self.group)
-        return Gathered(group, self.rows, count) if self.gathered else Ring(group, self.rows, count, self.sees)
+        return GatherExchange(group, self.rows, count) if self.gathered else RingExchange(group, self.rows, count, self.sees)
 
-    def part(self, part: Part, device: torch.device) -> tuple[Any, ...]:
+    def part(self, part: KernelCall, device: torch.device) -> tuple[Any, ...]:
         """The mask of one call of a kernel."""
         bounds = _bounds(part.lengths, device) if part.lengths else None
         longest = max(part.lengths, default=0)
@@ -120,7 +120,7 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
     return grad_q.to(q.dtype), torch.empty_like(k).copy_(home[0]), torch.empty_like(v).copy_(home[1]), grad_sinks
 
 
-def _places(part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def _places(part: KernelCall) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Where its queries and its keys are."""
     return (slice(*part.rows), slice(None), slice(*part.queries)), (slice(*part.rows), slice(None), slice(*part.keys))
 

@@ -1,7 +1,7 @@
 """How keys and values come to the ranks of a group, and how the sums of their gradients come home.
 
-Around a *ring* (Liu et al., "Ring Attention", 2023) those of one rank at a time, while the device computes with those
-that came before; their gradients follow them. *Gathered*, those of all ranks at once, and the gradients of all are
+Around a *ring* (Liu et al., "RingExchange Attention", 2023) those of one rank at a time, while the device computes with those
+that came before; their gradients follow them. *GatherExchange*, those of all ranks at once, and the gradients of all are
 scattered at once. Keys and values are one tensor [2,b,hk,s,e].
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.distributed.collectives import Group, all_gather, reduce_scatter
-from shardwise.spec.rows import Hop, Run, WholeRows, held, hops, needs
+from shardwise.spec.rows import Hop, TokenRun, WholeRows, held, hops, needs
 from shardwise.techniques.cp.parts import ALL, Sees, placed
 
 Messages = list[tuple[Tensor | None, int | None]]
@@ -43,7 +43,7 @@ class Passing:
             to_home += self.home
 
 
-class Ring:
+class RingExchange:
     """Those of one rank at a time, of ``count`` rows of a micro-batch."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int, sees: Sees) -> None:
@@ -79,13 +79,13 @@ class Ring:
         return dist.batch_isend_irecv(ops) if ops else []
 
 
-class Gathered:
+class GatherExchange:
     """Those of all ranks at once."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.rows, self.steps, self.place = rows, 2, (self.ranks, self.rank)
-        self.alike = [Run(0, count)] if rows.bounds is None else [Run(row, row + 1) for row in range(count)]
+        self.alike = [TokenRun(0, count)] if rows.bounds is None else [TokenRun(row, row + 1) for row in range(count)]
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """First this rank's ``own``, then those of ``ALL``, in the order of the rows."""
@@ -98,7 +98,7 @@ class Gathered:
         yield ALL, whole
 
     def passed(self, step: int, sums: Tensor | None, like: Tensor) -> Passing:
-        """As of a :class:`Ring`: after the last step, what all ranks have summed is scattered."""
+        """As of a :class:`RingExchange`: after the last step, what all ranks have summed is scattered."""
         if sums is None:
             return Passing([])
         apart, home = like.new_empty(self.ranks, *like.shape), torch.empty_like(like)

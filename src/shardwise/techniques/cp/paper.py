@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardwise.spec.rows import Hop, WholeRows, hops, needs
-from shardwise.spec.sheet import At, Op, Sent, Within, number
+from shardwise.spec.sheet import At, Op, SentMeanwhile, Within, number
 from shardwise.techniques.cp.parts import ALL, Sees, parts
 
 
@@ -19,7 +19,7 @@ def exchange(op: Op, at: At) -> Within:
 
 
 @dataclass
-class Held:
+class HeldBytes:
     """Bytes that are held, and the most that were."""
 
     now: int = 0
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AttentionBytes:
     """Bytes: of queries (the output is as large), of keys and values, of sums as large as either, and of a number for
     each query and head in the dtype of sums."""
 
@@ -49,7 +49,7 @@ class Sizes:
     rows: int
 
     @classmethod
-    def of(cls, op: Op, at: At) -> Sizes:
+    def of(cls, op: Op, at: At) -> AttentionBytes:
         heads, tokens, _, head_dim, key_heads = (number(dim, (at.b, at.s)) for dim in op.dims)
         wide, queries, keys = max(4, at.width), heads * tokens * head_dim, 2 * key_heads * tokens * head_dim
         return cls(queries * at.width, keys * at.width, queries * wide, keys * wide, heads * tokens * wide)
@@ -60,7 +60,7 @@ class Sizes:
         return self.query_sums > self.queries
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """Whose keys a rank computes with, and bytes: of these keys, of the sums of their gradients, of what is made for
     the keys that come meanwhile, and for gradients that come."""
 
@@ -71,24 +71,24 @@ class Step(NamedTuple):
     passing: int = 0
 
 
-def steps(one: Sizes, at: At) -> list[Step]:
+def steps(one: AttentionBytes, at: At) -> list[RingStep]:
     """The last computes nothing: gradients come home."""
     ring, rank = at.cut.ring, at.cut.index
     if at.cut.gathered:
         keys, sums = ring * one.keys, ring * one.key_sums
-        return [Step(rank, one.keys, 0, keys), Step(ALL, keys, sums), Step(ALL, 0, 0, 0, sums + one.key_sums)]
-    found, owner, here, passing = list[Step](), rank, True, 0
+        return [RingStep(rank, one.keys, 0, keys), RingStep(ALL, keys, sums), RingStep(ALL, 0, 0, 0, sums + one.key_sums)]
+    found, owner, here, passing = list[RingStep](), rank, True, 0
     for hop in _hops(at):
         coming = one.keys * (hop.keys_from is not None)
-        found.append(Step(owner, one.keys * here, one.key_sums * (here and owner != rank), coming, passing))
+        found.append(RingStep(owner, one.keys * here, one.key_sums * (here and owner != rank), coming, passing))
         owner, here = hop.owner, hop.keys_from is not None
         passing = one.key_sums * ((hop.sums_from is not None) + (hop.home_from is not None))
-    return [*found, Step(rank, 0, 0, 0, passing)]
+    return [*found, RingStep(rank, 0, 0, 0, passing)]
 
 
 def forward(op: Op, at: At) -> Within:
     """The joined output, keys, and what each call of the kernel makes."""
-    one, held = Sizes.of(op, at), Held()
+    one, held = AttentionBytes.of(op, at), HeldBytes()
     held.add(one.query_sums * one.apart, one.keys)
     for place, step in enumerate(steps(one, at)[:-1]):
         held.add(step.coming)
@@ -101,7 +101,7 @@ def forward(op: Op, at: At) -> Within:
 
 def backward(op: Op, at: At) -> Within:
     """Gradients of queries, of its own keys, of those that it computes with, and those on their way."""
-    one, held, before = Sizes.of(op, at), Held(), 0
+    one, held, before = AttentionBytes.of(op, at), HeldBytes(), 0
     held.add(one.query_sums * one.apart, one.keys, one.key_sums)
     *computing, last = steps(one, at)
     for place, step in enumerate(computing):
@@ -116,7 +116,7 @@ def backward(op: Op, at: At) -> Within:
     return Within(held.top - one.queries * one.apart - one.keys, tuple(_sent_back(one, at)))
 
 
-def _calls(step: Step, at: At) -> Iterator[tuple[Fraction, Fraction]]:
+def _calls(step: RingStep, at: At) -> Iterator[tuple[Fraction, Fraction]]:
     """Of each call of the kernel with these keys, its share of the queries and of the keys."""
     rows, ring = WholeRows(at.cut.length), at.cut.ring
     if step.keys:
@@ -129,22 +129,22 @@ def _hops(at: At) -> tuple[Hop, ...]:
     return hops(needs(WholeRows(at.cut.length), 1, at.cut.ring, True, at.window), at.cut.index)
 
 
-def _sent(one: Sizes, at: At) -> Iterator[Sent]:
+def _sent(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
     """Keys: each while the device computes with others."""
     beside = 1 / at.cut.ring
     if at.cut.gathered:
-        yield Sent("all_gather", at.cut.ring * one.keys, beside)
+        yield SentMeanwhile("all_gather", at.cut.ring * one.keys, beside)
         return
     for hop in _hops(at):
         yield from _each(one.keys, (hop.held_to, hop.own_to), (hop.keys_from,), beside)
 
 
-def _sent_back(one: Sizes, at: At) -> Iterator[Sent]:
+def _sent_back(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
     """Keys once more, and behind them the sums of their gradients."""
     ring = at.cut.ring
     if at.cut.gathered:
-        yield Sent("all_gather", ring * one.keys, 1 / ring)
-        yield Sent("reduce_scatter", ring * one.key_sums)
+        yield SentMeanwhile("all_gather", ring * one.keys, 1 / ring)
+        yield SentMeanwhile("reduce_scatter", ring * one.key_sums)
         return
     share = one.keys / (one.keys + one.key_sums) / ring
     for step, hop in enumerate(_hops(at), 1):
@@ -152,6 +152,6 @@ def _sent_back(one: Sizes, at: At) -> Iterator[Sent]:
         yield from _each(one.key_sums, (hop.sums_to,), (hop.sums_from, hop.home_from), (1 / ring - share) * (step < ring))
 
 
-def _each(size: int, targets: Sequence[int | None], sources: Sequence[int | None], beside: float) -> Iterator[Sent]:
-    yield from (Sent("send", size, beside) for target in targets if target is not None)
-    yield from (Sent("recv", size) for source in sources if source is not None)
+def _each(size: int, targets: Sequence[int | None], sources: Sequence[int | None], beside: float) -> Iterator[SentMeanwhile]:
+    yield from (SentMeanwhile("send", size, beside) for target in targets if target is not None)
+    yield from (SentMeanwhile("recv", size) for source in sources if source is not None)

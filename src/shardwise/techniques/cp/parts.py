@@ -10,19 +10,19 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwise.spec.rows import Run, WholeRows, held, sights
+from shardwise.spec.rows import TokenRun, WholeRows, held, sights
 
 ALL = -1
 """Instead of a rank's number: the keys of all others, in the order of the row."""
 
 
-class Part(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel: these rows, queries and keys, which see each other as ``Rule.apart`` says. ``lengths``: of
     own tokens (``apart`` is None), those of the documents in them, row after row; none where rows are documents."""
 
-    rows: Run
-    queries: Run
-    keys: Run
+    rows: TokenRun
+    queries: TokenRun
+    keys: TokenRun
     apart: int | None = None
     lengths: tuple[int, ...] = ()
 
@@ -35,21 +35,21 @@ class Sees(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: Sees) -> tuple[Part, ...]:
+def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: Sees) -> tuple[KernelCall, ...]:
     """What rank ``ring[1]`` of ``ring[0]`` computes of ``count`` rows with the keys of an ``other`` rank, or of itself.
     Where rows are documents, all of them at once."""
     ranks, rank = ring
     if other == rank and sees.window is None:  # in their order, tokens see each other as if they stood side by side
-        whole = Run(0, rows.length // ranks)
+        whole = TokenRun(0, rows.length // ranks)
         lengths = tuple(length for row in range(count) for length in _lengths(rows, row, held(rows, row, ranks)[rank]))
-        return (Part(Run(0, count), whole, whole, None, lengths if rows.bounds else ()),)
-    each = [Run(0, count)] if rows.bounds is None else [Run(row, row + 1) for row in range(count)]
+        return (KernelCall(TokenRun(0, count), whole, whole, None, lengths if rows.bounds else ()),)
+    each = [TokenRun(0, count)] if rows.bounds is None else [TokenRun(row, row + 1) for row in range(count)]
     return tuple(part for one in each for part in _of_rows(rows, one, ring, other, sees))
 
 
-def _of_rows(rows: WholeRows, alike: Run, ring: tuple[int, int], other: int, sees: Sees) -> list[Part]:
+def _of_rows(rows: WholeRows, alike: TokenRun, ring: tuple[int, int], other: int, sees: Sees) -> list[KernelCall]:
     """Of rows whose documents are the same."""
-    mine, ends, found = held(rows, alike.start, ring[0])[ring[1]], rows.ends(alike.start), list[Part]()
+    mine, ends, found = held(rows, alike.start, ring[0])[ring[1]], rows.ends(alike.start), list[KernelCall]()
     coming = placed(held(rows, alike.start, ring[0])[other]) if other != ALL else _gaps(mine, rows.length)
     for queries, at in placed(mine):
         for keys, there in coming:
@@ -57,37 +57,37 @@ def _of_rows(rows: WholeRows, alike: Run, ring: tuple[int, int], other: int, see
                 lengths = tuple(_lengths(rows, alike.start, (queries,))) * alike.length if sight.own else ()
                 apart = None if sight.own else sight.queries.start - sight.keys.start
                 places = sight.queries.moved(at - queries.start), sight.keys.moved(there - keys.start)
-                found.append(Part(alike, *places, apart, lengths if rows.bounds else ()))
+                found.append(KernelCall(alike, *places, apart, lengths if rows.bounds else ()))
     if sees.window is not None:
         return found
     pairs = _joined((keys, queries) for queries, keys in _joined((part.queries, part.keys) for part in found))
-    return [Part(alike, queries, keys, queries.start - keys.start) for keys, queries in pairs]
+    return [KernelCall(alike, queries, keys, queries.start - keys.start) for keys, queries in pairs]
 
 
-def placed(runs: tuple[Run, ...]) -> list[tuple[Run, int]]:
+def placed(runs: tuple[TokenRun, ...]) -> list[tuple[TokenRun, int]]:
     """Runs that lie one behind the other, each with its place."""
     return [(run, sum(before.length for before in runs[:number])) for number, run in enumerate(runs)]
 
 
-def _gaps(mine: tuple[Run, ...], length: int) -> list[tuple[Run, int]]:
+def _gaps(mine: tuple[TokenRun, ...], length: int) -> list[tuple[TokenRun, int]]:
     """What a row has besides these runs, in the order and at the places of the row."""
     ends = [0, *(end for run in mine for end in run), length]
-    return [(Run(start, stop), start) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
+    return [(TokenRun(start, stop), start) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
 
 
-def _lengths(rows: WholeRows, row: int, runs: tuple[Run, ...]) -> Iterator[int]:
+def _lengths(rows: WholeRows, row: int, runs: tuple[TokenRun, ...]) -> Iterator[int]:
     """How many tokens of each document are in the runs, in their order."""
     for start, stop in pairwise((0, *rows.ends(row))):
         if length := sum(run.within(start, stop).length for run in runs):
             yield length
 
 
-def _joined(pairs: Iterable[tuple[Run, Run]]) -> list[tuple[Run, Run]]:
+def _joined(pairs: Iterable[tuple[TokenRun, TokenRun]]) -> list[tuple[TokenRun, TokenRun]]:
     """Pairs with the same second run as one where their first runs lie side by side. Without a window, how far apart
     tokens are does not matter."""
-    found: list[tuple[Run, Run]] = []
+    found: list[tuple[TokenRun, TokenRun]] = []
     for run, other in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
         if found and found[-1][1] == other and found[-1][0].stop == run.start:
-            run = Run(found.pop()[0].start, run.stop)
+            run = TokenRun(found.pop()[0].start, run.stop)
         found.append((run, other))
     return found
