@@ -44,9 +44,8 @@ def layouts(recipe: Recipe, cluster: Cluster, cp: int, *, pinned: bool) -> Itera
     if world % ((shard or 1) * (replicas or 1)) or (shard and replicas and shard * replicas != world):
         raise ConfigError(_mesh(recipe, cluster))
     if world == 1:
-        open_ = asked in ("auto", "hsdp") or not pinned
         for strategy in STRATEGIES if cp > 1 else STRATEGIES[:1]:
-            if cp == 1 or open_ or strategy == ("zero3" if asked == "fsdp" else asked):
+            if cp == 1 or asked == "auto" or not pinned or strategy == (asked if asked in STRATEGIES else "zero3"):
                 yield strategy, replicated
         return
     hybrid = (replicas or 1) > 1 or (shard or world) < world or (asked == "hsdp" and pinned)
