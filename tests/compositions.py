@@ -16,7 +16,7 @@ from shardwise.spec.plan import Lora, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
 from tests.models.hf_models import spec_of
-from tests.parity import cases, pairwise, pipes
+from tests.parity import cases, pairwise, pipes, rings
 from tests.parity import test_dpo as parity_dpo
 from tests.parity import test_fp32_bf16 as parity_types
 from tests.parity import test_frozen as parity_frozen
@@ -41,6 +41,9 @@ FEATURES: dict[str, Holds] = {
     "hybrid": lambda spec, plan: plan.layout.dp_replicate > 1 < plan.layout.dp_shard and plan.shard.strategy != "ddp",
     "tp": lambda spec, plan: plan.layout.tp > 1,
     "sp": lambda spec, plan: plan.sequence_parallel and plan.layout.tp > 1,
+    "ring": lambda spec, plan: plan.layout.ring > 1 and plan.cp_kind != "gather",
+    "Ulysses": lambda spec, plan: plan.layout.ulysses > 1,
+    "gather": lambda spec, plan: plan.layout.cp > 1 and plan.cp_kind == "gather",
     **{name: (lambda spec, plan, name=name: _staged(plan, name)) for name in SCHEDULES},
     "selective": lambda spec, plan: plan.remat.mode == "selective",
     "full": lambda spec, plan: plan.remat.mode == "full",
@@ -63,6 +66,8 @@ FEATURES: dict[str, Holds] = {
 MEANING = {
     "hybrid": "ZeRO within groups of ranks, which are replicas of one another",
     "sp": "sequence parallelism",
+    "ring": "context parallelism whose keys go round a ring; with Ulysses: nested",
+    "gather": "context parallelism whose keys are gathered",
     "selective": "selective recomputation",
     "full": "full recomputation",
     "accumulation": "several micro-batches without a pipeline",
@@ -81,6 +86,8 @@ def _staged(plan: Plan, name: str) -> bool:
 EXCLUSIVE = (
     ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"),
     tuple(SCHEDULES),
+    ("ring", "gather"),
+    ("Ulysses", "gather"),
     ("selective", "full"),
     ("bf16", "fp16"),
     ("8-bit moments", "bf16 moments"),
@@ -150,6 +157,7 @@ def sources() -> list[Source]:
         Source("tests/parity/test_fp64.py", grid + tied),
         Source("tests/parity/test_tp_pairwise.py", [(case.spec, case.plan) for case in pairwise.CASES]),
         Source("tests/parity/test_pp_pairwise.py", [(case.spec, case.plan) for case in pipes.CASES]),
+        Source("tests/parity/test_cp_pairwise.py", [(case.spec, case.plan) for case in rings.CASES]),
         Source("tests/parity/test_lora.py", adapters),
         Source("tests/parity/test_frozen.py", frozen),
         Source("tests/parity/test_dpo.py", pairs),
