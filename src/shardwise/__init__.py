@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from shardwise.errors import Problem, ShardwiseError
     from shardwise.prove.module import certify
     from shardwise.runtime.build import load_weights
-    from shardwise.runtime.own import Checkpoints, backward, clip_grad_norm, optimizer, parallelize, plan, world
+    from shardwise.runtime.own import (
+        Checkpoints,
+        backward,
+        clip_grad_norm,
+        cut_rows,
+        optimizer,
+        parallelize,
+        plan,
+        world,
+    )
     from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
     from shardwise.spec.load import dump_plan, dump_recipe, load_plan, load_recipe
     from shardwise.spec.plan import Plan
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Problem", "ShardwiseError", "__version__"]
-__all__ += ["Checkpoints", "backward", "clip_grad_norm", "load_weights", "optimizer", "parallelize"]
+__all__ += ["Checkpoints", "backward", "clip_grad_norm", "cut_rows", "load_weights", "optimizer", "parallelize"]
 __all__ += ["certify", "plan", "world"]
 __all__ += ["Cluster", "Plan", "Recipe", "local_cluster", "parse_cluster"]
 __all__ += ["dump_plan", "dump_recipe", "load_plan", "load_recipe"]

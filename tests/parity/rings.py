@@ -87,9 +87,7 @@ class Case:
 
 EVERY = [
     case
-    for values in product(
-        KINDS, MODELS, (2, 4, 8), STRATEGIES, (1, 2), (1, 2), ("none", "selective", "full"), (1, 2)
-    )
+    for values in product(KINDS, MODELS, (2, 4, 8), STRATEGIES, (1, 2), (1, 2), ("none", "selective", "full"), (1, 2))
     if (case := Case(*values)).layout is not None and case.accumulation >= case.pp  # type: ignore[arg-type]
 ]
 CASES = [EVERY[place] for place in covering([astuple(case) for case in EVERY], lambda place: EVERY[place].calls)]

@@ -116,4 +116,6 @@ def test_the_rows_are_what_they_are_called() -> None:
         if name.startswith("C3"):
             share = [torch.from_numpy(sample.labels[12:36]) for sample in samples]
             assert all((labels != IGNORE).any() for labels in share)
-            assert all((sample.labels[:12] == IGNORE).all() and (sample.labels[36:] == IGNORE).all() for sample in samples)
+            assert all(
+                (sample.labels[:12] == IGNORE).all() and (sample.labels[36:] == IGNORE).all() for sample in samples
+            )

@@ -33,7 +33,10 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
     changed: dict[str, dict[str, Any]] = {
         "tp": {"layout": replace(layout, tp=2)},
         "sp": {"layout": replace(layout, tp=2), "sequence_parallel": True},
-        "ring": {"layout": replace(layout, cp=2 * layout.ulysses), "cp_kind": "nested" if layout.ulysses > 1 else "ring"},
+        "ring": {
+            "layout": replace(layout, cp=2 * layout.ulysses),
+            "cp_kind": "nested" if layout.ulysses > 1 else "ring",
+        },
         "Ulysses": {
             "layout": replace(layout, cp=2 * layout.cp, ulysses=2),
             "cp_kind": "nested" if layout.cp > 1 else "ulysses",

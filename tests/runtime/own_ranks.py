@@ -346,6 +346,34 @@ def decoder(
             return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+def cut(
+    rank: int, world: int, strategy: str, settings: dict[str, Any], steps: int, bounds: list[int] | None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """As :func:`decoder`, of rows that processes have some tokens each of, in documents that end at ``bounds``."""
+    torch.manual_seed(rank)
+    with started(world):
+        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
+        with own.world(plan) as mesh:
+            model = own.parallelize(Decoder(UNTIED), plan, mesh)
+            optimizer = own.optimizer(model, learning_rate=1e-2)
+            losses, norms = [], []
+            for step in range(steps):
+                rows = texts(step).chunk(mesh.size("batch"))[mesh.index("batch")]
+                documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+                ids, labels, positions, mask = own.cut_rows(mesh, rows[:, :-1], rows[:, 1:], documents)
+                assert ids.shape == (len(rows), 8 // mesh.size("cp"))
+                logits = model(ids, positions, mask)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                own.backward(model, loss)
+                norms.append(own.clip_grad_norm(model, 0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+                mean = loss.detach().clone()
+                mesh.sum(mean, "cp")
+                losses.append(mean.item() / mesh.size("cp"))
+            return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
 def loaded(rank: int, world: int, strategy: str, settings: dict[str, Any], directory: str) -> dict[str, Tensor]:
     """The whole weights of a decoder that was filled from ``directory`` once it was cut."""
     with started(world):

@@ -48,7 +48,7 @@ class Asked:
         longest = self.length if self.bounds is None else max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
         sinks = torch.linspace(-2, 3, self.heads, dtype=self.dtype).requires_grad_() if self.sinks else None
         found = MaskSpec(self.causal, self.window, documents, longest, self.soft_cap, sinks, scale=self.scale)
-        return replace(found, rows=WholeRows(self.length, self.bounds))
+        return replace(found, row_length=self.length, bounds=documents)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, whole."""
@@ -135,9 +135,10 @@ def error(asked: Asked, answers: list[tuple[Tensor, Found]], right: Found) -> di
                 found[name] += part
             else:
                 found[name].scatter_(2, index[:, None, :, None].expand_as(part), part.double())
-    return {name: float((found[name] - value).abs().max() / value.abs().max().clamp_min(0.01)) for name, value in right.items()}
-
-
+    return {
+        name: float((found[name] - value).abs().max() / value.abs().max().clamp_min(0.01))
+        for name, value in right.items()
+    }
 
 
 def seen_by(asked: Asked) -> dict[tuple[int, int], Tensor]:

@@ -39,7 +39,16 @@ MASKS: dict[str, dict[str, object]] = {
     "all key heads": {"key_heads": 4},
     "one row": {"rows": 1},
 }
-KINDS = (("ring", 2), ("ring", 3), ("ring", 4), ("gather", 2), ("gather", 3), ("ulysses", 2), ("ulysses", 4), ("nested", 4))
+KINDS = (
+    ("ring", 2),
+    ("ring", 3),
+    ("ring", 4),
+    ("gather", 2),
+    ("gather", 3),
+    ("ulysses", 2),
+    ("ulysses", 4),
+    ("nested", 4),
+)
 
 
 @pytest.mark.parametrize("ranks_", [2, 3, 4])
@@ -121,5 +130,7 @@ def test_C10_what_cannot_be_is_refused_with_what_can(changes: dict[str, object],
 
 def test_models_in_transformers_own_modules_are_refused_by_name() -> None:
     plan = Plan(Layout(cp=2), Batch(1, 1, 64))
-    codes = [(problem.code, problem.what) for problem in techniques.check(spec_of("gpt2"), plan, parse_cluster("2xH100"))]
+    codes = [
+        (problem.code, problem.what) for problem in techniques.check(spec_of("gpt2"), plan, parse_cluster("2xH100"))
+    ]
     assert [code for code, _ in codes] == ["PLAN026"] and "gpt2" in codes[0][1].lower()

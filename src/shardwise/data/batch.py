@@ -28,8 +28,9 @@ class MicroBatch:
     answers    [b, s] int64, of pairs of answers: 2p for the tokens of pair p's chosen answer, 2p + 1 for its rejected
                one's, and any for padding; else None
     references [p] float64: log p(chosen) - log p(rejected) of each pair under the initial model
-    rows       of rows of which a rank has some tokens, the whole ones, which ``documents`` and ``longest`` are of; ``s``
-               is then the number of these tokens; None: rows are whole
+    row_length of rows of which a rank has some tokens (``s`` is their number), that of the whole ones, which
+               ``documents`` and ``longest`` are of; None: rows are whole
+    bounds     ``documents`` of such rows, on the host
     reached    [b, s] int64, of such rows how long the document is that each token is in; else None
     counts     whether this rank counts pairs and bytes of text, as one does of those with tokens of the same rows
     """
@@ -41,7 +42,8 @@ class MicroBatch:
     longest: int
     answers: Tensor | None = None
     references: Tensor | None = None
-    rows: WholeRows | None = None
+    row_length: int | None = None
+    bounds: Tensor | None = None
     reached: Tensor | None = None
     counts: bool = True
 
@@ -56,8 +58,8 @@ class MicroBatch:
         return replace(self, **pinned)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are not None, by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """The tensors that are not None and may be on the device, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "bounds"}
 
     def supervised_tokens(self) -> int:
         """The number of labels that are trained on."""
@@ -71,13 +73,15 @@ class MicroBatch:
         """The tokens that a rank has of these rows."""
         if share.ranks == 1:
             return self
-        bounds = None if self.documents is None else tuple(self.documents.tolist())
-        rows = WholeRows(self.ids.shape[1], bounds)
+        bounds, length = None if self.documents is None else self.documents.cpu(), self.ids.shape[1]
+        rows = WholeRows(length, None if bounds is None else tuple(bounds.tolist()))
         runs = [share.runs(rows, row) for row in range(len(self.ids))]
         places = torch.tensor([[place for run in row for place in range(*run)] for row in runs])
         reached = torch.tensor([_reached(rows, row, places[row].tolist()) for row in range(len(runs))])
-        kept = {name: None if (whole := vars(self)[name]) is None else whole.gather(1, places) for name in _BY_TOKEN}
-        return replace(self, **kept, rows=rows, reached=reached, counts=share.index == 0)
+        held = self.tensors()
+        kept: dict[str, Any] = {name: held[name].gather(1, places) for name in _BY_TOKEN if name in held}
+        whole: dict[str, Any] = {"row_length": length, "bounds": bounds}
+        return replace(self, **kept, **whole, reached=reached, counts=share.index == 0)
 
 
 _BY_TOKEN = ("ids", "labels", "positions", "answers")

@@ -11,7 +11,8 @@ from shardwise.models.attention import MaskSpec
 
 def mask(batch: MicroBatch) -> MaskSpec:
     """Causal, and within documents where the batch tells them."""
-    return MaskSpec(documents=batch.documents, longest=batch.longest, rows=batch.rows, reached=batch.reached)
+    cut = {"row_length": batch.row_length, "bounds": batch.bounds, "reached": batch.reached}
+    return MaskSpec(documents=batch.documents, longest=batch.longest, **cut)  # type: ignore[arg-type]
 
 
 def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Loss:

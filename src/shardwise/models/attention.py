@@ -17,7 +17,6 @@ from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
-from shardwise.spec.rows import WholeRows
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class MaskSpec:
     scale: what q k^T is multiplied by, where it is not 1 / sqrt(e).
     kernel: the one of kernels.py to take where it serves; auto: the first that does.
     positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
-    rows: of rows that are cut among ranks, the whole ones, which ``documents`` are then of; None: rows are whole.
+    row_length: of rows that are cut among ranks, how long the whole ones are, which ``documents`` are then of; None:
+    rows are whole. bounds: the same as ``documents``, on the host: which ranks have what of a row follows from them.
     reached: int64 [b,s], of such rows how long the document is that each token is in; None where that is asked of none.
     """
 
@@ -44,7 +44,8 @@ class MaskSpec:
     positions: Tensor | None = None
     scale: float | None = None
     kernel: str = "auto"
-    rows: WholeRows | None = None
+    row_length: int | None = None
+    bounds: Tensor | None = None
     reached: Tensor | None = None
 
 

@@ -115,7 +115,7 @@ class Decoder(Part):
     def masks(self, kinds: tuple[LayerKind, ...], length: int, mask: MaskSpec) -> list[MaskSpec]:
         """What each kind of layer sees. A window at least as long as every document is dropped, so that
         the fast kernels can be used."""
-        whole = length if mask.rows is None else mask.rows.length
+        whole = length if mask.row_length is None else mask.row_length
         longest = whole if mask.documents is None else mask.longest
         mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)
         spec, made = self.spec, []

@@ -28,7 +28,9 @@ def rotary_tables(
     frequencies = 1.0 / (spec.local_rope_theta if local and spec.local_rope_theta else spec.rope_theta) ** exponents
     scaling = None if local else spec.rope_scaling
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
-        frequencies = _by_length(spec, frequencies, scaling, _reached(positions, documents) if reached is None else reached)
+        frequencies = _by_length(
+            spec, frequencies, scaling, _reached(positions, documents) if reached is None else reached
+        )
     elif scaling is not None:
         frequencies = _scaled(spec, frequencies, scaling)
     angles = (positions.to(wide).unsqueeze(-1) * frequencies).unsqueeze(2)

@@ -138,7 +138,9 @@ class LowerBounds:
         key, whole, batch = (plan.layout.fsdp, plan.shard, _alike(plan)), unstaged(plan), plan.batch
         if key not in self.blocks:
             costed = self._costed(whole)
-            least = min(range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens))
+            least = min(
+                range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens)
+            )
             state = sum(optim.state_bytes(costed.with_ends(stem=False, head=False), whole).values())
             weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
             trained = sum(prod(map(int, weight.shape)) for weight in weights if weight.trained)

@@ -41,9 +41,10 @@ Piece = Event | WeightsCall
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
     a pass of a unit comes to. ``b`` sequences of ``s`` tokens are computed in the dtype ``compute`` on devices of
-    ``kind``, with the workspaces of its kernels; of rows that are ``cut`` among ranks. ``recomputes``: some block does. ``trains``: a backward follows, as it
-    does not in a stage that has nothing to train, nor any before it. ``rates``: how fast the device is, where seconds
-    are asked for. ``loss``: what the loss does in its forward and in its backward."""
+    ``kind``, with the workspaces of its kernels; rows are ``cut`` among ranks. ``recomputes``: some block does.
+    ``trains``: a backward follows, as it does not in a stage that has nothing to train, nor any before it. ``rates``:
+    how fast the device is, where seconds are asked for. ``loss``: what the loss does in its forward and in its
+    backward."""
 
     stem: Unit
     tail: Unit

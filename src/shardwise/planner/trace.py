@@ -31,7 +31,6 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
-from shardwise.spec.rows import WholeRows
 from shardwise.spec.sheet import SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
@@ -176,7 +175,7 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     model.embedded(ids)  # from which cut layers know the number of rows
     if variant.what == "tail":
         return tail, []
-    mask = MaskSpec(rows=WholeRows(variant.plan.batch.seq_len) if variant.plan.layout.cp > 1 else None)
+    mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
     return lambda start: block(start(), rotary, mask), [*(rotary or ())]

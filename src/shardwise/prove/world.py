@@ -39,7 +39,6 @@ from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
-from shardwise.spec.rows import WholeRows
 from shardwise.techniques import optim
 
 SMALL = 2**20
@@ -195,7 +194,7 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
         batches.append(MicroBatch(ids, labels, positions, None, 0))
     if plan.layout.cp > 1:
         for batch in batches:
-            batch.rows, batch.reached = WholeRows(plan.batch.seq_len), torch.zeros(shape, dtype=torch.int64)
+            batch.row_length, batch.reached = plan.batch.seq_len, torch.zeros(shape, dtype=torch.int64)
     if plan.loss == "dpo":
         for batch in batches:
             batch.answers = torch.zeros(shape, dtype=torch.int64)

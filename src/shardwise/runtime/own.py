@@ -31,9 +31,10 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,9 +42,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise import techniques
+from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import complete_accumulated
 from shardwise.errors import ConfigError, DataError, Problem
+from shardwise.methods import pretrain
+from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
@@ -52,11 +56,14 @@ from shardwise.runtime.checkpoint.stateful import Objects
 from shardwise.runtime.faults.guard import stop_requests
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch
+from shardwise.runtime.own_plan import NO_STAGES
+from shardwise.runtime.own_plan import plan as plan
 from shardwise.runtime.usage import Usage
-from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Checkpoint
+from shardwise.spec.rows import parts_of
 from shardwise.techniques import compile as compilation
+from shardwise.techniques import cp as cp_technique
 from shardwise.techniques import remat, shard
 from shardwise.techniques import tp as tp_technique
 from shardwise.techniques.dtypes import torch_dtype
@@ -66,96 +73,6 @@ _STATES = "$states"
 """The key under which a checkpoint's facts hold the states of other objects. No keyword argument of ``save`` can have
 this name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
-Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
-Compute = Literal["fp64", "fp32", "bf16"]
-Recompute = Literal["none", "selective", "full"]
-
-
-class Degrees(TypedDict, total=False):
-    """Arguments of :func:`plan` besides those with a list of words; any may be left out."""
-
-    replicas: int | None
-    tp: int
-    processes: int
-
-
-_WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute}
-
-
-def plan(
-    strategy: Word = "ddp",
-    *,
-    compute: Compute = "fp32",
-    reduce: Compute | None = None,
-    recompute: Recompute = "none",
-    compile: bool = False,
-    **degrees: Unpack[Degrees],
-) -> Plan:
-    """A plan for the processes that were started, or for as many as ``processes=``. Gradients are reduced in fp32 (in
-    fp64 where ``compute`` is fp64) unless ``reduce`` says otherwise. ``replicas=``: the number of replicas of a sharded
-    model (hsdp: one per node unless given). ``tp=``: how many neighbouring processes share each layer of Shardwise's
-    decoder, and read the same rows. Raises ConfigError for an unknown word, and for degrees that do not multiply to the
-    number of processes. Without a recipe nothing is estimated. fp16, which needs its losses scaled, is for ``shardwise
-    train``."""
-    processes.show_mistakes_once()
-    reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
-    _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
-    _check_degrees(degrees)
-    me, replicas, tp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1)
-    started = degrees.get("processes", me.world_size)
-    dp, rest = divmod(started, tp)
-    if rest:
-        raise ConfigError(
-            Problem("PLAN001", f"tp {tp} does not divide {started} processes", "tp", f"a divisor of {started}")
-        )
-    count = 1 if replicas is None else replicas
-    if strategy == "hsdp" and replicas is None:
-        count = max(2, me.world_size // me.local_world_size) if dp > 1 else 1
-    if dp % count:
-        what = f"{count} replicas do not divide {dp} {'processes' if tp == 1 else f'groups of {tp} processes'}"
-        raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {dp}"))
-    dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
-    if dial == "ddp" or dp == count:
-        dial, count = "ddp", dp
-    layout = Layout(dp_replicate=count, dp_shard=dp // count, tp=tp, ranks_per_node=me.local_world_size)
-    return Plan(
-        layout=layout,
-        shard=Shard(dial),
-        precision=Precision(compute=compute, reduce=reduce),
-        remat=Remat(recompute),
-        compile=compile,
-        sequence_parallel=tp > 1,
-    )
-
-
-NO_STAGES = Problem(
-    "PLAN023",
-    "a pipeline runs the model stage by stage, and a loop of one's own calls it as a whole",
-    "pp",
-    "leave pp out, or `shardwise train` with parallel.pp",
-)
-
-
-def _check_degrees(given: Collection[str]) -> None:
-    """ConfigError for a degree that there is none of in a loop of one's own."""
-    for name in set(given) - Degrees.__annotations__.keys():
-        near = get_close_matches(name, Degrees.__annotations__, 1)
-        fix = f"did you mean `{near[0]}`?" if near else "replicas, tp and processes are known"
-        unknown = Problem("CFG001", f"unknown degree `{name}`", name, fix)
-        raise ConfigError(NO_STAGES if name == "pp" else unknown)
-
-
-def _check_words(**given: object) -> None:
-    """ConfigError CFG005 for every argument that is not one of its words."""
-    problems = []
-    for name, value in given.items():
-        allowed = get_args(_WORDS[name])
-        if value not in allowed:
-            near, one = get_close_matches(str(value), allowed, 1), f"one of {', '.join(allowed)}"
-            fix = f"did you mean `{near[0]}`?" if near else one
-            problems.append(Problem("CFG005", f"`{name}` must be {one}, got {value!r}", name, fix))
-    if problems:
-        raise ConfigError(*problems)
 
 
 @contextmanager
@@ -180,11 +97,12 @@ def parallelize(
     fp64 the weights are too. ``whole`` names submodules whose blocks are gathered with the rest of the model: those
     that do not run on all ranks alike. ``units`` names what else is gathered by itself, and kept until its backward is
     over: large embeddings and output layers, that run on all ranks in every step. Raises ConfigError CFG005 for a name
-    that cannot be either, PLAN022 for a module that tensor parallelism cannot cut, PLAN023 for a pipeline.
+    that cannot be either, PLAN022 or PLAN026 for a module that tensor or context parallelism cannot cut, PLAN023 for a
+    pipeline.
     """
     if plan.layout.pp > 1:
         raise ConfigError(NO_STAGES)
-    _check_tensor_parallel(module, plan)
+    _check_cut(module, plan)
     routed = {id(block) for name in whole for block in _submodule(module, name, "whole").modules()}
     apart = [_unit(module, name) for name in units]
     meshes = mesh or Meshes()
@@ -192,7 +110,7 @@ def parallelize(
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     for tensor in [*module.parameters(), *module.buffers()]:
         meshes.broadcast(tensor.detach(), "world")
-    parts = tp_technique.apply([module], plan, meshes)
+    parts = cp_technique.apply(tp_technique.apply([module], plan, meshes), plan, meshes)
     shard.apply(compilation.apply(remat.apply(parts, plan, meshes), plan, meshes), plan, meshes, routed, apart)
     if not plan.sharded and plan.layout.tp == 1 and plan.precision.compute in ("bf16", "fp16"):
         _autocast(module, torch_dtype(plan.precision.compute))
@@ -202,17 +120,41 @@ def parallelize(
     return module
 
 
-def _check_tensor_parallel(module: nn.Module, plan: Plan) -> None:
-    """ConfigError PLAN022 for a module, or a plan, that tensor parallelism does not support."""
-    if plan.layout.tp == 1:
+def _check_cut(module: nn.Module, plan: Plan) -> None:
+    """ConfigError PLAN022 or PLAN026 for a module, or a plan, that tensor or context parallelism does not support."""
+    layout = plan.layout
+    if layout.tp == layout.cp == 1:
         return
     if not isinstance(module, Decoder):
-        kind = type(module).__name__
-        what = f"tensor parallelism cuts the layers of shardwise.models.decoder.Decoder, and this module is a {kind}"
-        fix = "tp=1 with strategy zero3, or `shardwise train` for a model on the Hub"
-        raise ConfigError(Problem("PLAN022", what, "parallelize", fix))
-    if problems := tp_technique.check(module.spec, plan):
+        code, does = (
+            ("PLAN022", "tensor parallelism cuts") if layout.tp > 1 else ("PLAN026", "context parallelism cuts")
+        )
+        what = f"{does} the layers of shardwise.models.decoder.Decoder, and this module is a {type(module).__name__}"
+        fix = "tp=1 and cp=1 with strategy zero3, or `shardwise train` for a model on the Hub"
+        raise ConfigError(Problem(code, what, "parallelize", fix))
+    any_length = replace(plan, batch=replace(plan.batch, seq_len=parts_of(layout.ring, layout.ulysses)))
+    if problems := tp_technique.check(module.spec, plan) + cp_technique.check(module.spec, any_length):
         raise ConfigError(*problems)
+
+
+def cut_rows(
+    mesh: Meshes | None, ids: Tensor, labels: Tensor, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, MaskSpec]:
+    """The tokens of each row that this process trains on, as (ids, labels, positions, mask): what the decoder is called
+    with, and what its logits are compared with. ids and labels int64 [b,s] -> [b,s/cp]. ``documents``: int32 [n+1],
+    where those of packed rows end, over the b * s tokens laid row after row, 0 and every row's end included. Raises
+    ConfigError PLAN026 for rows that ``cp`` processes cannot cut."""
+    (b, s), meshes = ids.shape, mesh or Meshes()
+    multiple = parts_of(meshes.layout.ring, meshes.layout.ulysses)
+    if s % multiple:
+        what = f"rows of {s:,} tokens cannot be cut over {meshes.layout.cp} processes"
+        raise ConfigError(Problem("PLAN026", what, "cut_rows", f"a multiple of {multiple} tokens"))
+    ends = torch.arange(0, b * s + 1, s, dtype=torch.int32) if documents is None else documents.cpu()
+    lengths = ends.diff()
+    starts = torch.repeat_interleave(ends[:-1].long(), lengths)
+    positions = (torch.arange(b * s) - starts).view(b, s).to(ids.device)
+    batch = MicroBatch(ids, labels, positions, documents, int(lengths.max())).cut(meshes.row_share)
+    return batch.ids, batch.labels, batch.positions, pretrain.mask(batch)
 
 
 def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
@@ -250,14 +192,15 @@ def _autocast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batches: int = 1) -> None:
-    """Run backward from ``loss``, a mean over this rank's rows. With several ``micro_batches`` per step, say which is
-    the ``last``: after it, gradients are the mean over all of them and over all ranks."""
+    """Run backward from ``loss``, a mean over this rank's rows, or over its tokens of them. With several
+    ``micro_batches`` per step, say which is the ``last``: after it, gradients are the mean over all of them and over
+    all ranks."""
     plan, usage = _PLANS[module], _USAGES[module]
     usage.begin()
     if last and micro_batches > 1 and plan.sharded and plan.shard.strategy == "zero1":
         complete_accumulated(module)
     techniques.before_micro_batch([module], plan, last=last)
-    (loss / (plan.layout.dp * micro_batches)).backward()
+    (loss / (plan.layout.size("loss") * micro_batches)).backward()
     if last:
         techniques.after_backward([module], plan, usage.meshes)
         usage.end_step()

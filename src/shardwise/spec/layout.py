@@ -14,7 +14,7 @@ MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "expert_fsdp", "ep")
 """The same ranks as experts see them: dp_shard x cp x tp folded anew, so that neighbours have different experts."""
 SEQUENCE_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
-"""The same ranks as attention sees them under context parallelism: neighbours exchange heads, and rings stand across."""
+"""The same ranks as attention sees them under context parallelism: neighbours exchange heads; rings stand across."""
 GROUPS: dict[str, tuple[Axis, ...]] = {
     "world": MESH,
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),

@@ -193,7 +193,9 @@ def hops(seen: tuple[tuple[bool, ...], ...], rank: int) -> tuple[Hop, ...]:
                 own_to=target if 1 < step < ring and seen[target][rank] and not seen[farther][rank] else None,
                 sums_from=before if computes and step > 1 and seen[before][owner] else None,
                 sums_to=after if step > 1 and goes_on and seen[rank][held] else held if returns else None,
-                home_from=farther if step > 1 and seen[farther][rank] and (step == ring or not seen[target][rank]) else None,
+                home_from=farther
+                if step > 1 and seen[farther][rank] and (step == ring or not seen[target][rank])
+                else None,
             )
         )
     return tuple(found)

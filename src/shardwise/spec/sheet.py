@@ -159,12 +159,12 @@ class Op:
 
 
 class Cut(NamedTuple):
-    """Rows of ``length`` tokens that ranks have some of: a rank of this number ``index`` within a ``ring``, whose keys
+    """Rows of ``length`` tokens that ranks have some of: the ``rank`` of this number in a ``ring``, whose keys
     come one rank's after another's, or all ``gathered`` at once."""
 
     length: int
     ring: int = 1
-    index: int = 0
+    rank: int = 0
     gathered: bool = False
 
 

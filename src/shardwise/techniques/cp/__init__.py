@@ -79,7 +79,9 @@ def _of_degree(spec: ModelSpec, cluster: Cluster, plan: Plan, ranks: int, kinds:
         within = {"ulysses": ranks, "nested": max(inside, default=max(2, min(fits, default=2)))}.get(kind, 1)
         made = replace(plan, layout=replace(plan.layout, cp=ranks, ulysses=within), cp_kind=kind)
         pointless = kind == "nested" and ranks * plan.layout.tp <= cluster.devices_per_node and ranks in fits
-        if len(kinds) == 1 or not (pointless or within == ranks > 1 and ranks not in fits or within not in (1, *fits)):
+        if len(kinds) == 1 or not (
+            pointless or (within == ranks > 1 and ranks not in fits) or within not in (1, *fits)
+        ):
             yield made
 
 
@@ -90,7 +92,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     }
 
 
-def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:
     layout, length = plan.layout, plan.batch.seq_len
     if layout.cp == 1:
         return []
@@ -143,7 +145,10 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     if layout.ring > 1:
         made = made.told(atoms=(*made.variant.atoms, ("c", RING))).bound(c=layout.ring)
     cp, acting = exchanging * (RING if layout.ring > 1 else 1), made.variant.plan
-    cut, rows = replace(acting.layout, cp=cp, ulysses=exchanging), replace(acting.batch, seq_len=acting.batch.seq_len * cp)
+    cut, rows = (
+        replace(acting.layout, cp=cp, ulysses=exchanging),
+        replace(acting.batch, seq_len=acting.batch.seq_len * cp),
+    )
     return made.applied(layout=cut, batch=rows)  # how keys come changes what is sent and held (paper.py), not the unit
 
 
@@ -215,27 +220,27 @@ def _inner(module: Attention, plan: Plan, meshes: Meshes) -> Any:
     from shardwise.techniques.cp.ulysses import heads_for_tokens, tokens_for_heads
 
     whole, layout = module.inner, plan.layout
-    neighbours, ring = (str(meshes.groups[name].group_name) if layout.size(name) > 1 else "" for name in ("ulysses", "ring"))
+    neighbours, ring = (
+        str(meshes.groups[name].group_name) if layout.size(name) > 1 else "" for name in ("ulysses", "ring")
+    )
 
-    def over_ring(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+    def over_ring(mask: MaskSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if layout.ring == 1:
             return whole(q, k, v, mask)
-        assert mask.rows is not None
-        cut = mask.rows.length, None if mask.rows.bounds is None else list(mask.rows.bounds)
-        rule = mask.causal, mask.window, mask.soft_cap, mask.scale, mask.kernel
+        rule = mask.row_length, mask.causal, mask.window, mask.soft_cap, mask.scale, mask.kernel
         found: tuple[Tensor, Tensor] = attention_over_ranks(
-            q, k, v, mask.sinks, ring, plan.cp_kind == "gather", *cut, *rule
+            q, k, v, mask.sinks, mask.bounds, ring, plan.cp_kind == "gather", *rule
         )
         return found
 
     def inner(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
-        if mask.rows is None:  # every rank has whole rows
+        if mask.row_length is None:  # every rank has whole rows
             return whole(q, k, v, mask)
         if not neighbours:
-            return over_ring(q, k, v, mask)
+            return over_ring(mask, q, k, v)
         if mask.sinks is not None:
             mask = replace(mask, sinks=mask.sinks.chunk(layout.ulysses)[meshes.index("ulysses")])
-        out, lse = over_ring(*(heads_for_tokens(x, neighbours) for x in (q, k, v)), mask)
-        return tokens_for_heads(out, neighbours), lse
+        out, lse = over_ring(mask, *(heads_for_tokens(x, neighbours, layout.ulysses) for x in (q, k, v)))
+        return tokens_for_heads(out, neighbours, layout.ulysses), lse
 
     return inner

@@ -27,13 +27,13 @@ from shardwise.techniques.cp.parts import KernelCall, Sees, parts
 
 class CutRule(NamedTuple):
     """The mask, and over whom rows are cut: ``group`` is the name of the ranks' process group; ``gathered``: their keys
-    come all at once; ``length`` and ``bounds`` as in ``WholeRows``; the others as in ``MaskSpec``."""
+    come all at once; ``length`` is ``row_length`` of ``MaskSpec``, and the others are as there."""
 
     sinks: Tensor | None
+    bounds: Tensor | None
     group: str
     gathered: bool
     length: int
-    bounds: list[int] | None
     causal: bool
     window: int | None
     soft_cap: float | None
@@ -42,7 +42,7 @@ class CutRule(NamedTuple):
 
     @property
     def rows(self) -> WholeRows:
-        return WholeRows(self.length, None if self.bounds is None else tuple(self.bounds))
+        return WholeRows(self.length, None if self.bounds is None else tuple(self.bounds.tolist()))
 
     @property
     def sees(self) -> Sees:
@@ -50,7 +50,11 @@ class CutRule(NamedTuple):
 
     def exchange(self, count: int) -> RingExchange | GatherExchange:
         group = group_named(self.group)
-        return GatherExchange(group, self.rows, count) if self.gathered else RingExchange(group, self.rows, count, self.sees)
+        return (
+            GatherExchange(group, self.rows, count)
+            if self.gathered
+            else RingExchange(group, self.rows, count, self.sees)
+        )
 
     def part(self, part: KernelCall, device: torch.device) -> tuple[Any, ...]:
         """The mask of one call of a kernel."""
@@ -66,7 +70,7 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 _RULE = (
-    "Tensor? sinks, str group, bool gathered, SymInt length, int[]? bounds, bool causal, int? window, "
+    "Tensor? sinks, Tensor? bounds, str group, bool gathered, SymInt length, bool causal, int? window, "
     "float? soft_cap, float? scale, str pinned"
 )
 
@@ -78,6 +82,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     for owner, keys in exchange.keys(torch.stack([k, v])):
         for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
+            assert keys is not None
             mine, theirs = _places(part)
             each, each_lse = attention(q[mine], keys[0][theirs], keys[1][theirs], *rule.part(part, q.device))
             before = lse[mine]
@@ -105,6 +110,7 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
         passing = exchange.passed(step, sums, home)
         sums = home if owner == exchange.rank else None if keys is None else torch.zeros_like(keys, dtype=wide)
         for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
+            assert keys is not None and sums is not None
             mine, theirs = _places(part)
             given = grad[mine], q[mine], keys[0][theirs], keys[1][theirs], out[mine], lse[mine].contiguous()
             of_q, of_k, of_v, _ = attention_backward(*given, *rule.part(part, q.device))
@@ -153,19 +159,18 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, *settings = inputs
+    q, k, v, sinks, bounds, *settings = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.settings = settings
-    ctx.save_for_backward(q, k, v, *output, sinks)
+    ctx.save_for_backward(q, k, v, *output, sinks, bounds)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:  # nothing that was computed from ``out`` has a gradient; other ranks find the same
-        return (None,) * (4 + len(ctx.settings))
-    *saved, sinks = ctx.saved_tensors
-    *grads, grad_sinks = attention_over_ranks_backward(grad, *saved, sinks, *ctx.settings)
-    return *grads, grad_sinks if ctx.needs_input_grad[3] else None, *[None] * len(ctx.settings)
+        return (None,) * (5 + len(ctx.settings))
+    *grads, grad_sinks = attention_over_ranks_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *grads, grad_sinks if ctx.needs_input_grad[3] else None, *[None] * (1 + len(ctx.settings))
 
 
 attention_over_ranks.register_autograd(_backward, setup_context=_save)

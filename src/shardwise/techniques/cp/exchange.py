@@ -1,8 +1,8 @@
 """How keys and values come to the ranks of a group, and how the sums of their gradients come home.
 
-Around a *ring* (Liu et al., "RingExchange Attention", 2023) those of one rank at a time, while the device computes with those
-that came before; their gradients follow them. *GatherExchange*, those of all ranks at once, and the gradients of all are
-scattered at once. Keys and values are one tensor [2,b,hk,s,e].
+Around a *ring* (Liu et al., "Ring Attention with Blockwise Transformers", 2023) those of one rank at a time, while the
+device computes with those that came before; their gradients follow them. *Gathered*, those of all ranks at once, and
+the gradients of all are scattered at once. Keys and values are one tensor [2,b,hk,s,e].
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class RingExchange:
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """First this rank's ``own``, then those of each other rank, whose number they come with; None where this rank
         sees nothing of them."""
-        owner, keys = self.rank, own
+        owner: int = self.rank
+        keys: Tensor | None = own
         for hop in self.hops:
             coming = None if hop.keys_from is None else torch.empty_like(own)
             works = self._begun([(keys, hop.held_to), (own, hop.own_to)], [(coming, hop.keys_from)])
@@ -73,9 +74,12 @@ class RingExchange:
         return Passing(works, sums_so_far, home, sums)
 
     def _begun(self, sent: Messages, received: Messages) -> list[dist.Work]:
-        make = dist.P2POp
-        ops = [make(dist.isend, tensor, group=self.group, group_peer=to) for tensor, to in sent if to is not None]
-        ops += [make(dist.irecv, tensor, group=self.group, group_peer=to) for tensor, to in received if to is not None]
+        ops = [
+            dist.P2POp(does, tensor, group=self.group, group_peer=peer)
+            for does, messages in ((dist.isend, sent), (dist.irecv, received))
+            for tensor, peer in messages
+            if tensor is not None and peer is not None
+        ]
         return dist.batch_isend_irecv(ops) if ops else []
 
 

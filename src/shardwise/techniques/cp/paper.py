@@ -73,10 +73,14 @@ class RingStep(NamedTuple):
 
 def steps(one: AttentionBytes, at: At) -> list[RingStep]:
     """The last computes nothing: gradients come home."""
-    ring, rank = at.cut.ring, at.cut.index
+    ring, rank = at.cut.ring, at.cut.rank
     if at.cut.gathered:
         keys, sums = ring * one.keys, ring * one.key_sums
-        return [RingStep(rank, one.keys, 0, keys), RingStep(ALL, keys, sums), RingStep(ALL, 0, 0, 0, sums + one.key_sums)]
+        return [
+            RingStep(rank, one.keys, 0, keys),
+            RingStep(ALL, keys, sums),
+            RingStep(ALL, 0, 0, 0, sums + one.key_sums),
+        ]
     found, owner, here, passing = list[RingStep](), rank, True, 0
     for hop in _hops(at):
         coming = one.keys * (hop.keys_from is not None)
@@ -120,13 +124,13 @@ def _calls(step: RingStep, at: At) -> Iterator[tuple[Fraction, Fraction]]:
     """Of each call of the kernel with these keys, its share of the queries and of the keys."""
     rows, ring = WholeRows(at.cut.length), at.cut.ring
     if step.keys:
-        for part in parts(rows, at.b, (ring, at.cut.index), step.owner, Sees(True, at.window)):
+        for part in parts(rows, at.b, (ring, at.cut.rank), step.owner, Sees(True, at.window)):
             there = rows.length if step.owner == ALL else at.cut.length // ring
             yield Fraction(part.queries.length, at.cut.length // ring), Fraction(part.keys.length, there)
 
 
 def _hops(at: At) -> tuple[Hop, ...]:
-    return hops(needs(WholeRows(at.cut.length), 1, at.cut.ring, True, at.window), at.cut.index)
+    return hops(needs(WholeRows(at.cut.length), 1, at.cut.ring, True, at.window), at.cut.rank)
 
 
 def _sent(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
@@ -149,9 +153,13 @@ def _sent_back(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
     share = one.keys / (one.keys + one.key_sums) / ring
     for step, hop in enumerate(_hops(at), 1):
         yield from _each(one.keys, (hop.held_to, hop.own_to), (hop.keys_from,), share)
-        yield from _each(one.key_sums, (hop.sums_to,), (hop.sums_from, hop.home_from), (1 / ring - share) * (step < ring))
+        yield from _each(
+            one.key_sums, (hop.sums_to,), (hop.sums_from, hop.home_from), (1 / ring - share) * (step < ring)
+        )
 
 
-def _each(size: int, targets: Sequence[int | None], sources: Sequence[int | None], beside: float) -> Iterator[SentMeanwhile]:
+def _each(
+    size: int, targets: Sequence[int | None], sources: Sequence[int | None], beside: float
+) -> Iterator[SentMeanwhile]:
     yield from (SentMeanwhile("send", size, beside) for target in targets if target is not None)
     yield from (SentMeanwhile("recv", size) for source in sources if source is not None)

@@ -15,28 +15,28 @@ HEADS, TOKENS = 1, 2
 """Dims of [b,h,s,e]."""
 
 
-def heads_for_tokens(x: Tensor, group: str) -> Tensor:
-    """[b,h,s,e] of some tokens -> [b,h/ranks,ranks*s,e] of some heads. Each of fewer heads than ranks goes to several."""
-    ranks = group_named(group).size()
+def heads_for_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
+    """[b,h,s,e] of some tokens -> [b,h/ranks,ranks*s,e] of some heads. Of fewer heads than ranks each goes to
+    several."""
     repeated = x.repeat_interleave(ranks // x.shape[HEADS], HEADS) if x.shape[HEADS] < ranks else x
-    swapped: Tensor = exchange(repeated, group, HEADS, TOKENS)
+    swapped: Tensor = exchange(repeated, group, ranks, HEADS, TOKENS)
     return swapped
 
 
-def tokens_for_heads(x: Tensor, group: str) -> Tensor:
+def tokens_for_heads(x: Tensor, group: str, ranks: int) -> Tensor:
     """The inverse, where no head goes to several."""
-    swapped: Tensor = exchange(x, group, TOKENS, HEADS)
+    swapped: Tensor = exchange(x, group, ranks, TOKENS, HEADS)
     return swapped
 
 
-def swapped(x: Tensor, group: str, split: int, join: int) -> Tensor:
+def swapped(x: Tensor, group: str, ranks: int, split: int, join: int) -> Tensor:
     """What :func:`exchange` does, operation by operation: buffers are made and filled whatever the sizes, so that it
     does the same for one head, or one row, as for many."""
-    members, split, join = group_named(group), _INSIDE[split], _INSIDE[join]
-    given = x.transpose(HEADS, TOKENS).unflatten(split, (members.size(), -1)).movedim(split, 0)
+    split, join = _INSIDE[split], _INSIDE[join]
+    given = x.transpose(HEADS, TOKENS).unflatten(split, (ranks, -1)).movedim(split, 0)
     parts, out = x.new_empty(given.shape), x.new_empty(given.shape)
     parts.copy_(given)
-    dist.all_to_all_single(out, parts, group=members)
+    dist.all_to_all_single(out, parts, group=group_named(group))
     del parts
     joined = x.new_empty(out.movedim(0, join).shape)
     joined.copy_(out.movedim(0, join))
@@ -46,24 +46,27 @@ def swapped(x: Tensor, group: str, split: int, join: int) -> Tensor:
 _INSIDE = {HEADS: TOKENS, TOKENS: HEADS}
 """Where a dim is in [b,s,h,e], as tensors are laid out."""
 exchange = torch.library.custom_op(
-    "shardwise::exchange", swapped, mutates_args=(), schema="(Tensor x, str group, int split, int join) -> Tensor"
+    "shardwise::exchange",
+    swapped,
+    mutates_args=(),
+    schema="(Tensor x, str group, int ranks, int split, int join) -> Tensor",
 )
 
 
 @exchange.register_fake
-def _(x: Tensor, group: str, split: int, join: int) -> Tensor:
-    ranks, shape = group_named(group).size(), list(x.shape)
+def _(x: Tensor, group: str, ranks: int, split: int, join: int) -> Tensor:
+    shape = list(x.shape)
     shape[split], shape[join] = shape[split] // ranks, shape[join] * ranks
     b, h, s, e = shape
     return x.new_empty(b, s, h, e).transpose(HEADS, TOKENS)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group, ctx.split, ctx.join = inputs
+    _, ctx.group, ctx.ranks, ctx.split, ctx.join = inputs
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return exchange(grad, ctx.group, ctx.join, ctx.split), None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return exchange(grad, ctx.group, ctx.ranks, ctx.join, ctx.split), None, None, None, None
 
 
 exchange.register_autograd(_backward, setup_context=_save)

@@ -21,7 +21,7 @@ def grouped(cluster: Cluster, plan: Plan) -> Cluster:
     tp = layout.tp * layout.cp
     if cluster.world % (tp * pp):
         legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
-        degrees = {axis: size for axis in ("pp", "cp", "tp") if (size := layout.degree(axis)) > 1}  # type: ignore[arg-type]
+        degrees = {axis: size for axis in ("pp", "cp", "tp") if (size := layout.degree(axis)) > 1}
         what = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         what += f" does not divide the {cluster.world} devices that are used"
         one = "one of " if len(degrees) == 1 else "a product of "
