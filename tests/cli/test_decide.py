@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from shardwise.cli.app import main
 from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower
 from shardwise.cli.options import sort_words
 from shardwise.errors import ConfigError, UsageError
-from shardwise.models.config import to_hf
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
@@ -146,10 +144,9 @@ def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:
     assert warning is not None and warning.startswith(
         f"warning: `train.seq_len` is 65,536, but the positions of {mistral.name} reach 32,768 tokens, and "
     )
-    assert "`train.seq_len=32768`, or stretch them in its config.json: `" in warning
-    config = to_hf(mistral) | json.loads("{" + warning.split("`")[-2] + "}")
-    config.pop("rope_parameters")
-    stretched = read_spec(config, "m")
+    assert "`train.seq_len=32768`, or stretch them: `model.rope_scaling=" in warning
+    asked = load_recipe(None, ["model=mistralai/Mistral-7B-v0.3", warning.split("`")[-2]])
+    stretched = resolve(asked)
     assert stretched.rope_scaling is not None and stretched.rope_scaling.factor == 2
     assert beyond(recipe, stretched) is None
     assert beyond(load_recipe(None, ["model=m", "train.seq_len=32k"]), mistral) is None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.models.config import to_hf
 from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
+from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe, TokenizerSection
 from tests.runtime.small_run import MODEL
+
+YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
 
 
 @pytest.mark.parametrize(
@@ -56,3 +60,29 @@ def test_whole_configs_are_taken_as_they_are(name: str) -> None:
     config = configs()[name]
     if config["model_type"] in FAMILIES:
         assert resolve(Recipe.model_validate({"model": {"config": config}})).hidden_size == config["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "kind", "theta", "reaches"),
+    [
+        ("meta-llama/Llama-3.1-8B", ["model.rope_theta=8e6"], "llama3", 8e6, 131_072),
+        ("Qwen/Qwen3-0.6B", [f"model.rope_scaling={YARN}"], "yarn", 1e6, 131_072),
+        ("Qwen/Qwen3-0.6B", [f"model.rope_scaling={YARN}", "model.rope_theta=5e6"], "yarn", 5e6, 131_072),
+        ("google/gemma-3-1b-it", ["model.rope_theta=5e6"], None, 5e6, 32_768),
+    ],
+)
+def test_a_recipe_stretches_positions(
+    name: str, words: list[str], kind: str | None, theta: float, reaches: int
+) -> None:
+    """Of a trained model, whichever way its config tells them; what is exported says so too."""
+    plain, spec = load_spec(name), resolve(load_recipe(None, [f"model={name}", *words]))
+    assert (spec.rope_scaling.kind if spec.rope_scaling else None, spec.rope_theta) == (kind, theta)
+    assert spec.max_position_embeddings == reaches and spec.local_rope_theta == plain.local_rope_theta
+    again = read_spec(to_hf(spec), name)
+    assert (again.rope_theta, again.rope_scaling) == (spec.rope_theta, spec.rope_scaling)
+
+
+def test_positions_of_a_new_model_are_its_config_s() -> None:
+    with pytest.raises(ConfigError, match="describes a new model") as raised:
+        load_recipe(None, ["model.config.model_type=llama", "model.rope_theta=5e6"])
+    assert raised.value.problems[0].fix == "`model.config.rope_theta`"

@@ -37,6 +37,8 @@ MEANT_FOR = {
     "qlora-7b": "1xV100-SXM2-16GB",
     "qlora-70b": "2xRTX-A6000",
     "sft-tiny": "2xCPU",
+    "long-8b": "2x8xH100",
+    "lora-8b-long": "8xRTX 4090",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 

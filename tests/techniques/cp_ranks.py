@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Asked:
     @property
     def mask(self) -> MaskSpec:
         documents = None if self.bounds is None else torch.tensor(self.bounds, dtype=torch.int32)
-        longest = self.length if self.bounds is None else max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
+        longest = self.length if self.bounds is None else max(b - a for a, b in pairwise(self.bounds))
         sinks = torch.linspace(-2, 3, self.heads, dtype=self.dtype).requires_grad_() if self.sinks else None
         found = MaskSpec(self.causal, self.window, documents, longest, self.soft_cap, sinks, scale=self.scale)
         return replace(found, row_length=self.length, bounds=documents)

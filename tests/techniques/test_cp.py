@@ -112,17 +112,30 @@ def test_C6_a_token_moves_only_what_may_see_it(ranks: RankPool, mask: str) -> No
 SPEC = replace(DENSE, num_attention_heads=12, num_key_value_heads=4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words", "fix"),
-    [
-        ({"layout": Layout(cp=8, ulysses=8), "cp_kind": "ulysses"}, "8 does not divide 12 query heads", "one of 2, 4, 12 ranks"),
-        ({"layout": Layout(cp=3, ulysses=3), "cp_kind": "ulysses"}, "3 does not divide 4 key heads", "ring"),
-        ({"layout": Layout(cp=4), "batch": Batch(1, 1, 1004)}, "rows of 1,004 tokens cannot be cut", "a multiple of 8, such as 1,000"),
-        ({"layout": Layout(cp=4, ulysses=2)}, "contradict each other", "ulysses 1 for ring and gather"),
-        ({"layout": Layout(cp=4, ulysses=4), "cp_kind": "nested"}, "contradict each other", "a divisor between the two"),
-    ],
-)  # fmt: skip
-def test_C10_what_cannot_be_is_refused_with_what_can(changes: dict[str, object], words: str, fix: str) -> None:
+REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
+    "query heads": (
+        {"layout": Layout(cp=8, ulysses=8), "cp_kind": "ulysses"},
+        "8 does not divide 12 query heads",
+        "one of 2, 4, 12 ranks",
+    ),
+    "key heads": ({"layout": Layout(cp=3, ulysses=3), "cp_kind": "ulysses"}, "3 does not divide 4 key heads", "ring"),
+    "length": (
+        {"layout": Layout(cp=4), "batch": Batch(1, 1, 1004)},
+        "rows of 1,004 tokens cannot be cut",
+        "a multiple of 8, such as 1,000",
+    ),
+    "ring": ({"layout": Layout(cp=4, ulysses=2)}, "contradict each other", "ulysses 1 for ring and gather"),
+    "nested": (
+        {"layout": Layout(cp=4, ulysses=4), "cp_kind": "nested"},
+        "contradict each other",
+        "a divisor between the two",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_C10_what_cannot_be_is_refused_with_what_can(what: str) -> None:
+    changes, words, fix = REFUSED[what]
     plan = replace(Plan(batch=Batch(1, 1, 960)), **changes)  # type: ignore[arg-type]
     [problem] = techniques.check(SPEC, plan, parse_cluster("8xH100"))
     assert problem.code == "PLAN026" and words in problem.what and fix in problem.fix

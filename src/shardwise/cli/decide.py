@@ -122,14 +122,13 @@ def far(plan: Plan) -> str | None:
 def beyond(recipe: Recipe, spec: ModelSpec) -> str | None:
     """A warning of sequences longer than the model's positions reach (learned ones, which end there, are refused)."""
     longest, asked = spec.max_position_embeddings, recipe.train.seq_len
-    if asked <= longest:
+    if asked <= longest or recipe.model.rope_theta is not None:
         return None
     what = f"warning: `train.seq_len` is {asked:,}, but the positions of {spec.name} reach {longest:,} tokens"
     if recipe.model.config is not None:
         return f"{what}; `train.seq_len={longest}`, or `model.config.max_position_embeddings={asked}`"
     yarn = {"rope_type": "yarn", "factor": asked / longest, "original_max_position_embeddings": longest}
-    keys = json.dumps({"max_position_embeddings": asked, "rope_scaling": yarn})[1:-1]
-    stretched = "" if spec.rope_scaling else f", or stretch them in its config.json: `{keys}`"
+    stretched = "" if spec.rope_scaling else f", or stretch them: `model.rope_scaling={json.dumps(yarn)}`"
     return f"{what}, and it knows nothing of longer text; `train.seq_len={longest}`{stretched}"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, family_of, from_hf
+from shardwise.models.families import FULL
 from shardwise.models.hf_spec import check_supported
 from shardwise.models.numbers import check_numbers
 from shardwise.models.unserved import refuse_config, refuse_name
@@ -40,18 +42,32 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
     return hf_model.read(config, name)
 
 
-def load_spec(source: str, revision: str | None = None) -> ModelSpec:
-    """The spec of a directory with a ``config.json``, of a built-in model, or of a Hub id, tried in that order."""
+def load_spec(source: str, revision: str | None = None, changes: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a directory with a ``config.json``, of a built-in model, or of a Hub id, tried in that order, with
+    these ``changes`` of its config."""
     path = Path(source).expanduser()
     if path.exists():
-        return read_spec(_read_json(path / "config.json" if path.is_dir() else path), path.name)
+        return read_spec(_turned(_read_json(path / "config.json" if path.is_dir() else path), changes), path.name)
     if (match := known.find(source)) is not None:
-        return read_spec(match[1], match[0])
+        return read_spec(_turned(match[1], changes), match[0])
     refuse_name(source)
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
         directory = fetch(source, revision, ["config.json"], "model.path")
-        return read_spec(_read_json(directory / "config.json"), source.rpartition("/")[2])
+        return read_spec(_turned(_read_json(directory / "config.json"), changes), source.rpartition("/")[2])
     raise MissingInputError(Problem("MOD002", f"no model {source!r}", "model.path", _nearest(source)))
+
+
+def _turned(config: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A config with another theta or scaling of its rotations, in the one place where transformers 5 has both; of
+    layers that turn in several ways, those with full attention."""
+    if not changes:
+        return config
+    held = config.get("rope_parameters") or {}
+    known = held.get(FULL, held) or (config.get("rope_scaling") or {})
+    theta = changes.get("rope_theta", known.get("rope_theta", config.get("rope_theta")))
+    values = {**changes.get("rope_scaling", known), **({} if theta is None else {"rope_theta": theta})}
+    others = {key: value for key, value in changes.items() if key == "max_position_embeddings"}
+    return config | others | {"rope_parameters": held | {FULL: values} if FULL in held else values}
 
 
 def _nearest(source: str) -> str:

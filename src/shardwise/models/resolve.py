@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
-from shardwise.spec.recipe import PREFERENCE, Data, Recipe, TokenizerSection
+from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
@@ -32,8 +33,19 @@ def resolve(recipe: Recipe) -> ModelSpec:
     if model.path is None:
         fix = "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`"
         raise ConfigError(Problem("CFG004", "the recipe names no model", "model", fix))
-    spec = load_spec(model.path, model.revision)
+    spec = load_spec(model.path, model.revision, rotation(model))
     return _drawn(spec) if model.init == "random" else spec
+
+
+def rotation(model: Model) -> dict[str, Any]:
+    """What a recipe changes in a model's config: how its positions turn, and, where that stretches them, how far they
+    reach."""
+    scaling, theta = model.rope_scaling or {}, model.rope_theta
+    changed: dict[str, Any] = {"rope_scaling": scaling} if scaling else {}
+    factor, trained = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and isinstance(trained, int):
+        changed["max_position_embeddings"] = int(factor * trained)
+    return changed | ({} if theta is None else {"rope_theta": theta})
 
 
 def _drawn(spec: ModelSpec) -> ModelSpec:

@@ -25,13 +25,16 @@ class Section(BaseModel):
 
 class Model(Section):
     """What is trained: a Hub id, a local directory, a built-in name, or the dimensions of a new model in ``config``.
-    ``frozen`` are globs over parameter names (``embed.*``): those weights stay as they are."""
+    ``frozen`` are globs over parameter names (``embed.*``): those weights stay as they are. ``rope_scaling`` and
+    ``rope_theta`` take the place of those in the model's config.json, to train on at a longer length."""
 
     path: str | None = None
     revision: str | None = None
     config: dict[str, Any] | None = None
     init: Literal["pretrained", "random"] | None = None
     frozen: list[str] = []
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = Field(default=None, gt=0)
 
     def contradictions(self) -> list[Problem]:
         problems = []
@@ -41,6 +44,10 @@ class Model(Section):
         if self.init == "pretrained" and self.config is not None:
             what = "`model.init: pretrained` needs weights, and `model.config` has none"
             problems.append(Problem("CFG008", what, "model.init", "`model.init: random`, or `model.path`"))
+        for key in ("rope_scaling", "rope_theta") if self.config is not None else ():
+            if key in self.model_fields_set:
+                what = f"`model.{key}` changes a trained model's config, and `model.config` describes a new model"
+                problems.append(Problem("CFG008", what, f"model.{key}", f"`model.config.{key}`"))
         return problems
 
 
