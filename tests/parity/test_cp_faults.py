@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
         DENSE,
         TWO,
     ),
-    "each rank that shares rows divides by its own tokens": (
+    "C2: each rank that shares rows divides by its own tokens": (
         lambda: patch.object(reduce, "count_supervised", own_tokens),
         DENSE,
         TWO,

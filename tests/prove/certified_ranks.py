@@ -15,7 +15,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.techniques import states, tp
 from shardwise.techniques.states import Division, State
-from tests.parity import test_faults, test_pp_faults, test_tp_faults
+from tests.parity import test_cp_faults, test_faults, test_pp_faults, test_tp_faults
 from tests.prove.planted import RESUME
 
 state, tensors, join = states.state, TrainState.tensors, loss._join
@@ -60,7 +60,7 @@ def planted(name: str, plan: Plan) -> AbstractContextManager[Any]:
     """The fault of this name."""
     if name in test_faults.FAULTS:
         return test_faults.FAULTS[name][0](plan)
-    staged = {**test_tp_faults.FAULTS, **test_pp_faults.FAULTS}
+    staged = {**test_tp_faults.FAULTS, **test_pp_faults.FAULTS, **test_cp_faults.FAULTS}
     return staged[name][0]() if name in staged else {**RESUME, **FIELD}[name]()
 
 

@@ -26,7 +26,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Method, Recipe
 from shardwise.techniques.pp.actions import SCHEDULES
-from tests.parity import test_faults, test_pp_faults, test_tp_faults
+from tests.parity import test_cp_faults, test_faults, test_pp_faults, test_tp_faults
 from tests.parity.cases import FP64, GEMMA, QWEN, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
 from tests.parity.test_tp import EVEN
@@ -81,12 +81,15 @@ NEEDS = {
     "the gradients of tied ends of one rank are summed twice": ("pp 2", "tied embeddings"),
     "what two stages of a rank send is swapped": ("pp 2", "schedule interleaved"),
     "the norm is of one stage": ("pp 2",),
+    **dict.fromkeys(test_cp_faults.FAULTS, ("cp 2",)),
+    "keys are those of the step before": ("cp 2", "ring"),
 }
 """Without what a fault is not seen. Those that are not here are wrong in one process too."""
 CASES: dict[str, tuple[ModelSpec, Plan]] = {
     **{name: (UNTIED, plan) for name, (_, plan) in test_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_tp_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_pp_faults.FAULTS.items()},
+    **{name: (spec, plan) for name, (_, spec, plan) in test_cp_faults.FAULTS.items()},
     **{name: (UNTIED, plan_of("zero3", 2, FP64)) for name in RESUME},
 }
 

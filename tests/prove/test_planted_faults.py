@@ -14,6 +14,7 @@ from shardwise.launch.rundir import newest_step
 from shardwise.prove.drift import drift
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
+from tests.parity.test_cp_faults import FAULTS as CP_FAULTS
 from tests.parity.test_faults import FAULTS
 from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
@@ -94,6 +95,6 @@ def test_the_list_in_the_docs_is_complete() -> None:
     """Each fault under the proof that sees it."""
     rows = [line.strip("| ").split(" | ") for line in LIST.read_text().splitlines() if line.startswith("| ")]
     listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "parity", "kills")}
-    proofs = {"drift": DRIFT, "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS}, "kills": RESUME}
+    proofs = {"drift": DRIFT, "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS}, "kills": RESUME}
     assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}
     assert len(listed) >= 20

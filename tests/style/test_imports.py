@@ -272,7 +272,7 @@ NAMED_BY_THE_RUNTIME = {
     "export": {"lora": "merges adapters"},
     "fit": {"optim": "an update of size zero"},
     "generate": {"compile": "or it would compile for every length of a text"},
-    "own": dict.fromkeys(("compile", "remat", "shard", "tp"), "changes a user's module, by his arguments"),
+    "own": dict.fromkeys(("compile", "cp", "remat", "shard", "tp"), "changes a user's module, by his arguments"),
     "own_optim": {"optim": "the moments that a user's optimizer begins with"},
     "passes": {"pp": "whether parts are stages of a pipeline"},
     "pipeline": {"pp": "the order of actions"},

@@ -34,8 +34,9 @@ WIDTHS = ((20, 28), (64, 128), (128, 256), (256, 512))
 """Of hidden states and MLPs."""
 BLOCKS = 3
 """Of a model that is not split, unless more kinds of block ask for more."""
-WINDOW, TEXT, PAIRS = 5, 12, 24
-"""Tokens that a sliding layer sees; of a row of text; of a row of pairs of answers."""
+WINDOW, FAR, TEXT, PAIRS = 5, 8, 12, 24
+"""Tokens that a sliding layer sees, or one that reaches beyond two pieces of a row; of a row of text; of a row of pairs
+of answers."""
 DEVIATION = 1.3
 """Of what a matrix makes of normed hidden states: large, so that no gradient is lost in rounding."""
 BUCKET_BYTES = 4096
@@ -160,7 +161,7 @@ def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> I
         yield _theirs(spec, plan, blocks)
         return
     for sizes in _sizes(spec, plan.layout, small.layout):
-        yield _spec(spec, blocks, small.batch.seq_len, plan.batch.seq_len, sizes)
+        yield _spec(spec, blocks, _window(spec, plan, small.batch.seq_len), sizes)
 
 
 def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
@@ -206,11 +207,18 @@ def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, A
         yield {**counts, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 
 
-def _spec(spec: ModelSpec, blocks: Sequence[int], length: int, real_length: int, sizes: dict[str, Any]) -> ModelSpec:
-    window, width = spec.sliding_window, sizes["intermediate_size"]
+def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
+    """What a sliding layer sees of a row of ``length``: less than it where it does, and more than two of the pieces
+    that ranks share it in, where it does."""
+    window, pieces = spec.sliding_window, 2 * plan.layout.ring
+    if window is None or window >= plan.batch.seq_len:
+        return None if window is None else 2 * length
+    return FAR if plan.layout.ring > 1 and window > plan.batch.seq_len // pieces else WINDOW
+
+
+def _spec(spec: ModelSpec, blocks: Sequence[int], window: int | None, sizes: dict[str, Any]) -> ModelSpec:
+    width = sizes["intermediate_size"]
     widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
-    if window is not None:
-        window = WINDOW if window < real_length else 2 * length
     few = replace(
         spec,
         name=f"{spec.name} (shrunk)",
