@@ -65,6 +65,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/step.py --json build/bench/step.json
 	$(BIN)/python bench/step.py --compile --json build/bench/compile.json
 	$(BIN)/python bench/pipeline.py --json build/bench/pipeline.json
+	$(BIN)/python bench/context.py --json build/bench/context.json
 	$(BIN)/python bench/seconds.py --json build/bench/seconds.json
 	$(BIN)/python bench/gpu.py
 

@@ -335,3 +335,31 @@ def test_35_the_margin() -> None:
     assert MARGIN == 0.8 and fits(at) and not fits(above)
     tight = plans(EIGHT_B, "8xRTX-5090", train=SIXTEEN)
     assert peak_share(tight.chosen) <= MARGIN and all(fits(plan) for plan in tight.known.fastest(tight.all))
+
+
+@pytest.mark.prove
+def test_long_rows_are_shared() -> None:
+    """8B at 131,072 tokens on two nodes: without context parallelism nothing stays below the margin; with it the step
+    computes, and waits for little."""
+    search = plans(
+        EIGHT_B, "2x8xH100", train={"seq_len": 2**17, "global_batch_size": 16}, precision={"compute": "bf16"}
+    )
+    best = search.chosen
+    assert best.layout.cp > 1 and fits(best) and best.remat.mode != "full"
+    assert sum(seconds(best).exposed_s.values()) < 0.1 * seconds(best).step_s
+    alone = [plan for name, plan in families(search).items() if name not in ("cp", "tp", "pp", "pp x tp")]
+    assert alone and not any(map(fits, alone))
+
+
+@pytest.mark.prove
+def test_a_million_tokens() -> None:
+    """On 64 A100 they fit, each rank with 16,384 of them; on 8 H100 they do not, by the activations of one block after
+    another and the inputs of all, which would have to leave the device."""
+    train = {"seq_len": 2**20, "global_batch_size": 4}
+    many, few = (
+        plans(EIGHT_B, cluster, train=train, precision={"compute": "bf16"}) for cluster in ("8x8xA100-80GB", "8xH100")
+    )
+    assert fits(many.chosen) and many.chosen.layout.cp >= 32
+    assert not fits(few.chosen) and few.chosen.layout.cp == 8
+    memory = few.chosen.estimate.memory
+    assert memory["activations"] > 0.6 * few.chosen.estimate.peak_bytes

@@ -141,9 +141,8 @@ def _read(text: Text) -> Measurement:
 
 def _refuse(text: Text) -> None:
     """What the planner does not price, or nobody could compare."""
-    for axis in ("cp", "ep"):
-        if (number(text, axis) or 1) > 1:
-            raise _Skipped(f"{axis} larger than 1")
+    if (number(text, "ep") or 1) > 1:
+        raise _Skipped("ep larger than 1")
     names = ("notes", "task", "offload", "model", "optimizer")
     notes, task, offload, model, optimizer = (said(text, name).lower() for name in names)
     rules = {
@@ -210,23 +209,23 @@ def _model(text: Text) -> ModelSpec:
 
 
 def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Plan:
-    world, tp, pp = whole(text, "num_gpus"), whole(text, "tp") or 1, whole(text, "pp") or 1
-    if world is None or world % (tp * pp):
-        raise _Skipped("number of GPUs not told" if world is None else "tp x pp does not divide the GPUs")
+    world, (tp, pp, cp) = whole(text, "num_gpus"), (whole(text, axis) or 1 for axis in ("tp", "pp", "cp"))
+    if world is None or world % (tp * pp * cp):
+        raise _Skipped("number of GPUs not told" if world is None else "tp x pp x cp does not divide the GPUs")
     layout_columns = ("tp", "pp", "dp", "fsdp_shard", "zero_stage", "sharding")
     if world > 1 and not any(said(text, column) for column in layout_columns):
         raise _Skipped("layout not told")
-    dp = world // (tp * pp)
-    strategy: Any = _strategy(text, habits, guessed) if dp > 1 else "ddp"
+    dp = world // (tp * pp * cp)
+    strategy: Any = _strategy(text, habits, guessed) if dp * cp > 1 else "ddp"
     shard = dp if strategy != "ddp" else 1
     if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
         shard = stated
     elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
         shard = int(found[1]) if dp % int(found[1]) == 0 else dp
-    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, pp=pp, tp=tp)
+    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, pp=pp, cp=cp, tp=tp)  # cp as a ring, Megatron's default
     return Plan(
         layout,
-        _batch(text, dp, guessed),
+        _batch(text, (dp, cp), guessed),
         Shard(strategy),
         _precision(text, habits),
         _remat(text, habits, guessed),
@@ -266,7 +265,9 @@ def _strategy(text: Text, habits: Habits, guessed: list[str]) -> Any:
     return habits.shard
 
 
-def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
+def _batch(text: Text, ranks: tuple[int, int], guessed: list[str]) -> Batch:
+    """``ranks``: with different rows, and with different tokens of the same."""
+    dp, cp = ranks
     seq_len, micro, total = whole(text, "seq_len"), whole(text, "mbs"), whole(text, "gbs")
     if seq_len is None:
         raise _Skipped("sequence length not told")
@@ -279,7 +280,7 @@ def _batch(text: Text, dp: int, guessed: list[str]) -> Batch:
         raise _Skipped("an impossible batch")
     accumulation = round(total / (micro * dp)) if total else whole(text, "grad_accum") or 1
     chunked = CHUNKED.search(said(text, "notes")) is not None
-    return Batch(micro, accumulation, seq_len, CHUNK_TOKENS if chunked else micro * seq_len)
+    return Batch(micro, accumulation, seq_len, CHUNK_TOKENS if chunked else max(1, micro * seq_len // cp))
 
 
 def _remat(text: Text, habits: Habits, guessed: list[str]) -> Remat:

@@ -24,6 +24,9 @@ DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
 """In the names of operations that compute such a function of each element."""
 BACKWARD = "_backward"
+JOINED_BYTES, JOINS = {False: 26, True: 10}, 8
+"""Of each number that a part of attention over ranks makes: the joined output is read and written twice in fp32, and
+what is added to it once; gradients once. Kernels of a part beside attention's own."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,12 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         pairs = groups * queries * (keys if window is None or window >= keys else 2 * window)
         flops = op.flops * sizes[0] * sizes[1] ** 2 * seen(keys, window) / keys**2
         backward = op.name.endswith(BACKWARD)
-        seconds = rates.attention_s(flops, pairs, (queries, head_dim), backward=backward)
-        return _timed(seconds, rates, "attention", kernels=3 if backward else 1)
+        seconds, kernels = rates.attention_s(flops, pairs, (queries, head_dim), backward=backward), 3 if backward else 1
+        if (ranks := keys // queries) > 1:  # a part for each rank's keys, with half the queries or half the keys
+            joined = groups * queries * head_dim * (1 + 3 * (ranks - 1)) // 4
+            seconds += rates.pointwise_s(JOINED_BYTES[backward] * joined)
+            kernels = ranks * (kernels + JOINS)
+        return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
         groups, m, n, k = (number(dim, sizes) for dim in op.dims)
         return _timed(rates.product_s(groups, m, n, k), rates, "products")
