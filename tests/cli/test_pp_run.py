@@ -115,7 +115,7 @@ ZBV = ["parallel.pp=2", "parallel.schedule=zbv"]
 @pytest.mark.parametrize(
     ("model", "words", "code", "said", "fix"),
     [
-        (TIED, ["parallel.pp=3"], "PLAN001", "pp 3 x tp 1 does not divide the 2 devices", "1, 2"),
+        (TIED, ["parallel.pp=3"], "PLAN001", "pp 3 does not divide the 2 devices", "1, 2"),
         (TIED | {"num_hidden_layers": 1}, ["parallel.pp=2"], "PLAN023", "has 1 blocks", "`parallel.pp=1`"),
         (TIED | {"num_hidden_layers": 3}, ZBV, "PLAN023", "2 ranks with 2 stages each", "`parallel.pp=1`"),
         (

@@ -44,10 +44,10 @@ class Model(Section):
         if self.init == "pretrained" and self.config is not None:
             what = "`model.init: pretrained` needs weights, and `model.config` has none"
             problems.append(Problem("CFG008", what, "model.init", "`model.init: random`, or `model.path`"))
-        for key in ("rope_scaling", "rope_theta") if self.config is not None else ():
-            if key in self.model_fields_set:
-                what = f"`model.{key}` changes a trained model's config, and `model.config` describes a new model"
-                problems.append(Problem("CFG008", what, f"model.{key}", f"`model.config.{key}`"))
+        stretched = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta} if self.config else {}
+        for key in (key for key, value in stretched.items() if value is not None):
+            what = f"`model.{key}` changes a trained model's config, and `model.config` describes a new model"
+            problems.append(Problem("CFG008", what, f"model.{key}", f"`model.config.{key}`"))
         return problems
 
 
