@@ -38,7 +38,7 @@ MEANT_FOR = {
     "qlora-70b": "2xRTX-A6000",
     "sft-tiny": "2xCPU",
     "long-8b": "2x8xH100",
-    "lora-8b-long": "8xRTX 4090",
+    "lora-8b-long": "8xRTX-4090",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 

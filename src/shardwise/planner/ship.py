@@ -50,9 +50,12 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3" if sharded else "ddp"), types, lora=adapted)
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
-            for exchanging in (1, 2) if sharded and ranks < few else ():  # a ring, and tokens for heads
-                cut = replace(layout, cp=2, ulysses=exchanging)
-                long = replace(plan, layout=cut, batch=Batch(ranks, 1, 128))
+            held = spec.num_key_value_heads // ranks
+            for exchanging in (
+                {1, 2, held} if types.compute == "bf16" and held else ()
+            ):  # a ring; tokens for some heads, and for one
+                cut = replace(layout, cp=max(2, exchanging), ulysses=exchanging)
+                long = replace(plan, layout=cut, batch=Batch(ranks, 1, 64 * cut.cp))
                 yield from ((spec, long, unit) for unit in (0, *later.values()))
             yield from ((spec, plan, unit) for unit in units)
             yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
