@@ -51,9 +51,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
             held = spec.num_key_value_heads // ranks
-            for exchanging in (
-                {1, 2, held} if types.compute == "bf16" and held else ()
-            ):  # a ring; tokens for some heads, and for one
+            for exchanging in {1, 2, held} if sharded and held else ():  # a ring; tokens for some heads, and for one
                 cut = replace(layout, cp=max(2, exchanging), ulysses=exchanging)
                 long = replace(plan, layout=cut, batch=Batch(ranks, 1, 64 * cut.cp))
                 yield from ((spec, long, unit) for unit in (0, *later.values()))
