@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,6 +154,33 @@ def attention_numbers(on: Device) -> Lines:
                 verdict = "" if found[0] < most and found[2] < most and found[1] < min(most, 1e-3) else "WRONG"
                 errors = " | ".join(f"{e:.1e}" for e in found)
                 yield f"| {name} | {kernel} | {dtype} | {errors} | {verdict} |".replace("torch.", "")
+
+
+def parts(on: Device) -> Lines:
+    """The same for the tokens of two ranks, which are others, and not as many; and how long each takes."""
+    unit = 16 if on.rehearse else 1024
+    yield from ("| queries | keys | window | kernel | dtype | output | gradients | forward ms | |", "|---" * 9 + "|")
+    shapes = [(unit, unit, unit, None), (unit // 2, unit, unit, None), (unit // 4, unit, unit, unit // 2)]
+    for (queries, keys, apart, window), (dtype, most) in product(shapes, ERRORS.items()):
+        torch.manual_seed(0)
+        sizes = [(1, tokens, heads, 64) for tokens, heads in ((queries, 8), (keys, 2), (keys, 2))]
+        q, k, v = (torch.randn(size, device=on.device).to(dtype).transpose(1, 2).requires_grad_() for size in sizes)
+        rule = Rule(None, None, None, False, window, 0, None, apart=apart)
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        right, _ = attention.attention(*wide, *rule._replace(kernel="blockwise"))
+        grad = torch.randn(right.shape, device=on.device).to(dtype)
+        right_grads = torch.autograd.grad(right, wide, grad.double())
+        attention.prepare(on.device, "fa3")
+        for kernel in able(attention.case_of(q, rule), attention.present(on.device, "cudnn")):
+            run = partial(attention.attention, q, k, v, *rule._replace(kernel=kernel))
+            out, _ = run()
+            grads = torch.autograd.grad(out, (q, k, v), grad)
+            found = error(out, right), max(error(a, b) for a, b in zip(grads, right_grads, strict=True))
+            with torch.no_grad():
+                taken_ms = on.time_ms(run)
+            told = f"| {queries} | {keys} | {window or ''} | {kernel} | {str(dtype).removeprefix('torch.')} | "
+            verdict = "" if max(found) < most else "WRONG"
+            yield told + f"{found[0]:.1e} | {found[1]:.1e} | {taken_ms:.3f} | {verdict} |"
 
 
 def inner(tensors: list[Tensor], mask: MaskSpec, kernel: str) -> tuple[Tensor, Tensor]:
@@ -441,6 +469,7 @@ def losses(metrics: Path) -> dict[int, float]:
 SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
     "machine": (machine, 60),
     "attention": (attention_numbers, 90),
+    "parts": (parts, 45),
     "numbers": (numbers, 120),
     "memory": (memory, 120),
     "step": (one_step, 90),

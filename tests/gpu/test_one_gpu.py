@@ -44,6 +44,8 @@ MASKS = {
 }
 ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Of the largest element: a few roundings of the type (fp32: of its products), of probabilities above all."""
+APART = [(320, 320, 320, None), (64, 512, 512, None), (640, 128, 200, None), (100, 160, 160, 120), (40, 90, 130, 100)]
+"""Queries, keys, how far behind the first key the first query stands, and the window, which each query sees some of."""
 REMATS = [Remat(), Remat("selective"), Remat("full")]
 ONE = ModelSpec("gpu", 8192, 512, 1280, 6, 8, 2, 64)
 LARGE = ModelSpec("gpu-large", 32_000, 2048, 5632, 6, 16, 4, 128)
@@ -83,6 +85,30 @@ def test_attention_is_that_of_the_reference(alone: torch.device, name: str, dtyp
         grads = torch.autograd.grad(out, (q, k, v), grad)
         assert error(out, right) < ERRORS[dtype], kernel
         assert error(lse, right_lse) < min(ERRORS[dtype], 1e-3), f"{kernel}: statistics are at least fp32"
+        assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True)), kernel
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize(("queries", "keys", "apart", "window"), APART)
+def test_attention_to_tokens_of_other_ranks(
+    alone: torch.device, queries: int, keys: int, apart: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Every kernel that serves, for queries and keys that are not the same tokens, nor as many."""
+    torch.manual_seed(0)
+    shapes = [(B, queries, H, E), (B, keys, HK, E), (B, keys, HK, E)]
+    q, k, v = (torch.randn(shape, device=alone).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes)
+    rule = Rule(None, None, None, False, window, 0, None, apart=apart)
+    wide = [x.detach().double() for x in (q, k, v)]
+    right, right_lse = blockwise.forward(*wide, rule)
+    grad = torch.randn(right.shape, device=alone).to(dtype)
+    right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
+    attention.prepare(alone, "fa3")
+    serving = kernels.able(attention.case_of(q, rule), attention.present(alone, "cudnn"))
+    assert not {"cudnn", "flex"} & {*serving} and serving[-1] == "blockwise"
+    for kernel in serving:
+        out, lse = attention.attention(q, k, v, *rule._replace(kernel=kernel))
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        assert error(out, right) < ERRORS[dtype] and error(lse, right_lse) < min(ERRORS[dtype], 1e-3), kernel
         assert all(error(ours, theirs) < ERRORS[dtype] for ours, theirs in zip(grads, right_grads, strict=True)), kernel
 
 

@@ -71,18 +71,17 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 
 def _of_degree(spec: ModelSpec, cluster: Cluster, plan: Plan, ranks: int, kinds: Sequence[CpKind]) -> Iterator[Plan]:
-    """Where the kind is open, rings across neighbours only where one kind alone does not serve: across nodes, or where
-    the heads are fewer."""
-    fits = [n for n in range(2, ranks + 1) if ranks % n == 0 and not _odd(spec, plan.layout.tp, n)]
-    inside = [n for n in fits if n < ranks and n * plan.layout.tp <= cluster.devices_per_node]
+    """The plan with each of these kinds, and of several those alone that the heads allow; nested, which takes as many
+    neighbours in a node as can share heads, only where ulysses cannot do the same."""
+    tp, per_node = plan.layout.tp, cluster.devices_per_node
+    sharing = [n for n in range(2, ranks + 1) if ranks % n == 0 and not _odd(spec, tp, n)]
+    neighbours = max((n for n in sharing if n < ranks and n * tp <= per_node), default=2)
     for kind in kinds:
-        within = {"ulysses": ranks, "nested": max(inside, default=max(2, min(fits, default=2)))}.get(kind, 1)
-        made = replace(plan, layout=replace(plan.layout, cp=ranks, ulysses=within), cp_kind=kind)
-        pointless = kind == "nested" and ranks * plan.layout.tp <= cluster.devices_per_node and ranks in fits
-        if len(kinds) == 1 or not (
-            pointless or (within == ranks > 1 and ranks not in fits) or within not in (1, *fits)
-        ):
-            yield made
+        exchanging = {"ulysses": ranks, "nested": neighbours}.get(kind, 1)
+        possible = exchanging == 1 or exchanging in sharing
+        needless = kind == "nested" and ranks in sharing and ranks * tp <= per_node
+        if len(kinds) == 1 or (possible and not needless):
+            yield replace(plan, layout=replace(plan.layout, cp=ranks, ulysses=exchanging), cp_kind=kind)
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:

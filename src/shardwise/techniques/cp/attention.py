@@ -108,7 +108,7 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
     sums: Tensor | None = None  # of those that were here before
     for step, (owner, keys) in enumerate(exchange.keys(torch.stack([k, v]))):
         passing = exchange.passed(step, sums, home)
-        sums = home if owner == exchange.rank else None if keys is None else torch.zeros_like(keys, dtype=wide)
+        sums = home if step == 0 else None if keys is None else torch.zeros_like(keys, dtype=wide)
         for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
             assert keys is not None and sums is not None
             mine, theirs = _places(part)
