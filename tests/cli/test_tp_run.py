@@ -212,6 +212,15 @@ def test_a_group_over_several_nodes_is_legal_and_warned_of(
     assert "on several nodes" not in capfd.readouterr().err
 
 
+def test_heads_exchanged_between_nodes_are_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["model=meta-llama/Llama-3.1-8B", "seq_len=32768", "global_batch=8", "parallel.cp=8"]
+    for kind, warned in (("ulysses", True), ("ring", False), ("nested", False)):
+        assert main(["plan", *words, f"parallel.cp_kind={kind}", "--cluster", "2x4xH100+400Gb/node"]) == 0
+        told = capfd.readouterr().err
+        assert ("8 ranks exchange tokens for heads between nodes" in told) is warned
+        assert ("`parallel.cp_kind=nested`" in told) is warned
+
+
 def test_other_systems_names_are_understood(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert train("--nproc", "2", "--dry-run", "tensor_parallel_size=2") == 0
     assert "tp 2 with sp" in capfd.readouterr().out

@@ -40,10 +40,14 @@ def write_text(directory: Path) -> None:
 
 def plan(strategy: str = "zero3", world: int = 2) -> Plan:
     """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2. ``tp-zero3``: pairs of
-    ranks share each layer; ``pp-zero1``: a pipeline of two stages, each on half of the ranks."""
+    ranks share each layer; ``pp-zero1``: a pipeline of two stages, each on half of the ranks; ``cp-zero3``: pairs of
+    ranks share each row in a ring."""
     if strategy == "tp-zero3":
         layout = Layout(dp_shard=world // 2, tp=2)
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), sequence_parallel=True)
+    if strategy == "cp-zero3":
+        layout = Layout(dp_shard=world // 2, cp=2)
+        return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), cp_kind="ring")
     if strategy == "pp-zero1":
         layout, stages = Layout(dp_shard=world // 2, pp=2), Pipeline("1f1b", 1, (1, 1))
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero1"), pipeline=stages)

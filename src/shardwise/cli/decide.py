@@ -111,10 +111,13 @@ def _kept(recipe: Recipe, run: Path) -> dict[str, str]:
 
 
 def far(plan: Plan) -> str | None:
-    """A warning of tensor parallelism that crosses nodes."""
-    tp, each = plan.layout.tp, plan.layout.ranks_per_node
-    if each % tp == 0:
+    """A warning of tensor parallelism that crosses nodes, or of heads that are exchanged between them."""
+    tp, each, exchanging = plan.layout.tp, plan.layout.ranks_per_node, plan.layout.ulysses
+    if each % tp == 0 and (exchanging == 1 or each % (tp * exchanging) == 0):
         return None
+    if each % tp == 0:
+        what = f"warning: {exchanging} ranks exchange tokens for heads between nodes, and wait for the network"
+        return f"{what} twice in every layer; `parallel.cp_kind=nested` has a ring across nodes instead"
     what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
     return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
 

@@ -126,6 +126,6 @@ def communicators(plan: Plan) -> list[int]:
 def _connections(layout: Layout, sharded: bool) -> list[int]:
     weights = ("fsdp", "expert_fsdp", "dp_replicate") if sharded else ("loss", "expert_loss")
     known = groups_of(layout)
-    names = [name for name in (*weights, "pp", "cp", "tp", "ep", "world") if name in known]
+    names = [name for name in (*weights, "pp", "ring", "ulysses", "tp", "ep", "world") if name in known]
     distinct = {"world" if layout.size(name) == layout.world else layout.called(name): name for name in names}
     return [RING if name in ("fsdp", "expert_fsdp") else RING_AND_TREE for name in distinct.values()]
