@@ -63,6 +63,14 @@ def test_a_pipeline(virtual: str, framework: str, pipeline: Pipeline, sequence: 
     assert row.plan.batch.accumulation == 16 and row.plan.sequence_parallel is sequence
 
 
+def test_rows_of_tokens_on_several_ranks() -> None:
+    """Of 16 GPUs two groups of four have a row each, in rings; all eight cut the weights. 2 x 2048 / 4 tokens of
+    logits."""
+    row = reading(cp="4")
+    assert row.plan.layout == Layout(dp_shard=2, cp=4, tp=2, ranks_per_node=8) and row.plan.cp_kind == "ring"
+    assert row.plan.batch == Batch(2, 16, 2048, 1024) and row.plan.shard == Shard("zero3")
+
+
 @pytest.mark.parametrize(
     ("stage", "sharding", "shards", "layout"),
     [
@@ -129,7 +137,6 @@ def test_fine_tuning() -> None:
     [
         ({"pp": "64", "num_gpus": "64", "tp": "1"}, "more stages than blocks"),
         ({"pp": "2", "notes": "zero bubble schedule"}, "a schedule that overlaps other stages"),
-        ({"cp": "4"}, "cp larger than 1"),
         ({"ep": "8"}, "ep larger than 1"),
         ({"precision": "mxfp8"}, "8-bit or 4-bit products"),
         ({"precision": "int4?"}, "an unknown precision"),
@@ -159,7 +166,7 @@ def test_fine_tuning() -> None:
         ({"seq_len": ""}, "sequence length not told"),
         ({"num_gpus": ""}, "number of GPUs not told"),
         ({"tp": "", "zero_stage": ""}, "layout not told"),
-        ({"num_gpus": "15"}, "tp x pp does not divide the GPUs"),
+        ({"num_gpus": "15"}, "tp x pp x cp does not divide the GPUs"),
     ],
 )
 def test_what_is_skipped_and_why(values: dict[str, str], reason: str) -> None:

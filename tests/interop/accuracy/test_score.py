@@ -162,7 +162,7 @@ def test_a_report_counts_every_row() -> None:
         changed(mbs="64", gbs="512", ac="none", outcome="OOM", peak_mem_gib="79"),
         changed(outcome="OOM"),
         changed(gpu="H9000"),
-        changed(cp="2"),
+        changed(ep="2"),
         {"unheard_of": "1"},
     ]
     report, scores = score(rows)
