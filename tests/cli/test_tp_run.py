@@ -4,6 +4,7 @@ exported model; what is printed and what is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,13 +213,24 @@ def test_a_group_over_several_nodes_is_legal_and_warned_of(
     assert "on several nodes" not in capfd.readouterr().err
 
 
-def test_heads_exchanged_between_nodes_are_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["model=meta-llama/Llama-3.1-8B", "seq_len=32768", "global_batch=8", "parallel.cp=8"]
-    for kind, warned in (("ulysses", True), ("ring", False), ("nested", False)):
-        assert main(["plan", *words, f"parallel.cp_kind={kind}", "--cluster", "2x4xH100+400Gb/node"]) == 0
-        told = capfd.readouterr().err
-        assert ("8 ranks exchange tokens for heads between nodes" in told) is warned
-        assert ("`parallel.cp_kind=nested`" in told) is warned
+@pytest.mark.parametrize(
+    ("kind", "tp", "said"),
+    [
+        ("ulysses", 1, "8 ranks exchange tokens for heads between nodes, .* `parallel.cp_kind=nested`"),
+        ("ring", 1, None),
+        ("nested", 1, None),
+        ("nested", 4, "2 ranks exchange tokens for heads between nodes, .* `parallel.cp_kind=ring`"),
+    ],
+)
+def test_heads_exchanged_between_nodes_are_warned_of(
+    capfd: pytest.CaptureFixture[str], kind: str, tp: int, said: str | None
+) -> None:
+    """With what serves instead: of ranks that fill a node with tensor parallelism no two are on one."""
+    words = ["model=meta-llama/Llama-3.1-8B", "seq_len=32768", "global_batch=8", f"parallel.cp={8 if tp == 1 else 4}"]
+    machines = "2x4xH100+400Gb/node" if tp == 1 else "4x4xH100+400Gb/node"
+    assert main(["plan", *words, f"parallel.cp_kind={kind}", f"parallel.tp={tp}", "--cluster", machines]) == 0
+    warned = [line for line in capfd.readouterr().err.splitlines() if "exchange tokens" in line]
+    assert len(warned) == (said is not None) and all(re.search(str(said), line) for line in warned)
 
 
 def test_other_systems_names_are_understood(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:

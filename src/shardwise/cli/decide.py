@@ -117,7 +117,8 @@ def far(plan: Plan) -> str | None:
         return None
     if each % tp == 0:
         what = f"warning: {exchanging} ranks exchange tokens for heads between nodes, and wait for the network"
-        return f"{what} twice in every layer; `parallel.cp_kind=nested` has a ring across nodes instead"
+        ring = "nested" if gcd(exchanging, each // tp) > 1 else "ring"
+        return f"{what} twice in every layer; `parallel.cp_kind={ring}` has a ring across nodes instead"
     what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
     return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
 

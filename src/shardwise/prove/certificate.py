@@ -156,7 +156,7 @@ docs/prove.md says what each proof compares, and what it cannot show."""
 
 
 def result(check: Check) -> str:
-    """What came of a check, in a small words."""
+    """What came of a check, in a few words."""
     if check.problems:
         return check.problems[0]
     found = check.figures

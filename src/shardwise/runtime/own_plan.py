@@ -9,11 +9,12 @@ from typing import Literal, TypedDict, Unpack, get_args
 from shardwise.errors import ConfigError, Problem
 from shardwise.runtime import world as processes
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import CpKind, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Plan, Precision, Remat, Shard, Strategy
 
 Word = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 Compute = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+CpKind = Literal["ring", "gather", "ulysses"]
 
 
 class Degrees(TypedDict, total=False):
@@ -26,7 +27,7 @@ class Degrees(TypedDict, total=False):
     processes: int
 
 
-_WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute}
+_WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute, "cp_kind": CpKind}
 
 
 def plan(
@@ -47,10 +48,11 @@ def plan(
     estimated. fp16, which needs its losses scaled, is for ``shardwise train``."""
     processes.show_mistakes_once()
     reduce = reduce or ("fp64" if compute == "fp64" else "fp32")
-    _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute)
+    kind = degrees.get("cp_kind", "ring")
+    _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute, cp_kind=kind)
     _check_degrees(degrees)
     me, replicas, tp, cp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1), degrees.get("cp", 1)
-    started, kind = degrees.get("processes", me.world_size), degrees.get("cp_kind", "ring")
+    started = degrees.get("processes", me.world_size)
     dp, rest = divmod(started, tp * cp)
     if rest:
         name = f"tp {tp}" if cp == 1 else f"cp {cp}" if tp == 1 else f"cp {cp} x tp {tp}"
