@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,6 @@ from torch import Tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.models import blockwise
-from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce, step
@@ -23,13 +22,13 @@ from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.rows import RowShare, TokenRun, WholeRows
 from shardwise.techniques.cp import attention, exchange
 from shardwise.techniques.cp import parts as calls
-from tests.parity import drawn
+from tests.parity import planted
 from tests.parity.cases import FP64
+from tests.parity.planted import Fault, Planted
 from tests.parity.rings import DENSE, MODELS
 from tests.techniques import cp_ranks
 from tests.techniques.cp_ranks import Asked, dense, error
 
-Planted = Callable[[], AbstractContextManager[Any]]
 parts, keys, cut, counts = calls.parts, exchange.RingExchange.keys, MicroBatch.cut, reduce.count_supervised
 part_attention = attention.attention
 
@@ -101,7 +100,7 @@ def sunk_each_time() -> Iterator[None]:
 
 TWO, FOUR = ring(), ring(4)
 WINDOWED = replace(DENSE, sliding_window=30)
-FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
+FAULTS: dict[str, Fault] = {
     "a rank takes its pieces for others than it has": (
         lambda: patch.object(attention, "parts", of_pieces_side_by_side),
         DENSE,
@@ -135,24 +134,14 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
 OF_ATTENTION: dict[str, Planted] = {"sinks count once a step": sunk_each_time}
 
 
-def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Trace]:
-    traces = []
-    for name in names:
-        fault, spec, of = FAULTS[name]
-        with fault():
-            traces.append(drawn.take_steps(rank, spec, of, 2))
-    return traces
+def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[parity.Trace, parity.Trace]]:
+    return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_planted_fault_is_caught(ranks: RankPool, world: int) -> None:
-    names = [name for name, (_, _, of) in FAULTS.items() if of.layout.world == world]
-    answers = ranks.run(train_with_faults, names, world=world)
-    for place, name in enumerate(names):
-        _, spec, of = FAULTS[name]
-        found = parity.compare(drawn.plain(parity.job_of(spec, of, 2)), [traces[place] for traces in answers])
-        worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
-        assert worst > 1e-4, f"{name} was not seen: {found}"
+    faults = {name: fault for name, fault in FAULTS.items() if fault[2].layout.world == world}
+    planted.all_seen(faults, ranks.run(train_with_faults, list(faults), world=world))
 
 
 def test_sinks_that_count_once_a_step_are_caught(ranks: RankPool) -> None:

@@ -3,7 +3,6 @@ stages, other strategies, and none. Weights and moments are what was saved, bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,12 +53,6 @@ SIDES = (
     Side("ring", "zero3", Layout(dp_shard=4)),
     Side("ring", "ddp", Layout(tp=2)),
 )
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
 
 
 @pytest.mark.matrix(4)

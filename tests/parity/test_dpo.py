@@ -37,11 +37,6 @@ TOLERANCE = 1e-9
 ROWS, STEPS = 4, 4
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("dpo"))
-
-
 def prepared(directory: Path) -> Path:
     """Some pairs in a window, of unequal number, and more windows than a step reads."""
     records = [

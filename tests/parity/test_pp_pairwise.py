@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,6 @@ from tests.parity.test_fp64 import holds
 STEPS = 2
 """The second's moments are of two gradients."""
 FEW = {(case.schedule, case.model, case.strategy): case for case in CASES if case.plan.layout.world <= 4}
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return test_dpo.prepared(tmp_path_factory.mktemp("pairs"))
 
 
 def test_every_pair_is_met() -> None:

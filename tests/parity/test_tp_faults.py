@@ -4,7 +4,6 @@ since Adam hides a constant factor."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,19 +12,18 @@ import pytest
 from torch import Tensor, distributed, nn
 
 from shardwise.distributed import collectives
-from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
-from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.plan import Lora
 from shardwise.techniques import states, tp
 from shardwise.techniques.share import LayerShare
 from shardwise.techniques.states import Division, State
-from tests.parity import drawn
+from tests.parity import planted
 from tests.parity.cases import TIED
+from tests.parity.planted import Fault
 from tests.parity.test_tp import EVEN, plan
 
-Planted = Callable[[], AbstractContextManager[Any]]
 linear, state = tp._linear, states.state
 WHOLE, SEQUENCE = (plan("ddp", 1, 2, sequence=sequence) for sequence in (False, True))
 
@@ -58,7 +56,7 @@ def sides_swapped(name: str, how: Division) -> State:
     return State(other, found.partial) if ".lora_b." in name else found
 
 
-FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
+FAULTS: dict[str, Fault] = {
     "norms' gradients are not summed over tokens": (
         lambda: patch.object(tp, "state", norms_are_whole),
         EVEN,
@@ -88,22 +86,12 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan]] = {
 }
 
 
-def train_with_faults(rank: int, world: int, names: list[str]) -> list[parity.Trace]:
-    traces = []
-    for name in names:
-        fault, spec, of = FAULTS[name]
-        with fault():
-            traces.append(drawn.take_steps(rank, spec, of, 2))
-    return traces
+def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[parity.Trace, parity.Trace]]:
+    return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
-    answers = ranks.run(train_with_faults, list(FAULTS), world=2)
-    for place, (name, (_, spec, of)) in enumerate(FAULTS.items()):
-        right = drawn.plain(parity.job_of(spec, of, 2))
-        found = parity.compare(right, [traces[place] for traces in answers])
-        worst = max(found.loss.error, found.norm.error, found.gradient.error, found.weight.error)
-        assert worst > 1e-4, f"{name} was not seen: {found}"
+    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))
 
 
 def adapted_with_b_cut_on_the_wrong_side(rank: int, world: int) -> None:

@@ -4,7 +4,6 @@ for some in fp32 and bf16; runs that go on under another layout."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,17 +19,6 @@ from tests.parity import drawn, test_dpo
 from tests.parity.cases import BF16, FP32, FP64, ROWS, SEQ_LEN
 from tests.parity.pairwise import CASES, EVERY, LORA, MODELS, Case
 from tests.parity.test_fp64 import holds
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return test_dpo.prepared(tmp_path_factory.mktemp("pairs"))
 
 
 def of_model(model: str) -> list[Case]:

@@ -321,9 +321,16 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
 
 
 def decoder(
-    rank: int, world: int, strategy: str, settings: dict[str, Any], steps: int, directory: str = ""
+    rank: int,
+    world: int,
+    strategy: str,
+    settings: dict[str, Any],
+    steps: int,
+    directory: str = "",
+    bounds: list[int] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """A loop over Shardwise's decoder in float64: losses of its whole logits, norms, weights at the end."""
+    """A loop over Shardwise's decoder in float64: losses of its whole logits, norms, weights at the end. With ``cp``
+    processes have some tokens each of a row, in documents that end at ``bounds``."""
     torch.manual_seed(rank)  # all begin with the first one's weights
     with started(world):
         plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
@@ -333,37 +340,7 @@ def decoder(
             losses, norms = [], []
             for step in range(steps):
                 rows = texts(step).chunk(mesh.size("batch"))[mesh.index("batch")]
-                loss = next_token_loss(model, rows)
-                own.backward(model, loss)
-                norms.append(own.clip_grad_norm(model, 0.5))
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            if directory:
-                checkpoints = own.Checkpoints(directory, model, optimizer)
-                checkpoints.save(steps)
-                checkpoints.close()
-            return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
-def cut(
-    rank: int, world: int, strategy: str, settings: dict[str, Any], steps: int, bounds: list[int] | None
-) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """As :func:`decoder`, of rows that processes have some tokens each of, in documents that end at ``bounds``."""
-    torch.manual_seed(rank)
-    with started(world):
-        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
-        with own.world(plan) as mesh:
-            model = own.parallelize(Decoder(UNTIED), plan, mesh)
-            optimizer = own.optimizer(model, learning_rate=1e-2)
-            losses, norms = [], []
-            for step in range(steps):
-                rows = texts(step).chunk(mesh.size("batch"))[mesh.index("batch")]
-                documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-                ids, labels, positions, mask = own.cut_rows(mesh, rows[:, :-1], rows[:, 1:], documents)
-                assert ids.shape == (len(rows), 8 // mesh.size("cp"))
-                logits = model(ids, positions, mask)
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                loss = cut_loss(model, mesh, rows, bounds) if "cp" in settings else next_token_loss(model, rows)
                 own.backward(model, loss)
                 norms.append(own.clip_grad_norm(model, 0.5))
                 optimizer.step()
@@ -371,6 +348,10 @@ def cut(
                 mean = loss.detach().clone()
                 mesh.sum(mean, "cp")
                 losses.append(mean.item() / mesh.size("cp"))
+            if directory:
+                checkpoints = own.Checkpoints(directory, model, optimizer)
+                checkpoints.save(steps)
+                checkpoints.close()
             return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
@@ -388,10 +369,22 @@ def texts(step: int) -> Tensor:
     return torch.randint(UNTIED.vocab_size, (4, 9), generator=torch.Generator().manual_seed(step))
 
 
-def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    positions = torch.arange(8).expand(len(ids), -1)
-    logits = model(ids[:, :-1], positions, MaskSpec())
+def next_token_loss(
+    model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: MaskSpec | None = None
+) -> Tensor:
+    """Where nothing else is said, each row is a document."""
+    positions = torch.arange(8).expand(len(ids), -1) if positions is None else positions
+    logits = model(ids[:, :-1], positions, mask or MaskSpec())
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def cut_loss(model: nn.Module, mesh: Meshes, rows: Tensor, bounds: list[int] | None) -> Tensor:
+    """Of the tokens that this process has of the rows."""
+    documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    ids, labels, positions, mask = own.cut_rows(mesh, rows[:, :-1], rows[:, 1:], documents)
+    assert ids.shape == (len(rows), 8 // mesh.size("cp"))
+    logits = model(ids, positions, mask)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def whole(tensor: Tensor) -> Tensor:

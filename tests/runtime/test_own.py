@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import shardwise
 from examples import transformers_loop, vision_loop
 from shardwise.errors import ConfigError, DataError
+from shardwise.models.attention import MaskSpec
+from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import own
 from shardwise.runtime.checkpoint import save as checkpoint
@@ -43,6 +45,30 @@ def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+
+
+def plain_decoder(
+    steps: int, bounds: list[int] | None = None
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """What ``own_ranks.decoder`` does, in one process and without Shardwise's functions."""
+    torch.manual_seed(0)
+    model = Decoder(own_ranks.UNTIED).double()
+    optimizer, losses, norms = optimizer_of(model, 1e-2), [], []
+    for step in range(steps):
+        ids = own_ranks.texts(step)
+        mask, positions = MaskSpec(), torch.arange(8).expand(4, -1)
+        if bounds is not None:
+            ends = torch.tensor(bounds, dtype=torch.int32)
+            mask = MaskSpec(documents=ends, longest=int(ends.diff().max()))
+            starts = torch.repeat_interleave(ends[:-1].long(), ends.diff())
+            positions = (torch.arange(32) - starts).view(4, 8)
+        loss = own_ranks.next_token_loss(model, ids, positions, mask)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def plain_transformers() -> list[float]:

@@ -11,14 +11,13 @@ from torch import nn
 import shardwise
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import ConfigError
-from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from tests.runtime import own_ranks
-from tests.runtime.test_own import optimizer_of, same
+from tests.runtime.test_own import plain_decoder, same
 
 STEPS = 3
 SETTINGS = {
@@ -31,38 +30,17 @@ ROWS = [8, 8 + 3, 16, 16 + 1, 24, 32]
 """Where documents end in four rows of eight tokens, the first of one document."""
 
 
-def plain(bounds: list[int] | None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    model = Decoder(own_ranks.UNTIED).double()
-    optimizer, losses, norms = optimizer_of(model, 1e-2), [], []
-    for step in range(STEPS):
-        ids = own_ranks.texts(step)
-        mask, positions = MaskSpec(), torch.arange(8).expand(4, -1)
-        if bounds is not None:
-            ends = torch.tensor(bounds, dtype=torch.int32)
-            mask = MaskSpec(documents=ends, longest=int(ends.diff().max()))
-            starts = torch.repeat_interleave(ends[:-1].long(), ends.diff())
-            positions = (torch.arange(32) - starts).view(4, 8)
-        logits = model(ids[:, :-1], positions, mask)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("case", SETTINGS)
 def test_float64(ranks: RankPool, case: str) -> None:
     world, strategy, settings = SETTINGS[case]
-    same(ranks.run(own_ranks.cut, strategy, settings, STEPS, None, world=world, timeout_s=120), plain(None))
+    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain_decoder(STEPS))
 
 
 def test_packed_documents(ranks: RankPool) -> None:
     """All rows on each rank of the ring."""
     bounds = [0, *ROWS]
-    same(ranks.run(own_ranks.cut, "ddp", {"cp": 2}, STEPS, bounds, world=2, timeout_s=120), plain(bounds))
+    answers = ranks.run(own_ranks.decoder, "ddp", {"cp": 2}, STEPS, "", bounds, world=2, timeout_s=120)
+    same(answers, plain_decoder(STEPS, bounds))
 
 
 @pytest.mark.parametrize(

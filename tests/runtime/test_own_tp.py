@@ -19,7 +19,7 @@ from shardwise.runtime import own
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from tests.runtime import own_ranks
-from tests.runtime.test_own import optimizer_of, same
+from tests.runtime.test_own import plain_decoder, same
 
 STEPS = 4
 SETTINGS = {
@@ -29,25 +29,11 @@ SETTINGS = {
 }
 
 
-def plain() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    model = Decoder(own_ranks.UNTIED).double()
-    optimizer, losses, norms = optimizer_of(model, 1e-2), [], []
-    for step in range(STEPS):
-        loss = own_ranks.next_token_loss(model, own_ranks.texts(step))
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("case", SETTINGS)
 def test_float64(ranks: RankPool, case: str) -> None:
     """A loss of the logits that ``model()`` returns, whole on every rank; rows are a data-parallel group's."""
     world, strategy, settings = SETTINGS[case]
-    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain())
+    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain_decoder(STEPS))
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,15 @@ def drawn(seed: int) -> tuple[WholeRows, int, bool, int | None]:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_each_pair_is_seen_once(seed: int) -> None:
-    """Whatever documents, window and ranks: what runs of queries see of runs of keys is what each query may see, and
-    each of them sees something."""
+    """Whatever documents, window and ranks: what runs of queries see of runs of keys is what each query may see; each
+    of them sees something, and each key is seen."""
     rows, ring, causal, window = drawn(seed)
     right, found = visible(rows.length, rows.ends(0), causal=causal, window=window), Counter[tuple[int, int]]()
+    row_keys = [{key for key in range(rows.length) if (query, key) in right} for query in range(rows.length)]
     runs = [run for own in held(rows, 0, ring) for run in own]
     for queries, keys in product(runs, repeat=2):
         for sight in sights(queries, keys, rows.ends(0), causal=causal, window=window):
+            assert {key for query in range(*sight.queries) for key in row_keys[query]} >= {*range(*sight.keys)}
             for query in range(*sight.queries):
                 own = {(query, key) for key in range(*sight.keys) if (query, key) in right}
                 far = window is not None or sight.own
