@@ -17,6 +17,7 @@ from shardwise.data.store import Prepared
 from shardwise.data.stream import Share, evaluation, stream
 from shardwise.errors import DataError
 from shardwise.spec.recipe import Data
+from shardwise.spec.rows import RowShare
 
 SPLITS = [(1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
 
@@ -100,6 +101,17 @@ def test_validation_is_the_same_for_every_split(prepared: Prepared, dp: int, mic
     assert sum(batch.supervised_tokens for batch in together) == int((labels != -100).sum())
     expected = sum(windows.text_bytes(k) for k in range(len(windows)))
     assert sum(batch.text_bytes for batch in together) == pytest.approx(expected, rel=1e-12)
+
+
+def test_validation_is_the_same_where_ranks_share_rows(prepared: Prepared) -> None:
+    """Bytes of text are counted by one of them, tokens by each that has them."""
+    assert prepared.validation is not None
+    windows = Windows(prepared.validation, 16)
+    rows = [RowShare(2, 2, index) for index in range(4)]
+    together = [batch for row in rows for batch in evaluation(windows, Share(0, 1, 2, row=row))]
+    whole = list(evaluation(windows, Share(0, 1, 2)))
+    for counted in ("text_bytes", "supervised_tokens"):
+        assert sum(getattr(each, counted) for each in together) == sum(getattr(each, counted) for each in whole)
 
 
 def test_a_limit_on_validation_counts_windows(prepared: Prepared) -> None:

@@ -16,7 +16,7 @@ from shardwise.methods.loss import Loss, Output
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import LossScale, TrainState
-from shardwise.runtime.step import step
+from shardwise.runtime.step import draw_anew, step
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from shardwise.spec.recipe import OptimSection
@@ -33,6 +33,15 @@ SPLITS = {
     "zero3 over 4": (4, plan_of(Layout(dp_shard=4), "zero3")),
     "hsdp": (4, plan_of(Layout(dp_replicate=2, dp_shard=2), "zero3", 2)),
 }
+
+
+def test_what_is_dropped_differs_where_tokens_do() -> None:
+    """And is the same on ranks that share each layer of the same tokens."""
+    layout, drawn = Layout(dp_replicate=2, cp=2, tp=2), []
+    for rank in range(layout.world):
+        draw_anew(7, 3, Meshes(layout, rank))
+        drawn.append(torch.initial_seed())
+    assert len(set(drawn)) == 4 and drawn[::2] == drawn[1::2]
 
 
 @pytest.mark.matrix(3)
