@@ -199,6 +199,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
         self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
         self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.output_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.attention_sinks else None
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is not None:
             sizes = (q_size, kv_size) if spec.qk_norm == "projection" else (spec.head_dim,) * 2
@@ -216,6 +217,8 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        if self.sinks is not None:
+            mask = replace(mask, sinks=self.sinks)
         out, _ = self.inner(q, k, v, mask)
         return self.o(out.transpose(1, 2).flatten(2))
 

@@ -35,7 +35,11 @@ class ModelSpec:
     sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
     ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
     nope_layers: those without rotation. logits_scaling: what logits are divided by. intermediate_sizes: of each layer,
-    where they differ; no family's config has them. hf_model: what the blocks are, where not those of the decoder.
+    where they differ; no family's config has them. attention_sinks: a logit of each head that takes part in its
+    softmax. experts: of each layer but the ``dense_layers``, ``expert_size`` wide, of which a token goes to
+    ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
+    tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
+    the loss that balances experts. hf_model: what the blocks are, where not those of the decoder.
     """
 
     name: str
@@ -59,7 +63,7 @@ class ModelSpec:
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | tuple[int, ...] | None = None
     attention_output_bias: bool | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     norm_placement: Literal["before", "after", "both"] = "before"
     norm_plus_one: bool = False
     qk_norm: Literal["head", "projection"] | None = None
@@ -75,6 +79,17 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     intermediate_sizes: tuple[int, ...] = ()
+    attention_sinks: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    expert_bias: bool = False
+    router_bias: bool = False
+    normalised_top_k: bool = True
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.0
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -83,8 +98,20 @@ class ModelSpec:
 
     @property
     def mlp_sizes(self) -> set[int]:
-        """How wide the MLPs are."""
-        return {*self.intermediate_sizes} or {self.intermediate_size}
+        """How wide the MLPs are, those that all tokens share beside experts included, but no experts."""
+        if not self.experts:
+            return {*self.intermediate_sizes} or {self.intermediate_size}
+        dense = {self.intermediate_size} if self.dense_layers else set()
+        return dense | ({self.shared_expert_size} if self.shared_expert_size else set())
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts in the place of an MLP."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def rotary_dim(self) -> int:
@@ -125,29 +152,52 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.hf_model is not None:
         return spec.hf_model.shapes(spec.num_hidden_layers)
     d = spec.hidden_size
-    linears, norms = {size: _linears(spec, size) for size in spec.mlp_sizes}, _norms(spec)
+    norms = _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
     for layer in range(spec.num_hidden_layers):
         shapes |= {f"layers.{layer}.{norm}.weight": (size,) for norm, size in norms.items()}
-        for name, (shape, bias) in linears[spec.mlp_size(layer)].items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-            if bias:
-                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _of_block(spec, layer).items()}
     shapes["norm.weight"] = (d,)
     return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
 
 
-def _linears(spec: ModelSpec, f: int) -> dict[str, tuple[tuple[int, int], bool]]:
-    """Shape of each linear layer of a block with an MLP of this width, and whether it has a bias."""
-    d = spec.hidden_size
-    q, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    return {
-        **{f"attention.{name}": ((size, d), spec.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))},
-        "attention.o": ((d, q), spec.output_bias),
-        "mlp.gate": ((f, d), spec.mlp_bias),
-        "mlp.up": ((f, d), spec.mlp_bias),
-        "mlp.down": ((d, f), spec.mlp_bias),
-    }
+@lru_cache(maxsize=64)
+def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a block but its norms."""
+    linears = _attention(spec) | (
+        _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))
+    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (shape, bias) in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes | ({"attention.sinks": (spec.num_attention_heads,)} if spec.attention_sinks else {})
+
+
+Matrices = dict[str, tuple[tuple[int, int], bool]]
+"""The shape of each matrix, and whether it has a bias."""
+
+
+def _attention(spec: ModelSpec) -> Matrices:
+    d, q, kv = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    inner = {f"attention.{name}": ((size, d), spec.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))}
+    return inner | {"attention.o": ((d, q), spec.output_bias)}
+
+
+def _mlp(spec: ModelSpec, name: str, f: int) -> Matrices:
+    d, bias = spec.hidden_size, spec.mlp_bias
+    return {f"{name}.gate": ((f, d), bias), f"{name}.up": ((f, d), bias), f"{name}.down": ((d, f), bias)}
+
+
+def _experts(spec: ModelSpec) -> Matrices:
+    """Those of a mixture of experts: each matrix of all experts is one, an expert's rows after another's."""
+    d, rows, bias = spec.hidden_size, spec.experts * spec.expert_size, spec.expert_bias
+    found: Matrices = {"mlp.router": ((spec.experts, d), spec.router_bias)}
+    found |= {f"mlp.experts.expert_{name}": ((rows, d), bias) for name in ("gate", "up")}
+    found |= {"mlp.experts.expert_down": ((spec.experts * d, spec.expert_size), bias)}
+    found |= _mlp(spec, "mlp.shared", spec.shared_expert_size) if spec.shared_expert_size else {}
+    return found | ({"mlp.shared_gate": ((1, d), False)} if spec.shared_expert_gate else {})
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
@@ -174,6 +224,13 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(prod(shape) for shape in parameter_shapes(spec).values())
 
 
+def active_parameter_count(spec: ModelSpec) -> int:
+    """Those of them that compute a token: of the experts only the ones that it goes to."""
+    shapes = parameter_shapes(spec).items()
+    idle = sum(prod(shape) for name, shape in shapes if ".experts." in name)
+    return parameter_count(spec) - (idle - idle * spec.experts_per_token // spec.experts if spec.experts else 0)
+
+
 def problems(spec: ModelSpec) -> list[Problem]:
     """Dimensions that no model can have."""
     found: list[Problem] = []
@@ -198,6 +255,13 @@ def problems(spec: ModelSpec) -> list[Problem]:
     elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
         what = f"partial_rotary_factor {spec.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
+    if spec.experts and not 1 <= spec.experts_per_token <= spec.experts:
+        refuse(
+            f"{spec.experts_per_token} experts for each token, of {spec.experts}",
+            f"num_experts_per_tok: 1 to {spec.experts}",
+        )
+    if spec.experts and spec.expert_size < 1:
+        refuse(f"experts are {spec.expert_size} wide", "moe_intermediate_size: 1 or more")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         refuse(f"sliding_window is {spec.sliding_window}", "sliding_window: 1 or more, or null")
     if spec.layer_types and len(spec.layer_types) != spec.num_hidden_layers:

@@ -12,6 +12,7 @@ from shardwise.models.attention import Attention, MaskSpec
 from shardwise.models.blocks import tie
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.layers import MLP, Finish, Head, Part, RMSNorm, Rotary, rounded, soft_cap
+from shardwise.models.moe import MoE
 from shardwise.models.rotary import rotary_tables
 
 
@@ -31,7 +32,7 @@ class Block(nn.Module):
         self.attention = Attention(spec)
         self.attention_after_norm = norm("after")
         self.mlp_norm = norm("before")
-        self.mlp = MLP(spec, spec.mlp_size(number))
+        self.mlp = MoE(spec) if spec.has_experts(number) else MLP(spec, spec.mlp_size(number))
         self.mlp_after_norm = norm("after")
         self.share = spec.residual_multiplier
 

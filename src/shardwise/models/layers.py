@@ -151,7 +151,39 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _GeGLU.apply(gate, up)
 
 
-GATES = {"silu": swiglu, "gelu_tanh": geglu}
+CLAMP, SLOPE = 7.0, 1.702
+"""Of gpt-oss's gated activation: beyond what it cuts gate and up, and how steep its sigmoid is."""
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves gate and up; everything else is made again in backward."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=CLAMP)
+        return torch.sigmoid(gate * SLOPE).mul_(gate).mul_(up.clamp(-CLAMP, CLAMP).add_(1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        given_gate, given_up = ctx.saved_tensors
+        gate = given_gate.clamp(max=CLAMP)
+        share = torch.sigmoid(gate * SLOPE)
+        grad_up = (share * gate).mul_(grad).mul_(given_up.abs() <= CLAMP)
+        slope = (1 - share).mul_(gate).mul_(SLOPE).add_(1).mul_(share)
+        grad_gate = slope.mul_(given_up.clamp(-CLAMP, CLAMP).add_(1)).mul_(grad).mul_(given_gate <= CLAMP)
+        return grad_gate, grad_up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), of gate cut at 7 and up at -7 and 7."""
+    return _ClampedSwiGLU.apply(gate, up)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_swiglu": clamped_swiglu}
 """By ``ModelSpec.activation``."""
 
 

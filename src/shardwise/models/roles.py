@@ -5,20 +5,28 @@ from __future__ import annotations
 
 def role(name: str) -> str:
     """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``: what its
-    layer is called (embed, head, q, k, v, o, gate, up, down, lora_a, lora_b; in an HF model, as transformers calls
-    it), ``norm`` for that of any norm, and ``bias`` and ``lora_m`` for all parameters of that name."""
+    layer is called (embed, head, q, k, v, o, gate, up, down, router, shared_gate, expert_gate, expert_up, expert_down,
+    lora_a, lora_b; in an HF model, as transformers calls it), ``norm`` for that of any norm, and ``bias``, ``lora_m``
+    and ``sinks`` for all parameters of that name."""
     layer, _, word = name.rpartition(".")
     module = layer.rpartition(".")[2]
-    if word in ("bias", "lora_m"):
+    if word in ("bias", "lora_m", "sinks"):
         return word
     if word != "weight":
         raise KeyError(f"no role for parameter {name!r}")
     return "norm" if "norm" in module or module.startswith("ln_") else module.removesuffix("_proj")
 
 
+STACKED = ("expert_gate", "expert_up", "expert_down")
+"""Roles of matrices of all experts of a layer, one expert's rows after another's."""
+CHOOSING = ("router", "shared_gate")
+"""Roles of the small matrices that decide how much of what experts make is taken."""
+
+
 def is_linear(name: str) -> bool:
     """Whether this parameter is the weight of a linear layer of a block."""
-    return name.startswith("layers.") and name.endswith(".weight") and role(name) not in ("norm", "lora_a", "lora_b")
+    other = ("norm", "lora_a", "lora_b", *CHOOSING, *STACKED)
+    return name.startswith("layers.") and name.endswith(".weight") and role(name) not in other
 
 
 MULTIPLIED = ("layers.", "embed.", "head.")

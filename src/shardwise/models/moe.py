@@ -1,0 +1,195 @@
+"""Mixtures of experts: a router, which chooses some experts for each token, the experts, and perhaps an MLP that all
+tokens share.
+
+Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
+expert, and is what expert parallelism replaces. Weights of all experts of a layer are one matrix, one expert's rows
+after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.config import ModelSpec
+from shardwise.models.grouped import grouped, owners
+from shardwise.models.layers import GATES, MLP, accumulation_dtype
+
+
+class Routing(NamedTuple):
+    """Of n tokens: the ``ids`` [n,k] of their experts, the ``weights`` [n,k] of what these make, and ``counts`` [E]:
+    how many tokens go to each expert."""
+
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor
+
+
+class _RouterProduct(torch.autograd.Function):
+    """x [n,d], weight [E,d] -> logits [n,E] in fp32 (fp64 for fp64). Saves x as it is: a copy in fp32 would be as large
+    as the activations of two layers."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        wide = accumulation_dtype(x.dtype)
+        return torch.mm(x.to(wide), weight.to(wide).t())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wide, wanted = grad.dtype, ctx.needs_input_grad
+        grad_x = torch.mm(grad, weight.to(wide)).to(x.dtype) if wanted[0] else None
+        grad_weight = torch.mm(grad.t(), x.to(wide)).to(weight.dtype) if wanted[1] else None
+        return grad_x, grad_weight
+
+
+class Router(nn.Module):
+    """The logits of each expert for each token, computed in fp32 whatever the dtype of the rest."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.experts, spec.hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.experts)) if spec.router_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n,d] -> [n,E]."""
+        return logits(x, self.weight, self.bias)
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a router computes with these weights."""
+    found: Tensor = _RouterProduct.apply(x, weight)
+    return found if bias is None else found + bias.to(found.dtype)
+
+
+class Stacked(nn.Module):
+    """A matrix [n,k] for each of E experts, as one of [E*n,k], and perhaps a bias [E*n]."""
+
+    def __init__(self, experts: int, rows: int, columns: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.rows = rows
+        self.weight = nn.Parameter(torch.empty(experts * rows, columns))
+        self.bias = nn.Parameter(torch.empty(experts * rows)) if bias else None
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [R,k], sorted by expert, of which each has so many of its rows -> [R,n]."""
+        return stacked(x, counts, self.weight, self.bias, self.rows)
+
+
+def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """What :class:`Stacked` computes with these weights."""
+    out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
+    if bias is None:
+        return out
+    return out + bias.to(x.dtype).unflatten(0, (-1, rows)).index_select(0, owners(counts, x.shape[0]))
+
+
+class _Sorted(torch.autograd.Function):
+    """x [n,d] -> [n*k,d]: the row of each of ``order``, of which the k of one token are copies. Gradients of these are
+    added up in the order of the k, so that the sum does not depend on which thread comes first."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.k = inputs[3]
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """rows [n*k,d], sorted by expert, and weights [n,k] -> [n,d]: each token's rows, weighted and added up."""
+
+    @staticmethod
+    def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        each = rows.index_select(0, inverse).unflatten(0, weights.shape)
+        return torch.bmm(weights.to(rows.dtype).unsqueeze(1), each).squeeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        rows, weights, order, inverse = ctx.saved_tensors
+        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
+        grad_rows = grad.index_select(0, order // weights.shape[1]).mul_(own)
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            each = rows.index_select(0, inverse).unflatten(0, weights.shape)
+            grad_weights = torch.bmm(each, grad.unsqueeze(-1)).squeeze(-1).to(weights.dtype)
+        return grad_rows, grad_weights, None, None
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts: down(act(gate(x)) * up(x)) of the rows of each."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        d, f, count, bias = spec.hidden_size, spec.expert_size, spec.experts, spec.expert_bias
+        self.expert_gate = Stacked(count, f, d, bias=bias)
+        self.expert_up = Stacked(count, f, d, bias=bias)
+        self.expert_down = Stacked(count, d, f, bias=bias)
+        self.gated = GATES[spec.activation]
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted."""
+        k = routing.ids.shape[1]
+        order = routing.ids.flatten().argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts)
+        return _Combined.apply(rows, routing.weights, order, inverse)
+
+    def inner(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The seam that expert parallelism replaces. Rows [R,d] sorted by expert, ``counts`` [E] for each -> [R,d]."""
+        return self.products(rows, counts)
+
+    def products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts that this rank has make of their rows."""
+        return self.expert_down(self.gated(self.expert_gate(rows, counts), self.expert_up(rows, counts)), counts)
+
+
+class MoE(nn.Module):
+    """A mixture of experts in an MLP's place."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
+        self.router, self.experts = Router(spec), Experts(spec)
+        self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None
+        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.shared_expert_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..,d] -> [..,d]."""
+        flat = x.flatten(0, -2)
+        out = self.experts(flat, self.route(flat)).view_as(x)
+        if self.shared is None:
+            return out
+        common = self.shared(x)
+        return out + (common if self.shared_gate is None else common * torch.sigmoid(self.shared_gate(x)))
+
+    def route(self, x: Tensor) -> Routing:
+        """The seam that decides which experts compute a token. x [n,d], the weights in fp32."""
+        scores = self.router(x).softmax(-1)
+        weights, ids = scores.topk(self.top, -1)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(ids, weights, counted(ids, scores.shape[-1]))
+
+
+def counted(ids: Tensor, experts: int) -> Tensor:
+    """How many of the ids [n,k] are each expert's, int64 [E]."""
+    chosen = ids.flatten()
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, chosen, torch.ones_like(chosen))
