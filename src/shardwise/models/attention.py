@@ -217,10 +217,12 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        if self.sinks is not None:
-            mask = replace(mask, sinks=self.sinks)
-        out, _ = self.inner(q, k, v, mask)
+        out, _ = self.inner(q, k, v, replace(mask, sinks=self.own_sinks()) if self.sinks is not None else mask)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def own_sinks(self) -> Tensor | None:
+        """The sinks of the heads that are computed here, [h]."""
+        return self.sinks
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""

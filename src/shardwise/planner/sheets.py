@@ -50,6 +50,8 @@ TRACED = (
     "spec/sheet.py",
     "techniques/variant.py",
 )
+EXPERTS = ("models/grouped.py", "models/moe.py")
+"""Of what is traced where a block has experts."""
 THEIRS = ("models/hf_model.py", "models/hf_spec.py")
 """Of what is traced where a model runs in transformers' own modules."""
 MARKS = ("input", "output", "gradient_in", "gradient_out")
@@ -88,7 +90,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     each = []
     for number in place.blocks:
         # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
-        alike = (order[number], number == 0, spec.mlp_size(number))
+        alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number))
         key = (number,) if plan.frozen or plan.precision.modules else alike
         if key not in variants:
             variants[key] = chosen(spec, plan, place, number)
@@ -202,9 +204,9 @@ def variant_of(name: str) -> Variant:
 
 def digest_of(variant: Variant) -> str:
     """A digest of everything that a unit depends on besides its variant."""
-    theirs = THEIRS if variant.concrete else ()
-    version = metadata.version("transformers") if theirs else ""
-    return _digest((*TRACED, *variant.code, *theirs), version)
+    more = THEIRS if variant.concrete else EXPERTS if variant.model.experts else ()
+    version = metadata.version("transformers") if variant.concrete else ""
+    return _digest((*TRACED, *variant.code, *more), version)
 
 
 @cache

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
-from shardwise.spec.sheet import SEND, Dim, Op, Tensor, Unit
+from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
@@ -364,6 +365,10 @@ class _Naming:
             (m, k), (_, n) = event.shapes[-2:]
             dims = tuple(map(size, (1, m, n, k)))
             return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
+        if name in (GROUPED, GROUPED_OUTER):
+            left, right, counts = event.shapes
+            sizes = (left[0], right[-1], left[1]) if name == GROUPED else (left[1], right[1], left[0])
+            return Op("matmul", name, symbols=size(2 * prod(sizes)), dims=tuple(map(size, (counts[0], *sizes))))
         if name.startswith("shardwise.attention"):
             backward, ring = name.endswith("_backward"), self.ring if OVER_RANKS in name else 1
             (b, heads, s, e), (_, key_heads, *_) = event.shapes[0], event.shapes[2 if backward else 1]

@@ -19,7 +19,18 @@ from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.sheet import Sizes
 from shardwise.techniques.variant import Traced, Variant
 
-PRIMES = {"V": 227, "d": 64 * 211, "f": 64 * 223, "K": 101, "G": 103, "e": 64 * 107, "p": 97}
+PRIMES = {
+    "V": 227,
+    "d": 64 * 211,
+    "f": 64 * 223,
+    "K": 101,
+    "G": 103,
+    "e": 64 * 107,
+    "p": 97,
+    "E": 53,
+    "M": 47,
+    "h": 64 * 233,
+}
 """The number that stands for each symbol. A row of d, f or e is whole blocks of 64, as 4 bits ask, so that half a head
 is a product too."""
 GROWING = {"b": 1_009, "s": 1_013}
@@ -37,13 +48,20 @@ def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
     return {
         "V": spec.vocab_size,
         "d": spec.hidden_size,
-        "f": spec.mlp_size(unit) if isinstance(unit, int) else spec.intermediate_size,
+        "f": _width(spec, unit) if isinstance(unit, int) else spec.intermediate_size,
+        "E": spec.experts,
+        "M": spec.experts_per_token,
+        "h": spec.shared_expert_size,
         "K": spec.num_key_value_heads,
         "G": spec.num_attention_heads // spec.num_key_value_heads,
         "e": spec.head_dim,
         "p": spec.rotary_dim // 2,
         "e-2p": spec.head_dim - 2 * (spec.rotary_dim // 2),
     }
+
+
+def _width(spec: ModelSpec, layer: int) -> int:
+    return spec.expert_size if spec.has_experts(layer) else spec.mlp_size(layer)
 
 
 def _numbers(spec: ModelSpec, symbols: str) -> Sizes:
@@ -84,10 +102,12 @@ def _stem(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     return replace(template, rope_scaling=scaling), numbers
 
 
-def _block(spec: ModelSpec, kind: LayerKind) -> tuple[ModelSpec, Sizes]:
+def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Sizes]:
     """The template of a block. What a layer sees changes what it computes, but not what it allocates."""
     partial = spec.rotary_dim < spec.head_dim and kind.rotated
-    numbers = _numbers(spec, "dfKGe" + "p" * partial)
+    experts = spec.has_experts(unit)
+    shared = experts and spec.shared_expert_size > 0
+    numbers = _numbers(spec, "dfKGe" + "p" * partial + "EM" * experts + "h" * shared)
     template = _spec(
         numbers,
         attention_bias=spec.attention_bias,
@@ -100,7 +120,20 @@ def _block(spec: ModelSpec, kind: LayerKind) -> tuple[ModelSpec, Sizes]:
         residual_multiplier=_switched(spec.residual_multiplier),
         partial_rotary_factor=_rotating(numbers) if partial else 1.0,
         nope_layers=() if kind.rotated else (0,),
+        attention_sinks=spec.attention_sinks,
     )
+    if experts:
+        template = replace(
+            template,
+            experts=numbers["E"],
+            experts_per_token=numbers["M"],
+            expert_size=numbers["f"],
+            expert_bias=spec.expert_bias,
+            router_bias=spec.router_bias,
+            normalised_top_k=spec.normalised_top_k,
+            shared_expert_size=numbers["h"] if shared else 0,
+            shared_expert_gate=spec.shared_expert_gate,
+        )
     return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
 
 
@@ -125,7 +158,7 @@ def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
         block = order.index(order[unit]) if isinstance(unit, int) else 0
         return Traced(Variant(what, replace(spec, name=""), grown, tuple(GROWING.items()), block=block), unit)
     make: dict[str, Callable[[], tuple[ModelSpec, Sizes]]] = {"stem": lambda: _stem(spec), "tail": lambda: _tail(spec)}
-    model, numbers = make[unit]() if isinstance(unit, str) else _block(spec, kinds[order[unit]])
+    model, numbers = make[unit]() if isinstance(unit, str) else _block(spec, kinds[order[unit]], unit)
     # Sums first: what is a multiple of one is no product of the others.
     atoms = sorted(
         ((symbol, prime) for symbol, prime in numbers.items() if prime > 2), key=lambda atom: "-" not in atom[0]

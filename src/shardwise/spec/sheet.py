@@ -58,6 +58,9 @@ def number(dim: Dim, sizes: tuple[int, int]) -> int:
     return prod(each[factor] if factor in each else int(factor) for factor in dim.split("*"))
 
 
+GROUPED, GROUPED_OUTER = "shardwise.grouped", "shardwise.grouped_outer"
+"""Products whose rows belong to groups, and the gradients of their matrices: of their groups, m, n and k (``Op.dims``)
+the rows, m of the one and k of the other, are those of all groups."""
 SEND = "send"
 """The kind of operations that are collectives; their names are those of collectives."""
 

@@ -202,4 +202,4 @@ def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
 def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
     """For a module that casts its own weight, or whose weight already has the compute dtype."""
     plain = module.forward
-    module.forward = lambda x: plain(x.to(inside) if x.is_floating_point() else x).to(outside)
+    module.forward = lambda x, *rest: plain(x.to(inside) if x.is_floating_point() else x, *rest).to(outside)

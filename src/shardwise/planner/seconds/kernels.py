@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, Op, Sheet, Unit, number
+from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SEND, Op, Sheet, Unit, number
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 SUM = "aten.sum"
@@ -75,6 +75,10 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
         groups, m, n, k = (number(dim, sizes) for dim in op.dims)
+        if op.name == GROUPED:
+            m = -(-m // groups)
+        elif op.name == GROUPED_OUTER:
+            k = -(-k // groups)
         return _timed(rates.product_s(groups, m, n, k), rates, "products")
     moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -190,9 +190,12 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
         num_key_value_heads=whole,
         num_attention_heads=prime_group * (RANKS if is_block and few else whole),
     )
+    if model.shared_expert_size:
+        model = replace(model, shared_expert_size=model.shared_expert_size * RANKS)
     atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
     made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
-    return made.bound(V=stop - start, f=made.numbers["f"] // ranks, K=held, G=group)
+    f, h = (made.numbers[symbol] // ranks for symbol in "fh")
+    return made.bound(V=stop - start, f=made.numbers["f"] if model.experts else f, h=h, K=held, G=group)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
@@ -275,7 +278,9 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
 
     from shardwise.distributed import vocabulary
     from shardwise.distributed.collectives import enter, leave
-    from shardwise.models.layers import RMSNorm, rms_norm
+    from shardwise.models.attention import Attention
+    from shardwise.models.layers import MLP, RMSNorm, rms_norm
+    from shardwise.models.moe import Router, Stacked
 
     group, spec, sequence_parallel = meshes.groups["tp"], spec_of([part]), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)
@@ -315,7 +320,11 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             share = _share(module, name, spec, meshes)
             module.share = share  # type: ignore[assignment]
             module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
-        if place in ("attention", "mlp", "head"):
+        elif isinstance(module, Router | Stacked):
+            module.forward = _of_experts(module, inside, outside)  # type: ignore[method-assign]
+        elif isinstance(module, Attention):
+            module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
+        if isinstance(module, Attention | MLP) or place == "head":
             module.register_forward_pre_hook(entered)
         if place in ROW_PRODUCTS:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
@@ -356,6 +365,22 @@ def _linear(module: Any, inside: torch.dtype, outside: torch.dtype, share: Layer
         return functional.linear(x.to(inside), weight, bias).to(outside)
 
     return forward
+
+
+def _of_experts(module: Any, inside: torch.dtype, outside: torch.dtype) -> Callable[..., Tensor]:
+    """A router, or a matrix of experts, of which every rank computes its own tokens."""
+    from shardwise.models.moe import Router, logits, stacked
+
+    def held() -> tuple[Tensor, Tensor | None]:
+        return module.weight.to_local(), None if module.bias is None else module.bias.to_local()
+
+    if isinstance(module, Router):
+        return lambda x: logits(x, *held())
+    return lambda x, counts: stacked(x.to(inside), counts, *held(), module.rows).to(outside)
+
+
+def _own_sinks(module: Any) -> Tensor | None:
+    return None if module.sinks is None else module.sinks.to_local()
 
 
 def _cut_norm(group: Any) -> Callable[..., Tensor]:
