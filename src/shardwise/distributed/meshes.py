@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.spec.layout import Layout, ends_of, groups_of, mesh_axes
+from shardwise.spec.layout import EXPERT_MESH, Layout, ends_of, groups_of, mesh_axes
 from shardwise.spec.rows import RowShare
 
 
@@ -19,12 +19,13 @@ from shardwise.spec.rows import RowShare
 class Meshes:
     """The process groups of this ``rank``, by name. A group of one rank is left out, and asking for it is an error.
     Of a pipeline there is ``ends`` too, its first and its last rank, and ``channels``: one for each direction between
-    two neighbours, by the sender's number and the receiver's within it. Without arguments: those of a process on its
-    own."""
+    two neighbours, by the sender's number and the receiver's within it. ``expert_axes``: this rank's stage as experts
+    see it, where ranks have different ones. Without arguments: those of a process on its own."""
 
     layout: Layout = Layout()
     rank: int = 0
     axes: DeviceMesh | None = None
+    expert_axes: DeviceMesh | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     channels: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -75,6 +76,11 @@ class Meshes:
         assert self.axes is not None
         return self.axes[tuple(self.layout.called(group) for group in groups if self.size(group) > 1)]
 
+    def expert_mesh(self, *groups: str) -> DeviceMesh:
+        """The same of ``dp_replicate``, ``expert_fsdp`` and ``ep``; of the last two, one rank is a mesh too."""
+        assert self.expert_axes is not None and self.expert_axes.mesh_dim_names is not None
+        return self.expert_axes[tuple(group for group in groups if group in self.expert_axes.mesh_dim_names)]
+
 
 def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshes:
     """The groups of ``layout`` on devices of ``kind``, over the ranks of the default process group: every rank calls
@@ -87,7 +93,7 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
     groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}
     for name in groups_of(layout):
         alike = layout.called(name)
-        if alike not in groups and layout.size(name) == layout.world:
+        if alike not in groups and layout.size(name) == layout.world and name != "ep":
             groups[alike] = groups["world"]
         elif alike not in groups:
             groups[alike] = dist.new_subgroups_by_enumeration(layout.members(name))[0]
@@ -95,7 +101,21 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
     if layout.pp > 1:
         ends, _ = dist.new_subgroups_by_enumeration(ends_of(layout))
         groups |= {"ends": ends} if ends is not None else {}
-    return Meshes(layout, dist.get_rank(), axes, groups, _channels(layout, kind, timeout))
+    expert_axes = _expert_axes(layout, kind, groups) if layout.ep > 1 else None
+    return Meshes(layout, dist.get_rank(), axes, expert_axes, groups, _channels(layout, kind, timeout))
+
+
+def _expert_axes(layout: Layout, kind: str, groups: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:
+    """The ranks of this rank's stage, arranged along the axes of ``EXPERT_MESH``: FSDP2 cuts what ``ep`` has cut
+    already only where both are axes of one mesh."""
+    sizes = {axis: layout.degree(axis) for axis in EXPERT_MESH[1:]}
+    if sizes["dp_replicate"] == 1:
+        del sizes["dp_replicate"]
+    alone = dist.new_subgroups_by_enumeration([[rank] for rank in range(layout.world)])[0]
+    stage = next(ranks for ranks in layout.members("stage") if dist.get_rank() in ranks)
+    of_axes = [alone if size == 1 else groups[axis] for axis, size in sizes.items()]
+    ranks = torch.tensor(stage).view(*sizes.values())
+    return DeviceMesh.from_group([g for g in of_axes if g is not None], kind, ranks, mesh_dim_names=(*sizes,))
 
 
 def _channels(layout: Layout, kind: str, timeout: timedelta | None) -> dict[tuple[int, int], dist.ProcessGroup]:

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, PolicyError, Problem
 from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
 from shardwise.models.hf_spec import HFModel
-from shardwise.models.roles import MULTIPLIED
+from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
 
@@ -227,7 +227,7 @@ def parameter_count(spec: ModelSpec) -> int:
 def active_parameter_count(spec: ModelSpec) -> int:
     """Those of them that compute a token: of the experts only the ones that it goes to."""
     shapes = parameter_shapes(spec).items()
-    idle = sum(prod(shape) for name, shape in shapes if ".experts." in name)
+    idle = sum(prod(shape) for name, shape in shapes if is_expert(name))
     return parameter_count(spec) - (idle - idle * spec.experts_per_token // spec.experts if spec.experts else 0)
 
 

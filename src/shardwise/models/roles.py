@@ -23,6 +23,11 @@ CHOOSING = ("router", "shared_gate")
 """Roles of the small matrices that decide how much of what experts make is taken."""
 
 
+def is_expert(name: str) -> bool:
+    """Whether this parameter is an expert's, of which ranks may have different ones."""
+    return ".experts." in name
+
+
 def is_linear(name: str) -> bool:
     """Whether this parameter is the weight of a linear layer of a block."""
     other = ("norm", "lora_a", "lora_b", *CHOOSING, *STACKED)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_expert
 from shardwise.planner.overhead import fixed_bytes
 from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
@@ -244,6 +245,8 @@ class LowerBounds:
                 for weight in unit.weights
             ]
             flops = sum(times * _flops(unit) for unit, times in costed.repeated())
+            if whole.layout.ep > 1:  # what other ranks than those of fsdp have: not counted, so a bound
+                weights = [each for each in weights if not is_expert(each[1].name)]
             gathered = [(n * BYTES[weight.used_as], name) for n, weight, name in weights]
             self.sizes[key] = Sizes(
                 flops,

@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         event = RecordedOp(func, shapes, tuple(reads), tuple(makes), writes=writes)
         if kind := collective(func):
             event.kind, event.group = kind, group_name(args)
-            sides = (plain_tensors(side) for side in args if isinstance(side, Tensor | list))
+            sides = (plain_tensors(side) for side in (*args, out) if isinstance(side, Tensor | list))
             event.payload = tuple(sum(_bytes(side)) for side in sides if side)
         elif makes or writes:
             event.read, event.written = _bytes(inputs), _bytes(written + changed)

@@ -9,7 +9,7 @@ torch/distributed/fsdp/_fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Iterator, Set
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.shard import gradient_bytes, groups
 from shardwise.techniques.shard.replicas import buckets
+from shardwise.techniques.states import summed_over
 
 HEAD = "gradient of the tied output layer"
 
@@ -72,6 +73,22 @@ class Weights:
         self.tape.free(HEAD)
 
 
+class Queue:
+    """Buckets of gradients that are summed over one group, in the order in which they are sent."""
+
+    def __init__(self, buckets: list[list[str]], over: str) -> None:
+        self.buckets, self.over, self.sent = buckets, over, 0
+        self.missing = [len(names) for names in buckets]
+        self.bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
+
+    def arrived(self, name: str) -> Iterator[int]:
+        """The numbers of the buckets that are sent once the gradient of this name is there."""
+        self.missing[self.bucket_of[name]] -= 1
+        while self.sent < len(self.buckets) and self.missing[self.sent] == 0:
+            yield self.sent
+            self.sent += 1
+
+
 class Replicated(Weights):
     """Every rank holds all weights. The last micro-batch flattens gradients bucket by bucket."""
 
@@ -79,18 +96,24 @@ class Replicated(Weights):
         super().__init__(tape, sheet, plan)
         self.bytes = BYTES[plan.precision.weights]
         self.size = gradient_bytes(sheet, plan)
-        self.buckets = buckets(list(self.size.items()), plan.shard.bucket_bytes) if plan.layout.size("loss") > 1 else []
-        self.bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
-        self.missing = [len(names) for names in self.buckets]
-        self.sent = 0
+        over = ["loss", *["expert_loss"] * (plan.layout.ep > 1)]
+        self.queues = [Queue(self._of(group), group) for group in over if plan.layout.size(group) > 1]
+        self.queue_of = {name: queue for queue in self.queues for names in queue.buckets for name in names}
+        self.last_sent: Hashable = None
+
+    def _of(self, group: str) -> list[list[str]]:
+        """The buckets of gradients that are summed over a group."""
+        sizes = [(name, size) for name, size in self.size.items() if summed_over(name, self.plan) == group]
+        return buckets(sizes, self.plan.shard.bucket_bytes)
 
     def kept(self) -> Hashable:
-        return super().kept(), tuple(self.missing), self.sent
+        return super().kept(), tuple((tuple(queue.missing), queue.sent) for queue in self.queues), self.last_sent
 
     def restore(self, kept: Any) -> None:
-        alive, missing, self.sent = kept
+        alive, queues, self.last_sent = kept
         super().restore(alive)
-        self.missing = [*missing]
+        for queue, (missing, sent) in zip(self.queues, queues, strict=True):
+            queue.missing, queue.sent = [*missing], sent
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)
@@ -104,14 +127,12 @@ class Replicated(Weights):
 
     def _arrived(self, name: str) -> None:
         self.tape.hold(("grad", name), "gradients", self.size[name])
-        if self.last and self.buckets:
-            self.missing[self.bucket_of[name]] -= 1
-            while self.sent < len(self.buckets) and self.missing[self.sent] == 0:
-                self._send(self.sent)
-                self.sent += 1
+        if self.last and (queue := self.queue_of.get(name)):
+            for index in queue.arrived(name):
+                self._send(queue, index)
 
-    def _send(self, index: int) -> None:
-        names = self.buckets[index]
+    def _send(self, queue: Queue, number: int) -> None:
+        names, index = queue.buckets[number], (queue.over, number)
         total = sum(self.size[name] for name in names)
         if len(names) > 1:
             self.tape.make(("bucket", index), "gradients", total)
@@ -124,12 +145,13 @@ class Replicated(Weights):
             self.copy(total)
         self.tape.record("compute", ("bucket", index))
         self.tape.wait("reduce", ("bucket", index))
-        self.tape.add(Send("all_reduce", "loss", "gradients", total // self.bytes * wire, "reduce"))
-        self.tape.record("reduce", ("summed", index))
+        self.tape.add(Send("all_reduce", queue.over, "gradients", total // self.bytes * wire, "reduce"))
+        self.last_sent = ("summed", index)
+        self.tape.record("reduce", self.last_sent)
 
     def end(self) -> None:
-        if self.last and self.sent:  # the last, behind all others in their stream
-            self.tape.wait("compute", ("summed", self.sent - 1))
+        if self.last and self.last_sent:  # behind all others in their stream
+            self.tape.wait("compute", self.last_sent)
 
 
 class Unreduced:
@@ -200,9 +222,9 @@ class Sharded(Weights):
             self.tape.wait("gather", ("kept", group))
         if not again:
             self.copy(size.cast_bytes, "gather")
-        over, calls = (f"fsdp/{self.reshard}", size.regathers) if again else ("fsdp", size.gathers)
-        for call in calls:
-            self.tape.add(Send("all_gather", over, "weights", call, "gather"))
+        for call in size.regathers if again else size.gathers:
+            if self.plan.layout.size(call.over) > 1:
+                self.tape.add(Send("all_gather", call.over, "weights", call.bytes, "gather"))
         self.tape.record("gather", ("gathered", group))
         self.tape.free(("slice", group))
         self.buffers.append(group)
@@ -237,8 +259,7 @@ class Sharded(Weights):
             self._let_go([*self.buffers])
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once:
-                share = self.groups[group].wire_bytes // self.reshard
-                self.tape.make(("post forward", group), "gathered", share)
+                self.tape.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
                 self.tape.record("compute", ("kept", group))
             self.tape.drop(("weights", group))
 
@@ -310,16 +331,17 @@ class Sharded(Weights):
             self.tape.wait("compute", "scattered")
             self.tape.free("scatter")
         calls = size.reduces_of(self.unreduced[group].names)
-        self.tape.make("scatter", "buffers", sum(calls))
-        self.copy(sum(calls))
+        total, share = sum(call.bytes for call in calls), sum(call.part for call in calls)
+        self.tape.make("scatter", "buffers", total)
+        self.copy(total)
         self.tape.record("compute", "to scatter")
         self.tape.wait("reduce", "to scatter")
         for call in calls:
-            self.tape.add(Send("reduce_scatter", "fsdp", "gradients", call, "reduce"))
+            if self.plan.layout.size(call.over) > 1:
+                self.tape.add(Send("reduce_scatter", call.over, "gradients", call.bytes, "reduce"))
         self.tape.record("reduce", "scattered")
         self.reduced = "scattered"
         self.unreduced[group].free()
-        share = sum(calls) // self.plan.layout.fsdp
         self.tape.make(("scattered", group), "buffers", share)
         if replicas > 1 and not summed:
             self.tape.hold(("partial", group), "gradients", share)
@@ -327,8 +349,7 @@ class Sharded(Weights):
             if replicas > 1:
                 self.tape.wait("all_reduce", "scattered")
                 for call in calls:
-                    each = call // self.plan.layout.fsdp
-                    self.tape.add(Send("all_reduce", "dp_replicate", "gradients", each, "all_reduce"))
+                    self.tape.add(Send("all_reduce", "dp_replicate", "gradients", call.part, "all_reduce"))
                 self.tape.record("all_reduce", "summed")
                 self.reduced = "summed"
             self.tape.drop(("partial", group))

@@ -183,6 +183,7 @@ class Plan:
     attention: str = "auto"
     sequence_parallel: bool = False
     cp_kind: CpKind = "ring"
+    expert_imbalance: float = 1.5
     optim: Optim = Optim()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
@@ -216,6 +217,8 @@ class Plan:
         if self.layout.cp > 1:
             nested = f" of {self.layout.ring} x {self.layout.ulysses}" * (self.cp_kind == "nested")
             words.append(f"cp {self.layout.cp} ({self.cp_kind}{nested})")
+        if self.layout.ep > 1:
+            words.append(f"ep {self.layout.ep}")
         if self.layout.pp > 1:
             least, most = min(self.pipeline.split, default=0), max(self.pipeline.split, default=0)
             blocks = str(most) if least == most else f"{least} to {most}"

@@ -43,7 +43,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Estimate, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within
-from shardwise.techniques import compile, cp, freeze, lora, nf4, optim, pp, precision, remat, shard, tp
+from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, remat, compile, shard, optim)
+ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, ep, remat, compile, shard, optim)
 
 
 def choices(
@@ -74,9 +74,6 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    if plan.layout.ep > 1:
-        what = "expert parallelism is not supported yet: `layout` must set it to 1"
-        problems.append(Problem("PLAN016", what, "layout", "use pp, dp_replicate, dp_shard, cp and tp only"))
     if problem := _unserved(spec, plan, cluster):
         problems.append(problem)
     longest = spec.max_position_embeddings
@@ -130,7 +127,8 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 def inside(plan: Plan) -> Plan:
     """The plan without all that units do not depend on: those of plans for which it is the same are the same."""
     batch, given = plan.batch, plan.layout
-    layout = Layout(dp_shard=2 if plan.sharded else 1, cp=given.cp, tp=given.tp, ulysses=given.ulysses)
+    shards = (2 if plan.sharded else 1) * given.ep
+    layout = Layout(dp_shard=shards, cp=given.cp, tp=given.tp, ep=given.ep, ulysses=given.ulysses)
     types = replace(plan.precision, reduce="fp32", matmul="highest")
     return replace(
         plan,

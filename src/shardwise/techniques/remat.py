@@ -39,7 +39,8 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
     """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
-    the tokens that are exchanged for heads, and every matrix product but the last, whose result no gradient needs."""
+    tokens that are exchanged for heads, rows that go to experts and come back, and every matrix product but the last,
+    whose result no gradient needs."""
     products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
     attention = (i for i, op in enumerate(ops) if op.kind == "attention" or op.name == "all_to_all")
     return frozenset([*products[:-1], *attention])
@@ -131,7 +132,8 @@ def _counted(products: int) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     matmuls = {"aten::mm", "aten::addmm", "shardwise::grouped"}
-    attention = {"shardwise::attention", "shardwise::attention_over_ranks", "shardwise::exchange"}
+    attention = {"shardwise::attention", "shardwise::attention_over_ranks"}
+    sent = {"shardwise::exchange", "shardwise::exchange_rows"}
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -139,6 +141,6 @@ def _counted(products: int) -> Any:
             seen[ctx.is_recompute] += 1
             if seen[ctx.is_recompute] < products:
                 return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.MUST_SAVE if op.name() in attention else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op.name() in attention | sent else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

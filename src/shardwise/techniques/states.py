@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
-from shardwise.models.roles import is_adapter
+from shardwise.models.roles import is_adapter, is_expert
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Tensor
@@ -127,10 +127,23 @@ def state(name: str, how: Division) -> State:
 def states(name: str, dims: int, how: Division, plan: Plan) -> States:
     """The states of a parameter of so many ``dims`` on every axis. Over data-parallel ranks every gradient is a part of
     a sum; a sharded strategy cuts dim 0, which a scalar does not have."""
-    found = {"tp": state(name, how)} if how.ranks > 1 else {}
+    if plan.layout.ep > 1 and is_expert(name):
+        found = {"ep": State(0)}
+    else:
+        found = {"tp": state(name, how)} if how.ranks > 1 else {}
     if plan.sharded and dims:
-        return found | {"dp_replicate": State(None, partial=True), "fsdp": State(0, partial=True)}
-    return found | {"loss": State(None, partial=True)}
+        return found | {"dp_replicate": State(None, partial=True), slices_over(name, plan): State(0, partial=True)}
+    return found | {summed_over(name, plan): State(None, partial=True)}
+
+
+def slices_over(name: str, plan: Plan) -> str:
+    """The group over which a sharded strategy cuts the parameter with this name."""
+    return "expert_fsdp" if plan.layout.ep > 1 and is_expert(name) else "fsdp"
+
+
+def summed_over(name: str, plan: Plan) -> str:
+    """The group over whose ranks the gradient of a replicated parameter is summed."""
+    return "expert_loss" if plan.layout.ep > 1 and is_expert(name) else "loss"
 
 
 def sums(of: States) -> dict[str, str]:
@@ -156,9 +169,13 @@ def uncovered(names: Iterable[str], how: Division) -> list[str]:
     return found
 
 
-def whole_shape(weight: Tensor, sheet: Sheet, ranks: int) -> tuple[int, ...]:
-    """The shape of the whole parameter of which ``weight``, on a sheet that tensor parallelism has cut, is a piece."""
+def whole_shape(weight: Tensor, sheet: Sheet, layout: Layout) -> tuple[int, ...]:
+    """The shape of the whole parameter of which ``weight``, on a sheet that tensor and expert parallelism have cut, is
+    a piece."""
+    ranks, spread = layout.tp, layout.ep
     shape = [dim for dim in weight.shape if isinstance(dim, int)]
+    if spread > 1 and is_expert(weight.name):
+        return shape[0] * spread, *shape[1:]
     how = Division(ranks, sheet.key_heads, sheet.heads_apart)
     cut = state(weight.name, how).dim if ranks > 1 else None
     if cut is not None:

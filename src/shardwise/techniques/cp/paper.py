@@ -14,7 +14,10 @@ from shardwise.techniques.cp.parts import ALL, Sees, parts
 
 
 def exchange(op: Op, at: At) -> Within:
-    """Of the buffers that tokens are exchanged through, the result takes the place of one."""
+    """Of the buffers that tokens are exchanged through, the result takes the place of one. Rows that go to experts need
+    none."""
+    if op.axis == "ep":
+        return Within()
     return Within(op.flops * at.b * at.s)
 
 

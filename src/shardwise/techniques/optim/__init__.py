@@ -100,7 +100,7 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
     for unit, times in sheet.repeated():
         packed: frozenset[str] = frozenset()
         if plan.optim.name == "adamw8bit":
-            shapes = {weight.name: whole_shape(weight, sheet, plan.layout.tp) for weight in unit.weights}
+            shapes = {weight.name: whole_shape(weight, sheet, plan.layout) for weight in unit.weights}
             packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
         found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed)])
     weights, moments = map(sum, zip(*found, strict=True))

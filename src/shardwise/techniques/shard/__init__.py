@@ -22,21 +22,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from shardwise.distributed.torch_private import begin_sharding, end_backward
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.shard.degrees import grouped, layouts
+from shardwise.techniques.shard.degrees import grouped, layouts, least_dp_shard
 from shardwise.techniques.shard.replicas import Replicas
+from shardwise.techniques.states import slices_over, summed_over
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-_REPLICAS: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
+_REPLICAS: WeakKeyDictionary[nn.Module, list[Replicas]] = WeakKeyDictionary()
 
 
 def units(part: nn.Module) -> list[list[nn.Module]]:
@@ -70,6 +72,8 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
         layout = dataclasses.replace(
             plan.layout, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, ranks_per_node=each
         )
+        if strategy == "ddp" and degrees.dp_replicate % (least := least_dp_shard(layout)) == 0:
+            layout = dataclasses.replace(layout, dp_replicate=degrees.dp_replicate // least, dp_shard=least)
         dial = Shard(strategy, True if again is None or strategy != "zero3" else again)
         yield dataclasses.replace(plan, layout=layout, shard=dial, why=why)
 
@@ -88,9 +92,10 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     layout, problems = plan.layout, []
-    if plan.shard.strategy == "ddp" and layout.dp_shard > 1:
+    least = least_dp_shard(layout)
+    if plan.shard.strategy == "ddp" and layout.dp_shard != least and layout.dp_shard > 1:
         what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
-        fix = f"dp_replicate {layout.dp} and dp_shard 1, or strategy zero1, zero2 or zero3"
+        fix = f"dp_replicate {layout.dp // least} and dp_shard {least}, or strategy zero1, zero2 or zero3"
         problems.append(Problem("PLAN014", what, "parallel.dp_shard", fix))
     if plan.shard.strategy != "ddp" and layout.fsdp == 1 and layout.dp > 1:
         what = f"{plan.shard.strategy} shards over dp_shard ranks, but dp_shard is 1"
@@ -104,27 +109,44 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems
 
 
+class Slices(NamedTuple):
+    """The ``group`` over whose ``ranks`` weights are cut."""
+
+    group: str
+    ranks: int
+
+
+class Call(NamedTuple):
+    """A collective over a group: the bytes of all ranks' parts, and of one's."""
+
+    over: str
+    bytes: int
+    part: int
+
+
 @dataclass(frozen=True)
 class UnitBytes:
     """The bytes of one unit. Of each call: ``gathers``, what every rank gathers, padding included; ``regathers``, the
     same from the ranks that keep a copy after forward; ``gradients``, by name the padded gradients of trained weights,
-    in the dtype of reduction. Of the unit: ``cast``, this rank's slice of the weights that are cast before they are
-    gathered; ``gradient``, its slice of the sum."""
+    in the dtype of reduction, and over whom they are summed. Of the unit: ``cast``, this rank's slice of the weights
+    that are cast before they are gathered; ``gradient``, its slice of the sum; ``kept``, its share of the copies after
+    forward."""
 
-    gathers: tuple[int, ...]
-    regathers: tuple[int, ...]
-    gradients: tuple[tuple[tuple[str, int], ...], ...]
+    gathers: tuple[Call, ...]
+    regathers: tuple[Call, ...]
+    gradients: tuple[tuple[Slices, tuple[tuple[str, int], ...]], ...]
     gradient_bytes: int
     cast_bytes: int
+    kept_bytes: int
 
-    def reduces_of(self, names: Set[str]) -> tuple[int, ...]:
+    def reduces_of(self, names: Set[str]) -> tuple[Call, ...]:
         """What is reduced where only the weights of these names have gradients."""
-        sizes = (sum(size for name, size in call if name in names) for call in self.gradients)
-        return tuple(filter(None, sizes))
+        sizes = ((over, sum(size for name, size in call if name in names)) for over, call in self.gradients)
+        return tuple(Call(over.group, size, size // over.ranks) for over, size in sizes if size)
 
     @property
     def wire_bytes(self) -> int:
-        return sum(self.gathers)
+        return sum(call.bytes for call in self.gathers)
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
@@ -143,33 +165,47 @@ def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
 
 
 def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
-    precision, ranks = plan.precision, plan.layout.fsdp
-    k = int(plan.shard.reshard_after_forward) or 1  # ranks that keep a copy
+    precision = plan.precision
     padded = {weight.name: weight.local_numel(place, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
-    calls = _calls(weights, plan)
-    wire = [[(padded[w.name] * ranks, BYTES[w.used_as]) for w in call] for call in calls]
-    size = ranks * BYTES[precision.reduce]
-    gradients = (tuple((w.name, padded[w.name] * size) for w in call if w.trained) for call in calls)
-    return UnitBytes(
-        gathers=tuple(sum(numel * size for numel, size in call) for call in wire),
+    gathers, regathers, gradients, kept = [], [], [], 0
+    for over, call in _calls(weights, plan):
+        k = int(plan.shard.reshard_after_forward) or 1 if over.group == "fsdp" else 1  # ranks that keep a copy
+        sizes = [(padded[w.name] * over.ranks, BYTES[w.used_as]) for w in call]
+        gathers.append(_gather(over.group, sizes, over.ranks))
         # The padded buffer of all ranks, cut in k.
-        regathers=tuple(sum(ceil(numel / k) * k * size for numel, size in call) for call in wire),
-        gradients=tuple(filter(None, gradients)),
+        again = [(ceil(numel / k) * k, size) for numel, size in sizes]
+        regathers.append(_gather(f"{over.group}/{k}" if k > 1 else over.group, again, over.ranks))
+        kept += gathers[-1].bytes // k if k > 1 else 0
+        each = over.ranks * BYTES[precision.reduce]
+        own = tuple((w.name, padded[w.name] * each) for w in call if w.trained)
+        gradients += [(over, own)] if own else []
+    return UnitBytes(
+        gathers=tuple(gathers),
+        regathers=tuple(regathers),
+        gradients=tuple(gradients),
         gradient_bytes=sum(padded[weight.name] for weight in trained) * BYTES[precision.weights],
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),
+        kept_bytes=kept,
     )
 
 
-def _calls(weights: tuple[Tensor, ...], plan: Plan) -> list[list[Tensor]]:
-    """Modules that compute in a type of their own are gathered and reduced apart from the rest of their unit."""
+def _gather(over: str, sizes: list[tuple[int, int]], ranks: int) -> Call:
+    total = sum(numel * size for numel, size in sizes)
+    return Call(over, total, total // ranks)
+
+
+def _calls(weights: tuple[Tensor, ...], plan: Plan) -> list[tuple[Slices, list[Tensor]]]:
+    """Modules that compute in a type of their own are gathered and reduced apart from the rest of their unit; so are
+    experts that are cut over other ranks."""
     alike = (plan.precision.compute, "uint8")  # bytes of codes travel with the rest
-    found: dict[str, list[Tensor]] = {}
+    found: dict[tuple[str, str], list[Tensor]] = {}
     for weight in weights:
-        found.setdefault("" if weight.used_as in alike else weight.name.rpartition(".")[0], []).append(weight)
-    return [*found.values()]
+        own = "" if weight.used_as in alike else weight.name.rpartition(".")[0]
+        found.setdefault((slices_over(weight.name, plan), own), []).append(weight)
+    return [(Slices(group, plan.layout.size(group)), call) for (group, _), call in found.items()]
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
@@ -179,12 +215,16 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
-    return sheet.rewritten(_cut_over_fsdp) if plan.sharded else sheet
+    spread = plan.layout.ep > 1
+    return sheet.rewritten(lambda unit: _cut_over_ranks(unit, spread=spread)) if plan.sharded else sheet
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def _cut_over_fsdp(unit: Unit) -> Unit:
-    return dataclasses.replace(unit, weights=tuple(weight.cut(("fsdp", 0)) for weight in unit.weights))
+def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
+    """``spread``: ranks have different experts."""
+    groups = ("expert_fsdp" if spread and is_expert(weight.name) else "fsdp" for weight in unit.weights)
+    cut = (weight.cut((group, 0)) for weight, group in zip(unit.weights, groups, strict=True))
+    return dataclasses.replace(unit, weights=tuple(cut))
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
@@ -206,7 +246,8 @@ def apply(
 ) -> list[nn.Module]:
     """``whole``: the ids of blocks that are not sharded as units of their own but belong to the root; ``apart``:
     further modules that are units. A parameter without dims cannot be cut: it is replicated under every strategy."""
-    if plan.layout.size("loss") == 1:
+    summed = [group for group in ("loss", *["expert_loss"] * (plan.layout.ep > 1)) if plan.layout.size(group) > 1]
+    if not summed:
         return parts
     wire = torch_dtype(plan.precision.reduce)
     known: set[nn.Parameter] = set()
@@ -218,13 +259,18 @@ def apply(
                 raise ValueError("FSDP2 cannot shard a weight that two parts have: leave it untied, or use ddp")
             _fully_shard(part, plan, meshes, whole, apart)
             own = {name: parameter for name, parameter in own.items() if parameter.ndim == 0}
-        if own:
-            _REPLICAS[part] = Replicas(own.items(), meshes.groups["loss"], plan.shard.bucket_bytes, wire)
+        _REPLICAS[part] = [
+            Replicas(named, meshes.groups[group], plan.shard.bucket_bytes, wire)
+            for group in summed
+            if (named := [each for each in own.items() if summed_over(each[0], plan) == group])
+        ]
     return parts
 
 
 def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], apart: Sequence[nn.Module]) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    from shardwise.models.moe import Experts
 
     dp_mesh = meshes.mesh("dp_replicate", "fsdp")
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
@@ -234,6 +280,8 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     # FSDP2 must not cast a block's inputs: rotation tables may be in fp32, under every strategy.
     policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
     stem, tail = ends(part)
+    spread = plan.layout.ep > 1
+    expert_mesh = meshes.expert_mesh("dp_replicate", "expert_fsdp") if spread else dp_mesh
     once = [*stem, *(block for block in _without_backward(part) if id(block) not in whole)]  # backward reads none of it
     for name, module in part.named_modules():
         dtype = compute_dtype(plan.precision, name)
@@ -241,9 +289,12 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             own = MixedPrecisionPolicy(torch_dtype(dtype), reduce, output_dtype=outside)
             # After the blocks it is kept after forward, as the tail is.
             inner = reshard if name.startswith("layers.") else bool(reshard) and module in once
+            own_mesh, inner = (expert_mesh, bool(inner)) if spread and is_expert(f"{name}.") else (dp_mesh, inner)
             # What a product with a bias returns is a view, of which torch warns; nothing here writes to it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-            fully_shard(module, mesh=dp_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
+            fully_shard(module, mesh=own_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
+    for module in [each for each in part.modules() if isinstance(each, Experts)] if spread else ():
+        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=bool(reshard))
     places = {id(module): index for index, module in enumerate(part.modules())}
     for unit in sorted([*units(part), *([one] for one in apart)], key=lambda unit: -places[id(unit[0])]):  # inner first
         members = [one for one in unit if one is part or not (id(one) in whole or isinstance(one, FSDPModule))]
@@ -286,6 +337,12 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
     return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 
 
+def _activate(part: nn.Module, *, last: bool) -> None:
+    """Whether gradients of replicas are summed as they arrive."""
+    for replicas in _REPLICAS.get(part, ()):
+        replicas.active = last
+
+
 def before_waiting(parts: Sequence[nn.Module], plan: Plan) -> None:
     """Gathers what stays whole for the step, while no stage before has sent anything yet."""
     from torch.distributed.fsdp import FSDPModule
@@ -303,8 +360,7 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
-        if part in _REPLICAS:
-            _REPLICAS[part].active = last
+        _activate(part, last=last)
         if isinstance(part, FSDPModule):
             part.set_is_last_backward(last)
             part.set_requires_all_reduce(last)
@@ -319,8 +375,7 @@ def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
-        if part in _REPLICAS:
-            _REPLICAS[part].active = last
+        _activate(part, last=last)
         if isinstance(part, FSDPModule):
             part.set_is_last_backward(False)
             part.set_requires_gradient_sync(False)
@@ -333,8 +388,7 @@ def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:
-        if part in _REPLICAS:
-            _REPLICAS[part].active = last  # and not at the first half of others
+        _activate(part, last=last)  # and not at the first half of others
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(last or plan.shard.strategy != "zero1")
             part.set_reshard_after_backward(last or plan.shard.strategy == "zero3")
@@ -344,8 +398,8 @@ def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     """Waits for the sums of replicas. FSDP2 has waited for its own when backward returns."""
     for part in parts:
-        if part in _REPLICAS:
-            _REPLICAS[part].wait()
+        for replicas in _REPLICAS.get(part, ()):
+            replicas.wait()
 
 
 def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:

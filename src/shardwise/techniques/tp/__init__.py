@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_linear
+from shardwise.models.roles import is_expert, is_linear
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
@@ -33,7 +33,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
-from shardwise.techniques.share import LayerShare, MatrixPiece
+from shardwise.techniques.share import LayerShare, MatrixPiece, computed_with_own
 from shardwise.techniques.states import (
     ROW_PRODUCTS,
     VOCABULARY,
@@ -210,14 +210,16 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
     count, how = 0, division_on_paper(sheet, plan)
     for unit, times in sheet.repeated():
         for weight in unit.weights:
-            if weight.trained and _summed(weight.name, how):
+            if weight.trained and _summed(weight.name, how, plan):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
                 count += times * slices.local_numel(sheet.place, padded=False)
     return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.reduce])] if count else []
 
 
-def _summed(name: str, how: Division) -> bool:
+def _summed(name: str, how: Division, plan: Plan) -> bool:
     """Whether a gradient is summed over the ranks after the last backward of a step."""
+    if plan.layout.ep > 1 and is_expert(name):
+        return False
     return "tp" in sums({"tp": state(name, how)})
 
 
@@ -242,7 +244,7 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
     shards: list[Tensor] = []
     how = division(spec_of(parts), plan)
     for name, parameter in named(parts).items():
-        if parameter.grad is not None and _summed(name, how):
+        if parameter.grad is not None and _summed(name, how, plan):
             shards.append(local(parameter.grad))
     if shards:
         flat = torch.cat([shard.flatten() for shard in shards]).to(torch_dtype(plan.precision.reduce))
@@ -321,7 +323,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.share = share  # type: ignore[assignment]
             module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Router | Stacked):
-            module.forward = _of_experts(module, inside, outside)  # type: ignore[method-assign]
+            module.forward = computed_with_own(module, inside, outside)  # type: ignore[method-assign]
         elif isinstance(module, Attention):
             module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
         if isinstance(module, Attention | MLP) or place == "head":
@@ -365,18 +367,6 @@ def _linear(module: Any, inside: torch.dtype, outside: torch.dtype, share: Layer
         return functional.linear(x.to(inside), weight, bias).to(outside)
 
     return forward
-
-
-def _of_experts(module: Any, inside: torch.dtype, outside: torch.dtype) -> Callable[..., Tensor]:
-    """A router, or a matrix of experts, of which every rank computes its own tokens."""
-    from shardwise.models.moe import Router, logits, stacked
-
-    def held() -> tuple[Tensor, Tensor | None]:
-        return module.weight.to_local(), None if module.bias is None else module.bias.to_local()
-
-    if isinstance(module, Router):
-        return lambda x: logits(x, *held())
-    return lambda x, counts: stacked(x.to(inside), counts, *held(), module.rows).to(outside)
 
 
 def _own_sinks(module: Any) -> Tensor | None:

@@ -1,0 +1,181 @@
+"""Expert parallelism: each rank of a group has some of the experts of every layer, for the tokens of all of them.
+
+    what                      where it is                           what is sent
+    weights of experts        cut over ep by expert; what is left   a step, as the strategy does, over expert_fsdp and
+                              is cut, or replicated, as others are  dp_replicate instead of fsdp and dp_replicate
+    a token's row             on the rank of each of its experts    all-to-all there and back, forward and backward
+
+The ranks of dp_shard x cp x tp are folded anew (spec/layout.py): neighbours have different experts, and those that have
+the same ones, ``expert_fsdp``, stand across. An expert's gradient is whole once these and the replicas have added
+theirs, for the tokens of the ep ranks came to it. Nothing is dropped: how many rows a rank gets is known when they are
+routed, so the host waits for these numbers once a layer. On paper each rank gets ``expert_imbalance`` times its even
+share: the plan is that of the fullest. It pays where the weights of experts, and not the tokens, fill the memory or the
+links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques.dtypes import compute_dtype, torch_dtype
+from shardwise.techniques.share import computed_with_own
+from shardwise.techniques.variant import Traced
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shardwise.distributed.meshes import Meshes
+    from shardwise.models.moe import Experts
+
+INSIDE = ("techniques/ep/__init__.py", "techniques/ep/dispatch.py", "techniques/share.py")
+RANKS, ARRIVED = 23, 50_000_017
+"""Primes that stand, where a unit is traced, for the ranks, and for the rows that come to one: more than it sends, as
+to the fullest."""
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
+    """The pinned degree; else 1, and every number of ranks that divides the experts and the devices of a stage."""
+    asked, ranks = recipe.parallel.ep, cluster.world // plan.layout.pp
+    degrees = [n for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0] or [1]
+    imbalance = recipe.parallel.expert_imbalance
+    for degree in [asked] if asked and pinned else degrees:
+        why = {"layout.ep": "pinned" if asked else "searched: the fastest that fits"} if degree > 1 and pinned else {}
+        layout = replace(plan.layout, ep=degree)
+        yield replace(plan, layout=layout, expert_imbalance=imbalance, why={**plan.why, **why})
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    asked = recipe.parallel
+    return {
+        "parallel.ep": (plan.layout.ep, asked.ep or "auto"),
+        "parallel.expert_imbalance": (plan.expert_imbalance, asked.expert_imbalance),
+    }
+
+
+def folded(plan: Plan) -> int:
+    """The technique's one fact: over how many ranks experts can be spread, those of one replica."""
+    return plan.layout.dp_shard * plan.layout.cp * plan.layout.tp
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:
+    layout, ranks = plan.layout, folded(plan)
+    if layout.ep == 1:
+        return []
+    if not spec.experts:
+        return [Problem("PLAN027", f"{spec.name} has no experts", "parallel.ep", "`parallel.ep=1`")]
+    problems = []
+    legal = [str(n) for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0]
+    if str(layout.ep) not in legal:
+        what = f"ep {layout.ep} does not divide the {spec.experts} experts of a layer"
+        if spec.experts % layout.ep == 0:
+            what = (
+                f"ep {layout.ep} does not divide the {ranks} ranks of dp_shard x cp x tp, over which experts are spread"
+            )
+        problems.append(Problem("PLAN027", what, "parallel.ep", f"one of {', '.join(legal)}"))
+    if layout.tp > 1 and not plan.sequence_parallel:
+        what = (
+            "with ep and tp each rank sends its own tokens to their experts, but without sequence parallelism all of "
+        )
+        what += "a tp group have the same"
+        fix = "`parallel.sequence_parallel=true`, or `parallel.ep=1`"
+        problems.append(Problem("PLAN027", what, "parallel.sequence_parallel", fix))
+    if plan.expert_imbalance < 1:
+        what = f"expert_imbalance is {plan.expert_imbalance}, but the fullest rank gets at least its even share"
+        problems.append(Problem("PLAN027", what, "parallel.expert_imbalance", "1.0 or more"))
+    return problems
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """In a block with experts: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows."""
+    ranks, model = plan.layout.ep, made.variant.model
+    if ranks == 1 or not model.experts:
+        return made
+    atoms, own = dict(made.variant.atoms), spec.experts // ranks
+    if own == 1:
+        atoms.pop("E")
+    acting, spread = made.variant.plan, made.variant.spread
+    tokens = acting.batch.micro_batch_size * acting.row_tokens
+    imbalance = ARRIVED / (-(-tokens // spread) * model.experts_per_token)
+    made = made.told(
+        model=replace(model, experts=atoms.get("E", 1) * RANKS),
+        atoms=(("R", ARRIVED), *atoms.items(), ("x", RANKS)),
+    )
+    tokens = -(-plan.batch.micro_batch_size * plan.row_tokens // (plan.layout.tp if spread > 1 else 1))
+    rows = arrived(tokens * spec.experts_per_token, plan.expert_imbalance)
+    layout = replace(acting.layout, dp_shard=RANKS, ep=RANKS)
+    # The larger of what is sent and what comes is counted: the fullest rank gets more than it sends.
+    return made.bound(E=own, x=ranks, R=rows).applied(layout=layout, expert_imbalance=imbalance)
+
+
+def arrived(rows: int, imbalance: float) -> int:
+    """How many rows come to the fullest rank, where each sends so many."""
+    return round(rows * imbalance)
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Nothing: it acts inside units, and over whom their weights are cut is told where others are (states.py)."""
+    return sheet
+
+
+def steps_of(operation: str) -> Callable[..., Any] | None:
+    """What an operation of this technique's own does, operation by operation."""
+    if operation == "shardwise::exchange_rows":
+        from shardwise.techniques.ep.dispatch import exchanged
+
+        return exchanged
+    return None
+
+
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """Gives each rank its experts, and has rows sent to where theirs are."""
+    if plan.layout.ep > 1:
+        from shardwise.models.moe import Experts, Stacked
+
+        compute = torch_dtype(plan.precision.compute)
+        for part in parts:
+            for name, module in part.named_modules():
+                if isinstance(module, Experts):
+                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign, assignment]
+                elif isinstance(module, Stacked):
+                    _cut(module, meshes)
+                    inside = torch_dtype(compute_dtype(plan.precision, name))
+                    module.forward = computed_with_own(module, inside, compute)  # type: ignore[method-assign]
+    return parts
+
+
+def _cut(module: nn.Module, meshes: Meshes) -> None:
+    """Replace every parameter by a DTensor, of which this rank holds the rows of its experts."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard
+
+    from shardwise.distributed.slices import local
+
+    mesh, ranks, index = meshes.expert_mesh("ep"), meshes.size("ep"), meshes.index("ep")
+    for word, parameter in list(module.named_parameters(recurse=False)):
+        rows = parameter.shape[0] // ranks
+        piece = local(parameter.detach()).narrow(0, index * rows, rows).contiguous()
+        whole = DTensor.from_local(
+            piece, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        module.register_parameter(word, nn.Parameter(whole, parameter.requires_grad))
+
+
+def _inner(module: Experts, plan: Plan, meshes: Meshes) -> Callable[[Tensor, Tensor], Tensor]:
+    from torch import distributed
+
+    from shardwise.techniques.ep.dispatch import Dispatch, computed_elsewhere
+
+    group = meshes.groups["ep"]
+    nothing_comes = distributed.get_backend(group) == "fake"
+    how = Dispatch(str(group.group_name), plan.layout.ep, plan.expert_imbalance if nothing_comes else None)
+    return partial(computed_elsewhere, module.products, how)
