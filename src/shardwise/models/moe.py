@@ -115,7 +115,11 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        return torch.bmm(weights.to(rows.dtype).unsqueeze(1), each).squeeze(1)
+        out = rows.new_empty(
+            weights.shape[0], rows.shape[1]
+        )  # no view of a result: FSDP2 warns of a module that returns one
+        torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:

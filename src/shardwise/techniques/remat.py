@@ -112,7 +112,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
             if treated(plan, number):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
-                    options["context_fn"] = partial(_counted, _products(block))
+                    options["context_fn"] = partial(_counted, _products(block), compiled=plan.compile)
                 block.forward = partial(checkpoint, block.forward, **options)
     return parts
 
@@ -127,20 +127,43 @@ def _products(block: nn.Module) -> int:
     return sum(map(multiplies, block.modules()))
 
 
-def _counted(products: int) -> Any:
-    """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last."""
+def _counted(products: int, *, compiled: bool) -> Any:
+    """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last.
+    torch's own pair of contexts is for what is compiled: it asks that both run exactly the same operations, and what
+    FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    matmuls = {"aten::mm", "aten::addmm", "shardwise::grouped"}
-    attention = {"shardwise::attention", "shardwise::attention_over_ranks"}
-    sent = {"shardwise::exchange", "shardwise::exchange_rows"}
-    seen = {False: 0, True: 0}
+    if not compiled:
+        from shardwise.techniques.selective import contexts
+
+        return contexts(_Chosen(products), _Chosen(products))
+    chosen = {False: _Chosen(products), True: _Chosen(products)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op.name() in matmuls:
-            seen[ctx.is_recompute] += 1
-            if seen[ctx.is_recompute] < products:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.MUST_SAVE if op.name() in attention | sent else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if chosen[ctx.is_recompute](op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class _Chosen:
+    """Whether the result of each operation of a pass, one after another, is saved."""
+
+    PRODUCTS = frozenset({"aten::mm", "aten::addmm", "shardwise::grouped"})
+    OTHERS = frozenset(
+        {
+            "shardwise::attention",
+            "shardwise::attention_over_ranks",
+            "shardwise::exchange",
+            "shardwise::exchange_rows",
+        }
+    )
+
+    def __init__(self, products: int) -> None:
+        self.left = products - 1
+
+    def __call__(self, op: Any) -> bool:
+        name = op.name()
+        if name in self.PRODUCTS:
+            self.left -= 1
+            return self.left >= 0
+        return name in self.OTHERS

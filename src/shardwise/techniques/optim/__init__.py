@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-UNDECAYED = frozenset({"norm", "bias", "lora_m"})
+UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
 
 WSD_DECAY_SHARE = 0.1
