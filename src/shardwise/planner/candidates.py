@@ -14,7 +14,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import cp, pp, shard, tp
+from shardwise.techniques import cp, ep, pp, shard, tp
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
@@ -39,7 +39,8 @@ def candidates(
     begun = pp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned)
     for degree in (each for staged in begun for each in _spread(recipe, spec, cluster, staged, pinned=pinned)):
         own = degree.layout.tp * degree.layout.cp  # devices that read the same rows
-        asked = pinned and degree.layout.tp in (1, recipe.parallel.tp) and degree.layout.cp in (1, recipe.parallel.cp)
+        pairs = ((degree.layout.degree(axis), vars(recipe.parallel)[axis]) for axis in ("tp", "cp", "ep"))
+        asked = pinned and all(size in (1, wanted) for size, wanted in pairs)
         try:
             dp = grouped(cluster, degree).world
             legal, problems = _legal(recipe, spec, cluster, degree, pinned=pinned)
@@ -63,9 +64,10 @@ def candidates(
 
 
 def _spread(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
-    """The plan with all degrees of tensor and of context parallelism."""
+    """The plan with all degrees of tensor, context and expert parallelism."""
     for cut in tp.choices(recipe, spec, cluster, plan, pinned=pinned):
-        yield from cp.choices(recipe, spec, cluster, cut, pinned=pinned)
+        for rows in cp.choices(recipe, spec, cluster, cut, pinned=pinned):
+            yield from ep.choices(recipe, spec, cluster, rows, pinned=pinned)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Pipelines:
         recipe, spec, cluster = self.recipe, self.spec, self.cluster
         if recipe.parallel.pp and self.pinned:
             return
-        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, shard)]
+        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
         for cut in _spread(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):
             rows = replace(cut, batch=Batch(1, 1, recipe.train.seq_len))
             if tp.check(spec, cut, cluster) or cp.check(spec, rows, cluster):
@@ -154,7 +156,7 @@ def _legal(
     """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
     found: list[Plan] = []
     refused: list[Problem] = []
-    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, shard)]
+    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
     enough = SCHEDULES[degree.pipeline.schedule].least_micro_batches(degree.layout.pp)
     for other in techniques.choices(others, recipe, spec, cluster, degree):
         if other.compile and recipe.compile == "auto" and SCHEDULES[degree.pipeline.schedule].splits_backward:

@@ -27,7 +27,7 @@ TIGHT = 0.95
 """What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02
 """Steps that differ by less take as long: runs of one plan differ by as much."""
-KINDS = (*STRATEGIES, "hybrid", "cp", "tp", "pp", "pp x tp")
+KINDS = (*STRATEGIES, "hybrid", "ep", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
 
 SIMPLER = (
@@ -62,6 +62,7 @@ def name(plan: Plan) -> str:
     over = layout.size("loss") if plan.shard.strategy == "ddp" else layout.fsdp
     replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
     rows = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
+    rows += f", ep {layout.ep}" * (layout.ep > 1)
     return f"{plan.shard.strategy} over {over}{replicas}{rows}" + f", tp {layout.tp}" * (layout.tp > 1) + piped
 
 
@@ -71,6 +72,8 @@ def kind(plan: Plan) -> str:
         return "pp x tp" if plan.layout.tp > 1 else "pp"
     if plan.layout.tp > 1 or plan.layout.cp > 1:
         return "tp" if plan.layout.tp > 1 else "cp"
+    if plan.layout.ep > 1:
+        return "ep"
     return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
 
 
@@ -80,7 +83,15 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     dial = hybrid, STRATEGIES.index(plan.shard.strategy)
     piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
     rows = plan.layout.cp, CP_KINDS.index(plan.cp_kind)
-    return *piped, plan.layout.tp, *rows, *dial, MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
+    return (
+        *piped,
+        plan.layout.tp,
+        *rows,
+        plan.layout.ep,
+        *dial,
+        MODES.index(plan.remat.mode),
+        -plan.batch.micro_batch_size,
+    )
 
 
 def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:

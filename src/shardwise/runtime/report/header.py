@@ -8,7 +8,7 @@ import torch
 
 import shardwise
 from shardwise.models import attention, kernels
-from shardwise.models.config import parameter_count
+from shardwise.models.config import active_parameter_count, parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.job import Job
 from shardwise.spec.finetune import KEYS
@@ -38,6 +38,8 @@ def header(job: Job) -> str:
     run = f"run {recipe.run.name} · seed {recipe.run.seed}"
     ranks = f"{layout.world} x {devices} ({backend}, {threads} per rank)"
     model = f"{job.spec.name}, {show_count(parameter_count(job.spec))} parameters"
+    if job.spec.experts:
+        model += f" ({show_count(active_parameter_count(job.spec))} active)"
     if job.spec.hf_model is not None:
         model += f", {NOTICE}"
     terms = f"supervised tokens of a step (of {tokens:,})"
