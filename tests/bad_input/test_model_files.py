@@ -124,8 +124,9 @@ def test_a_mutated_header(model: Path, tmp_path: Path, data: st.DataObject) -> N
         found = hf.match(hf.find_weights(tmp_path), SPEC, "here")
     except OURS:
         return
-    for name, entry in found.items():
-        assert tuple(entry.read().shape) == parameter_shapes(SPEC)[name]
+    for name, stored in found.items():
+        [piece] = stored.pieces
+        assert tuple(piece.entry.read().shape) == parameter_shapes(SPEC)[name]
 
 
 @MUTATE

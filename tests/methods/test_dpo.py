@@ -26,7 +26,7 @@ from shardwise.methods import dpo, pretrain
 from shardwise.methods.loss import Output, linear_cross_entropy
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
-from shardwise.models.hf import to_hf_name
+from shardwise.models.hf_names import to_hf_name
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import passes
 from shardwise.runtime.evaluate import evaluate_pairs

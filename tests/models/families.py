@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FULL, SLIDING
+from shardwise.models.hf_names import places, tensors
 from tests.models.llama import LLAMA3, random_config
 
 LENGTH = 40
@@ -23,6 +24,7 @@ LENGTH = 40
 Make = Callable[[random.Random], dict[str, Any]]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 def shared(rng: random.Random) -> dict[str, Any]:
@@ -133,6 +135,39 @@ def granite(rng: random.Random) -> dict[str, Any]:
     )
 
 
+def mixtral(rng: random.Random) -> dict[str, Any]:
+    experts = {"num_local_experts": rng.choice([4, 7]), "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+    return shared(rng) | rope(rng, {"rope_type": "default"}, LINEAR) | experts | {"sliding_window": 7, "head_dim": 12}
+
+
+def olmoe(rng: random.Random) -> dict[str, Any]:
+    experts = {"num_experts": rng.choice([5, 8]), "num_experts_per_tok": 3, "norm_topk_prob": rng.random() < 0.5}
+    return shared(rng) | rope(rng, LINEAR) | experts | {"attention_bias": True}
+
+
+def qwen2_moe(rng: random.Random) -> dict[str, Any]:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": rng.choice([20, 24])}
+    dense = rng.choice([{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+    common = {"shared_expert_intermediate_size": rng.randint(20, 40), "norm_topk_prob": False}
+    return shared(rng) | rope(rng, YARN) | windows | experts | dense | common
+
+
+def qwen3_moe(rng: random.Random) -> dict[str, Any]:
+    windows = {"use_sliding_window": True, "sliding_window": 9}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": rng.choice([16, 17])}
+    more = {"head_dim": 24, "attention_bias": rng.random() < 0.5, "mlp_only_layers": [0], "norm_topk_prob": True}
+    return shared(rng) | rope(rng, YARN) | windows | experts | more
+
+
+def gpt_oss(rng: random.Random) -> dict[str, Any]:
+    """Sizes are whole blocks of MXFP4."""
+    stretch = YARN | {"truncate": False}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 12, "intermediate_size": rng.choice([32, 96])}
+    return shared(rng) | rope(rng, stretch) | experts | sizes | {"num_key_value_heads": rng.choice([1, 2, 4])}
+
+
 CONFIGS: dict[str, Make] = {
     "llama": lambda rng: random_config(rng.randrange(100)),
     "mistral": mistral,
@@ -144,6 +179,11 @@ CONFIGS: dict[str, Make] = {
     "smollm3": smollm3,
     "olmo2": olmo2,
     "granite": granite,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
 }
 
 
@@ -157,28 +197,36 @@ def spec_of(family: str, seed: int = 0) -> ModelSpec:
 
 
 def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
-    """No norm is one and no bias zero. Matrices are large enough that soft caps bend the scores."""
+    """No norm is one and no bias or sink zero. Matrices are large enough that soft caps bend the scores, and that
+    clamps cut what experts make."""
     torch.manual_seed(seed)
     model = Decoder(spec)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.uniform_(parameter, -0.5 if spec.norm_plus_one else 0.5, 0.5 if spec.norm_plus_one else 1.5)
         else:
-            nn.init.normal_(parameter, 0.0, 0.2)
+            clamped = spec.activation == "clamped_swiglu" and name.endswith(("expert_gate.weight", "expert_up.weight"))
+            nn.init.normal_(parameter, 0.0, 1.0 if clamped else 0.2)
     return model.to(dtype)
 
 
 def theirs_of(spec: ModelSpec, config: dict[str, Any], ours: Decoder) -> PreTrainedModel:
     """transformers' model with our weights, by its plain implementation of attention."""
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+        AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
-    state = ours.state_dict()
-    stacked = {name: torch.cat([state[part] for part in parts]) for name, parts in hf.stacks(spec).items()}
+    state = in_memory(spec, ours.state_dict(), dict(theirs.named_parameters()))
     if spec.tie_word_embeddings:
-        stacked["lm_head.weight"] = stacked["model.embed_tokens.weight"]
-    theirs.load_state_dict(stacked)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    theirs.load_state_dict(state)
     return theirs.eval()
+
+
+def in_memory(spec: ModelSpec, values: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Values of our parameters as transformers' model of these names holds them."""
+    held = tensors(places(spec, names))
+    with torch.no_grad():
+        return {name: hf.assembled(parts, values.__getitem__) for name, parts in held.items()}
 
 
 def pair(family: str, seed: int = 0) -> tuple[Decoder, PreTrainedModel]:
@@ -193,7 +241,8 @@ def without(spec: ModelSpec, feature: str) -> ModelSpec:
     if feature == "partial_rotary_factor" and spec.rope_scaling is not None:
         longer = {key: asdict(spec.rope_scaling)[key] + (14.0, 15.0) for key in ("short_factor", "long_factor")}
         spec = replace(spec, rope_scaling=replace(spec.rope_scaling, **longer))
-    return replace(spec, **{feature: NEUTRAL[feature]})
+    more = {"shared_expert_gate": False} if feature == "shared_expert_size" else {}
+    return replace(spec, **{feature: NEUTRAL[feature]} | more)
 
 
 NEUTRAL: dict[str, Any] = {
@@ -215,5 +264,13 @@ NEUTRAL: dict[str, Any] = {
     "qk_norm": None,
     "attention_bias": False,
     "mlp_bias": False,
+    "attention_sinks": False,
+    "experts_per_token": 1,
+    "expert_bias": False,
+    "router_bias": False,
+    "normalised_top_k": True,
+    "shared_expert_size": 0,
+    "shared_expert_gate": False,
+    "dense_layers": (),
 }
 """Features, and what a model without them has."""

@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.data import tokens
-from shardwise.models import hf
 from shardwise.models.config import ModelSpec
 from shardwise.models.hf_model import HFDecoder
+from shardwise.models.hf_names import name_in_model
 from shardwise.models.load import read_spec
 from shardwise.runtime.build import allocate
 
@@ -76,7 +76,7 @@ def ours_of(kind: str, theirs: PreTrainedModel) -> HFDecoder:
     values |= {name: values[name].T for name in transposed(theirs)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(values[hf.name_in_model(name, spec)])
+            parameter.copy_(values[name_in_model(name, spec)])
     return model
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
-from shardwise.models.hf import to_hf_name
+from shardwise.models.hf_names import to_hf_name
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, RopeScaling, parameter_shapes
 from shardwise.models.decoder import Block, Decoder
-from shardwise.models.hf import to_hf_name
+from shardwise.models.hf_names import to_hf_name
 from shardwise.models.layers import RMSNorm, geglu, rotate, rounded, swiglu
 from shardwise.models.roles import role
 from shardwise.models.rotary import rotary_tables

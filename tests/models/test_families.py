@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,11 +19,23 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, from_hf, layer_kinds, parameter_shapes, to_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
+from shardwise.models.hf_names import to_hf_name
 from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
-from tests.models.families import CONFIGS, LENGTH, NEUTRAL, config_of, pair, random_model, spec_of, without
+from tests.models.families import (
+    CONFIGS,
+    LENGTH,
+    NEUTRAL,
+    config_of,
+    in_memory,
+    pair,
+    random_model,
+    spec_of,
+    without,
+)
 from tests.models.llama import relative, tokens
 
+EXPERT = re.compile(r"(?<=experts)\.\d+\.")
 LONG: dict[str, object] = {"rope_type": "longrope"}
 OTHERS = [family for family in FAMILIES if family != "llama"]
 
@@ -44,7 +55,8 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, seed: int) 
     labels = ids.roll(-1, 1).flatten()
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(reference.flatten(0, 1), labels).backward()
-    gradients = stacked(ours.spec, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
+    given = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    gradients = in_memory(ours.spec, given, dict(theirs.named_parameters()))
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in theirs.named_parameters():
         gradient = gradients.pop(name)
@@ -55,12 +67,9 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, seed: int) 
     assert not gradients
 
 
-def stacked(spec: ModelSpec, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.cat([values[part] for part in parts]) for name, parts in hf.stacks(spec).items()}
-
-
 def has(spec: ModelSpec, feature: str) -> bool:
-    return bool(getattr(spec, feature) != NEUTRAL[feature])
+    neutral = spec.experts == 0 if feature == "experts_per_token" else False
+    return bool(getattr(spec, feature) != NEUTRAL[feature]) and not neutral
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -73,7 +82,7 @@ def test_each_feature_changes_the_logits(family: str) -> None:
     at_work = [feature for feature in NEUTRAL if has(spec, feature)]
     assert at_work
     for feature in at_work:
-        other = Decoder(without(spec, feature))
+        other = random_model(without(spec, feature), seed=1)
         other.load_state_dict(model.state_dict(), strict=False)
         assert relative(other(ids, positions, MaskSpec()), reference) > 1e-3, feature
 
@@ -87,7 +96,8 @@ def test_all_features_are_at_work_somewhere() -> None:
     longest = {spec.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
     features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
-    assert features <= NEUTRAL.keys() | {"attention_output_bias", "hf_model", "intermediate_sizes"}
+    others = {"attention_output_bias", "hf_model", "intermediate_sizes", "experts", "expert_size"}
+    assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -111,13 +121,20 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_are_a_bijection_with_those_of_transformers(family: str) -> None:
+    """Of elements too, in memory and in files: every one of a tensor there is one of a parameter here."""
     ours, theirs = pair(family, 1)
-    stacks = hf.stacks(ours.spec)
-    assert stacks.keys() == {name for name, _ in theirs.named_parameters()}
-    parts = [part for parts in stacks.values() for part in parts]
-    assert Counter(parts) == Counter(name for name, _ in ours.named_parameters()) and len(parts) == len(set(parts))
-    for theirs_name, own in stacks.items():
-        assert all(hf.to_hf_name(part, family) == theirs_name for part in own)
+    numbers: dict[str, torch.Tensor] = {}
+    total = 0
+    for name, parameter in ours.named_parameters():
+        numbers[name] = torch.arange(total, total + parameter.numel()).view(parameter.shape)
+        total += parameter.numel()
+    known = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+    in_model, in_files = (in_memory(ours.spec, numbers, names) for names in (known, ()))
+    assert {name: value.shape for name, value in in_model.items()} == known
+    for held in (in_model, in_files):
+        every = torch.cat([value.flatten() for value in held.values()])
+        assert torch.equal(every.sort().values, torch.arange(total))
+    assert {to_hf_name(name, family) for name in numbers} == {EXPERT.sub(".*.", name) for name in in_files}
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
@@ -127,7 +144,9 @@ def test_files_go_both_ways(tmp_path: Path, family: str, max_shard_bytes: int) -
     ours, theirs = pair(family, 2)
     spec, state = ours.spec, ours.state_dict()
     hf.write_weights(tmp_path / "ours", spec, state.__getitem__, max_shard_bytes=max_shard_bytes)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", experts_implementation="eager"
+    )
     ids, _ = tokens(spec.vocab_size, length=LENGTH)
     assert torch.equal(loaded(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
@@ -154,14 +173,14 @@ def test_slices_of_stacked_tensors(tmp_path: Path) -> None:
 def test_a_stack_of_the_wrong_height_is_told(tmp_path: Path) -> None:
     spec = spec_of("phi3")
     hf.write_weights(tmp_path, spec, random_model(spec).state_dict().__getitem__)
-    with pytest.raises(DataError, match=r"`layers\.0\.mlp\.gate\.weight` file \[\d+, 32\]"):
+    with pytest.raises(DataError, match=r"`model\.layers\.0\.mlp\.gate_up_proj\.weight` file \[\d+, 32\]"):
         list(hf.read_weights(tmp_path, {}, replace(spec, intermediate_size=spec.intermediate_size + 1)))
 
 
 def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
     """Gemma 3 from 4B on comes inside such a model; its own names and those of transformers 5."""
     spec = spec_of("gemma3_text")
-    state = stacked(spec, random_model(spec).state_dict())
+    state = in_memory(spec, random_model(spec).state_dict(), ())
     text = {key: value for key, value in config_of("gemma3_text").items() if key != "eos_token_id"}
     outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     whole = {name: [slice(0, n) for n in shape] for name, shape in parameter_shapes(spec).items()}

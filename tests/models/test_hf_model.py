@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, DataError, PolicyError
-from shardwise.models import hf, hf_model, init
+from shardwise.models import hf, hf_model, hf_names, init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.load import load_spec, read_spec
@@ -51,7 +51,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
     wanted |= {name: wanted[name].T for name in transposed(theirs)}
     largest = max(float(gradient.norm()) for gradient in wanted.values())
     for name, parameter in ours.named_parameters():
-        reference = wanted.pop(hf.name_in_model(name, ours.spec))
+        reference = wanted.pop(hf_names.name_in_model(name, ours.spec))
         if float(reference.norm()) < 1e-6 * largest:  # of k's bias without rotation: nothing but rounding
             assert float(parameter.grad.norm()) < 1e-6 * largest, name  # type: ignore[union-attr]
         else:
@@ -86,9 +86,11 @@ def test_what_a_spec_says_is_what_the_model_is() -> None:
     }
     assert found["starcoder2"].sliding_window == 7 and not found["starcoder2"].layer_types
     assert found["cohere2"].logits_scaling == 4.0 and found["vaultgemma"].final_soft_cap == 3.0
-    assert [kind for kind, spec in found.items() if hf.transposed(spec)] == ["gpt2"]
+    assert [kind for kind, spec in found.items() if hf_names.transposed(spec)] == ["gpt2"]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert hf.transposed(found["gpt2"]) == {f"layers.{block}.{layer}.weight" for block in range(3) for layer in layers}
+    assert hf_names.transposed(found["gpt2"]) == {
+        f"layers.{block}.{layer}.weight" for block in range(3) for layer in layers
+    }
     assert parameter_shapes(found["gpt2"])["layers.2.mlp.c_fc.weight"] == (256, 64)
     for spec in found.values():
         assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads) == (90, 64, 3, 4)
@@ -124,7 +126,7 @@ def test_a_start_from_random_weights_is_that_of_transformers(kind: str) -> None:
     scales = set()
     for name, shape in parameter_shapes(spec).items():
         ours = init.fill(name, shape, [slice(0, size) for size in shape], 0, spec)
-        value = theirs[hf.name_in_model(name, spec)]
+        value = theirs[hf_names.name_in_model(name, spec)]
         if not value.std() > 0:
             assert torch.equal(ours, value.expand(shape)), name
             continue
@@ -153,7 +155,7 @@ def test_each_rank_reads_its_rows_of_what_is_turned(tmp_path: Path, ranks: int) 
     theirs, spec = theirs_of("gpt2"), spec_of("gpt2")
     theirs.save_pretrained(tmp_path)
     shapes, named = parameter_shapes(spec), load_file(tmp_path / "model.safetensors")
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in hf.transposed(spec)}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in hf_names.transposed(spec)}
     for rank in range(ranks):
         rows = {name: slice(*cut((0, shapes[name][0]), ranks, rank)) for name in found}
         parts = {name: (rows[name], slice(0, shapes[name][1])) for name in found}
@@ -161,7 +163,7 @@ def test_each_rank_reads_its_rows_of_what_is_turned(tmp_path: Path, ranks: int) 
             assert value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * 4
             found[name].append(value)
     for name, values in found.items():
-        assert torch.equal(torch.cat(values), named[hf.name_in_files(name, spec)].T), name
+        assert torch.equal(torch.cat(values), named[hf_names.name_in_files(name, spec)].T), name
 
 
 def test_a_turned_matrix_of_the_wrong_shape_is_told_as_it_is_in_the_file(tmp_path: Path) -> None:

@@ -28,6 +28,10 @@ from tests.models.test_config import SMALL
         ({"hidden_size": 10**400}, ["`hidden_size` is a whole number of 1,329 bits; the limit is 64"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["`rope_scaling.factor` is 0; it must be above 0"]),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1, 0]}}, ["`rope_scaling.short_factor` is 0; it must"]),
+        ({"decoder_sparse_step": 0}, ["`decoder_sparse_step` is 0; it must be above 0"]),
+        ({"router_aux_loss_coef": -0.1}, ["`router_aux_loss_coef` is -0.1; it must not be negative"]),
+        ({"num_experts_per_tok": 2**15}, ["`num_experts_per_tok` is 32,768; the limit is 16,384"]),
+        ({"moe_intermediate_size": 2**29}, ["`moe_intermediate_size` is 536,870,912; the limit is 268,435,456"]),
         ({"max_position_embeddings": math.nan}, ["`max_position_embeddings` is NaN"]),
     ],
 )

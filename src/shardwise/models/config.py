@@ -8,9 +8,10 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
-from shardwise.errors import ConfigError, PolicyError, Problem
+from shardwise.errors import ConfigError, Problem
 from shardwise.models import rope
-from shardwise.models.families import ACTIVATIONS, FAMILIES, FULL, SLIDING
+from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_of, text_part
+from shardwise.models.family import FULL, SLIDING
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
@@ -280,7 +281,7 @@ def problems(spec: ModelSpec) -> list[Problem]:
 
 def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     """The spec that a Hugging Face ``config.json`` describes (transformers 4 and 5)."""
-    config = _text_part(config)
+    config = text_part(config)
     model_type, where = family_of(config, name), f"config of {name}"
     if model_type is None:
         what = f"model_type {config.get('model_type')!r} is not one of the supported families"
@@ -307,7 +308,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     fields |= {key: config[key] for key in SIZES} | {
         "num_key_value_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         "head_dim": _head_dim(config, where),
-        "activation": _activation(config, name),
+        "activation": activation(config, name),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6, name),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -327,15 +328,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The config itself; for a model of text and images, the config of its text part, with the outer keys that
-    apply."""
-    if config.get("model_type") not in {family.within for family in FAMILIES.values()} - {""}:
-        return config
-    outer = {key: config[key] for key in ("auto_map", "bos_token_id", "eos_token_id") if config.get(key) is not None}
-    return {**config.get("text_config", {}), **outer}
-
-
 def _head_dim(config: dict[str, Any], where: str) -> int:
     heads, head_dim = config["num_attention_heads"], config.get("head_dim")
     if head_dim is not None:
@@ -344,28 +336,6 @@ def _head_dim(config: dict[str, Any], where: str) -> int:
         what = f"hidden_size {config['hidden_size']} / {heads} heads is not whole"
         raise ConfigError(Problem("PLAN008", what, where, f"hidden_size: a multiple of {heads}, or give head_dim"))
     return int(config["hidden_size"]) // int(heads)
-
-
-def family_of(config: dict[str, Any], name: str) -> str | None:
-    """The key in FAMILIES of the model that a config describes, or None. Raises PolicyError (SEC008)."""
-    config = _text_part(config)
-    by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
-    model_type = config.get("model_type")
-    if config.get("auto_map") and not (model_type in FAMILIES and FAMILIES[model_type].brings_code):
-        what = f"{name} needs to run its own Python code ({', '.join(config['auto_map'])}); it is never executed"
-        fix = f"supported architectures: {', '.join(by_architecture)}"
-        raise PolicyError(Problem("SEC008", what, f"config of {name}", fix))
-    if model_type in FAMILIES:
-        return str(model_type)
-    return by_architecture.get(next(iter(config.get("architectures") or []), ""))
-
-
-def _activation(config: dict[str, Any], name: str) -> Any:
-    """Gemma's files have both ``hidden_act`` and ``hidden_activation``; the latter counts."""
-    act = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if act not in ACTIVATIONS:
-        raise unsupported(f"hidden_act {act!r} is not supported", name, f"hidden_act: {' or '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[act]
 
 
 def _rope(config: dict[str, Any], longest: int, name: str) -> tuple[float, RopeScaling | None]:
@@ -386,7 +356,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     if spec.intermediate_sizes:
         raise ValueError(f"no config says that the MLPs of {spec.name} differ in width")
     family, fields = FAMILIES[spec.family], asdict(spec)
-    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
+    act = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation), "silu")
     stretch = rope.write(spec.rope_scaling)
     config = {key: fields[key] for key in (*SIZES, *HEADS, *NUMBERS, *TOKENS, *family.biases)}
     return config | {

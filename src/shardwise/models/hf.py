@@ -1,8 +1,7 @@
-"""Hugging Face weights: the names, the files of a model's directory, and reading no more than the slices asked for."""
+"""Hugging Face weights: the files of a model's directory, reading no more than the slices asked for, and writing."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -11,14 +10,16 @@ from math import prod
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
+from shardwise.models.hf_names import Place, name_in_files, places, tensors
 from shardwise.models.hf_spec import HFModel
+from shardwise.models.stored import Piece, Stored
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import read_regular
@@ -30,56 +31,6 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 """Tables in old exports that are not needed: they follow from the config."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
 """The prefix of the text part's names in a model of text and images."""
-
-
-def to_hf_name(name: str, family: str = "llama") -> str:
-    """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; what a family's files stack has
-    one name. Parameters keep their last word (weight, bias). Raises KeyError."""
-    module, _, last = name.rpartition(".")
-    number = re.search(r"(?<=\.)\d+(?=\.)", module)
-    pattern = module if number is None else module[: number.start()] + "{}" + module[number.end() :]
-    table = FAMILIES[family].names
-    if pattern not in table or last not in ("weight", "bias"):
-        raise KeyError(f"no counterpart for parameter {name!r}")
-    return f"{table[pattern].format(number.group() if number else '')}.{last}"
-
-
-def name_in_model(name: str, spec: ModelSpec) -> str:
-    """The name in transformers' model of the parameter with this canonical name."""
-    if spec.hf_model is None:
-        return to_hf_name(name, spec.family)
-    part, _, rest = name.partition(".")
-    return f"{dict(spec.hf_model.places)[part]}.{rest}"
-
-
-def name_in_files(name: str, spec: ModelSpec) -> str:
-    """Its name in the files: for some models transformers has renamed parameters, but the files keep the old names."""
-    named = {} if spec.hf_model is None else {ours: theirs for ours, theirs, *_ in spec.hf_model.parameters}
-    number = re.match(r"layers\.(\d+)\.", name)
-    pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
-    return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)
-
-
-def transposed(spec: ModelSpec) -> set[str]:
-    """The canonical names of the matrices that the files store as [in, out], as GPT-2's do."""
-    names = () if spec.hf_model is None else spec.hf_model.transposed
-    return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
-
-
-def _shapes_in_files(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter in the files."""
-    there = transposed(spec)
-    return {name: shape[::-1] if name in there else shape for name, shape in parameter_shapes(spec).items()}
-
-
-def stacks(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Every tensor of the files by its Hugging Face name, with the canonical parameters that are stacked in it along
-    dim 0, in order; most have one. Each parameter is in exactly one."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name in parameter_shapes(spec):
-        theirs = name_in_files(name, spec)
-        found[theirs] = (*found.get(theirs, ()), name)
-    return found
 
 
 def weights_directory(source: str, revision: str | None = None) -> Path:
@@ -184,35 +135,46 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Entry]:
-    """The entry of every parameter of ``spec`` by its canonical name. Raises DataError listing all that differs."""
-    shapes = _shapes_in_files(spec)
-    theirs = stacks(spec)
-    found = _text_part(found, spec) if spec.hf_model is None else _named_as_now(found, spec.hf_model, theirs)
+def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Stored]:
+    """Where every parameter of ``spec`` is, by its canonical name. Raises DataError listing all that differs: tensors
+    by the canonical name of the parameter if they are one, by their own if they are one of several, or hold several."""
+    found = _text_part(found, spec) if spec.hf_model is None else found
+    placed = places(spec, found)
+    shapes = {name: shape for parts in placed.values() for part in parts for name, shape in part.shapes()}
+    packed = {name for parts in placed.values() for part in parts if part.packed for name, _ in part.shapes()}
+    found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, shapes)
+    held = tensors(placed)
+    own = {tensor: parts[0][0] for tensor, parts in held.items() if len(parts) == len(placed[parts[0][0]]) == 1}
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
-    extra = [name for name in found if name not in theirs and name not in ignored and not _IGNORED.search(name)]
-    missing = [ours for name, parts in theirs.items() for ours in parts if name not in found]
+    extra = [name for name in found if name not in shapes and name not in ignored and not _IGNORED.search(name)]
+    missing = [own.get(name, name) for name in shapes if name not in found]
     problems = []
     if missing or extra:
         what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
-        fix = f"take the config.json that belongs to these weights (the model: {spec.num_hidden_layers} layers)"
+        model = f"{spec.num_hidden_layers} layers" + (f", {spec.experts} experts" if spec.experts else "")
+        fix = f"take the config.json that belongs to these weights (the model: {model})"
         problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
-    both: dict[str, Entry] = {}
-    for name, parts in theirs.items():
-        if name in found:
-            both |= _unstacked(found[name], {part: shapes[part] for part in parts})
-    if differ := [name for name, entry in both.items() if entry.shape != shapes[name]]:
-        one = [f"`{name}` file {list(both[name].shape)}, model {list(shapes[name])}" for name in differ]
-        fix = "fix the config"
-        if "embed.weight" in differ:
-            fix = f"model.config: vocab_size: {both['embed.weight'].shape[0]}"
+    there = {name: found[name] for name in shapes if name in found}
+    if differ := [name for name, entry in there.items() if entry.shape != shapes[name]]:
+        one = [f"`{own.get(name, name)}` file {list(there[name].shape)}, model {list(shapes[name])}" for name in differ]
+        embed = next((name for name in differ if own.get(name) == "embed.weight"), None)
+        fix = "fix the config" if embed is None else f"model.config: vocab_size: {there[embed].shape[0]}"
         problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
-    if odd := [name for name, entry in both.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
-        what = f"{len(odd)} tensors are quantised ({both[odd[0]].dtype}): {_some(odd)}"
+    if odd := [name for name, entry in there.items() if not _readable(entry.dtype, name in packed)]:
+        what = (
+            f"{len(odd)} tensors are quantised ({there[odd[0]].dtype}): {_some([own.get(name, name) for name in odd])}"
+        )
         problems.append(Problem("CKPT004", what, where, "take the unquantised weights (fp32, bf16 or fp16)"))
     if problems:
         raise DataError(*problems)
-    return both
+    return {
+        name: Stored(tuple(Piece(part, *(there[tensor] for tensor, _ in part.shapes())) for part in parts))
+        for name, parts in placed.items()
+    }
+
+
+def _readable(dtype: torch.dtype, packed: bool) -> bool:
+    return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
@@ -233,30 +195,18 @@ def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable
     return {name: entry for name, entry in full.items() if name not in old}
 
 
-def _unstacked(entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-    """The rows of ``entry`` that belong to each parameter. A stack of the wrong height is not divided; the comparison
-    of shapes then reports it."""
-    if len(shapes) == 1 or not entry.shape or entry.shape[0] != sum(shape[0] for shape in shapes.values()):
-        return dict.fromkeys(shapes, entry)
-    stops = list(itertools.accumulate(shape[0] for shape in shapes.values()))
-    rows = zip(shapes.items(), stops, strict=True)
-    return {name: entry.rows(stop - shape[0], stop) for (name, shape), stop in rows}
-
-
 def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
     """Download the weights of ``source`` if needed, and raise the errors of :func:`read_weights`. Reads headers only,
     and the output layer if the config says that it is tied to the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
     embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
-    whole = tuple(slice(0, size) for size in embed.shape)
-
-    def read(name: str, entry: Entry) -> Tensor:
-        return entry.read_finite(name_in_files(name, spec), whole)
-
     if not spec.tie_word_embeddings or head is None:
         return
-    if head.shape != embed.shape or not torch.equal(read("head.weight", head), read("embed.weight", embed)):
+    shape = parameter_shapes(spec)["embed.weight"]
+    whole = tuple(slice(0, size) for size in shape)
+    name = name_in_files("head.weight", spec)
+    if head.shape != shape or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
         what = "head and embedding differ in the files, but the config says that they are tied"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
@@ -264,9 +214,13 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
 def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice in the stored type) for each of ``parts``, one at a time. All headers are checked
     first, and each slice while it is read: raises DataError (MOD006) for NaN and infinity."""
-    entries, there = match(find_weights(source), spec, str(source)), transposed(spec)
+    stored = match(find_weights(source), spec, str(source))
     for name, part in parts.items():
-        yield name, entries[name].read_finite(name_in_files(name, spec), part, transposed=name in there)
+        yield name, stored[name].read_finite(part)
+
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of a file of weights, unless one tensor is larger."""
 
 
 def write_weights(
@@ -274,27 +228,25 @@ def write_weights(
     spec: ModelSpec,
     fetch: Callable[[str], Tensor],
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
 
-    ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in an order that depends on
-    ``spec`` and the sizes alone, so that it is the same on every rank, and no more than one tensor of the files and a
-    copy of it are held."""
+    ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
+    and no more than one parameter, one tensor of the files and a copy of it are held."""
     directory.mkdir(parents=True, exist_ok=True)
-    parts, single, there = stacks(spec), _shapes_in_files(spec), transposed(spec)
-    shapes = {
-        theirs: (sum(single[name][0] for name in names), *single[names[0]][1:]) for theirs, names in parts.items()
-    }
-    split = split_state_dict_into_shards_factory(
-        shapes,
-        get_storage_size=lambda shape: prod(shape) * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
+    held, fetched = tensors(places(spec)), {"": torch.empty(0)}
+    split = _split(held, dtype, max_shard_bytes)
+
+    def value(name: str) -> Tensor:
+        if name not in fetched:
+            fetched.clear()
+            fetched[name] = fetch(name).detach()
+        return fetched[name]
+
     for file, names in split.filename_to_tensors.items():
-        values = (_stacked([fetch(part).T if part in there else fetch(part) for part in parts[name]]) for name in names)
-        tensorfile.write(directory / file, {name: shapes[name] for name in names}, dtype, values)
+        shapes = {name: held[name][0][1].shape for name in names}
+        tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names))
     if split.is_sharded:
         _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -303,8 +255,37 @@ def write_weights(
     return [directory / file for file in split.filename_to_tensors]
 
 
-def _stacked(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.cat(values)
+def _split(held: Mapping[str, Sequence[tuple[str, Place]]], dtype: torch.dtype, most_bytes: int) -> StateDictSplit:
+    """Which tensors go into which file."""
+    return split_state_dict_into_shards_factory(
+        {name: parts[0][1].shape for name, parts in held.items()},
+        get_storage_size=lambda shape: prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most_bytes,
+    )
+
+
+def order_of_writing(
+    spec: ModelSpec, dtype: torch.dtype = torch.float32, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[str]:
+    """The canonical parameters in the order in which :func:`write_weights` fetches them: each once, as all tensors with
+    rows of one alone follow each other, also where larger ones are moved to files of their own."""
+    held = tensors(places(spec))
+    files = _split(held, dtype, max_shard_bytes).filename_to_tensors.values()
+    return list(dict.fromkeys(name for names in files for tensor in names for name, _ in held[tensor]))
+
+
+def assembled(parts: Sequence[tuple[str, Place]], value: Callable[[str], Tensor]) -> Tensor:
+    """A tensor of the files from the parameters that are in it."""
+    [(name, place), *others] = parts
+    if not others and place.expert is None:
+        rows = value(name)[place.start : place.stop]
+        return rows.T if place.transposed else rows
+    out = torch.empty(place.shape, dtype=value(name).dtype)
+    for name, place in parts:
+        rows = value(name)[place.start : place.stop]
+        place.rows(out if place.expert is None else out[place.expert]).copy_(rows)
+    return out
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:

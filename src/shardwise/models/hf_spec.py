@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.families import FULL, SLIDING
+from shardwise.models.family import FULL, SLIDING
 from shardwise.models.rope import unsupported
 
 NOTICE = "in transformers' own modules (without precision.modules; docs/models.md)"

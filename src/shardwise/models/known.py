@@ -21,6 +21,7 @@ OWNERS = (
     "microsoft",
     "allenai",
     "ibm-granite",
+    "openai",
 )
 """Hub accounts under which these models are found unchanged."""
 
@@ -33,7 +34,7 @@ def configs() -> dict[str, Config]:
 
 
 _MARKS = ("-hf", "-instruct", "-chat", "-v1.0", "-base", "-it", "-pt")
-_UNLIKE_THEIR_CHATS = ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b")
+_UNLIKE_THEIR_CHATS = ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "mixtral-8x22b-v0.1")
 """Models whose chat versions have other dimensions."""
 
 

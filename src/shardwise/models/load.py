@@ -9,8 +9,9 @@ from typing import Any
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem
 from shardwise.models import known
-from shardwise.models.config import ModelSpec, family_of, from_hf
-from shardwise.models.families import FULL
+from shardwise.models.config import ModelSpec, from_hf
+from shardwise.models.families import family_of
+from shardwise.models.family import FULL
 from shardwise.models.hf_spec import check_supported
 from shardwise.models.numbers import check_numbers
 from shardwise.models.unserved import refuse_config, refuse_name

@@ -25,6 +25,7 @@ ABOVE_ZERO = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "logits_scaling": 1.0,
+    "decoder_sparse_step": 1,
 }
 """Numbers that are divided by, or raised to a negative power, with a usual value of each for the message."""
 NOT_NEGATIVE = {
@@ -34,15 +35,18 @@ NOT_NEGATIVE = {
     "norm_eps": 1e-5,
     "norm_epsilon": 1e-5,
     "initializer_range": 0.02,
+    "router_aux_loss_coef": 0.001,
 }
-"""Numbers that are added to a variance before its square root, or are a standard deviation."""
+"""Numbers that are added to a variance before its square root, or are a standard deviation, or the share of a loss."""
 AT_MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "mtp_num_layers", "num_nextn_predict_layers"), 1000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**14),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 2**14),
+    "num_experts_per_tok": 2**14,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
     **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim"), 2**28),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**28),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 2**36),
 }
 """Far beyond every model: a plan is made layer by layer, and a model of transformers is built module by module."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.hf import name_in_model, transposed
+from shardwise.models.hf_names import name_in_model, transposed
 from shardwise.models.roles import is_adapter, is_linear, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value

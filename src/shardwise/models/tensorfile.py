@@ -1,7 +1,7 @@
 """Safetensors files: what the ``safetensors`` package does not do.
 
-The package validates the header. Added here: why a file was refused, by error code; duplicate names; reading a slice,
-or a slice of the transpose, without allocating more; and writing one tensor at a time. A file is an eight-byte length,
+The package validates the header. Added here: why a file was refused, by error code; duplicate names; reading a slice
+without allocating more; and writing one tensor at a time. A file is an eight-byte length,
 a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes without gaps.
 """
 
@@ -59,33 +59,40 @@ class Entry:
         first = self.start + start * row_bytes
         return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
 
-    def read(self, part: Sequence[slice] | None = None, *, transposed: bool = False) -> Tensor:
-        """A copy of the slice ``part`` of the tensor, or of its transpose (``transposed``). The file is mapped: no more
-        than the slice is allocated, but for a tensor that lies unaligned in it."""
+    def mapped(self) -> Tensor:
+        """The tensor without a copy: the file is mapped, and what is not used is not read. One that lies unaligned in
+        it is copied whole."""
         if not prod(self.shape):
-            whole = torch.empty(self.shape, dtype=self.dtype)
-        else:
-            with open_regular(self.path) as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            source: mmap.mmap | bytearray = mapped
-            offset = self.start
-            if offset % self.dtype.itemsize:
-                source, offset = bytearray(mapped[self.start : self.stop]), 0
-            whole = torch.frombuffer(source, dtype=self.dtype, count=prod(self.shape), offset=offset).view(self.shape)
-        whole = whole.T if transposed else whole
-        return whole[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
+            return torch.empty(self.shape, dtype=self.dtype)
+        with open_regular(self.path) as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        source: mmap.mmap | bytearray = mapped
+        offset = self.start
+        if offset % self.dtype.itemsize:
+            source, offset = bytearray(mapped[self.start : self.stop]), 0
+        return torch.frombuffer(source, dtype=self.dtype, count=prod(self.shape), offset=offset).view(self.shape)
 
-    def read_finite(self, name: str, part: Sequence[slice], *, transposed: bool = False) -> Tensor:
-        """As :meth:`read`; raises DataError (MOD006) if the slice holds NaN or infinity. ``name`` is for the message.
-        The smallest and the largest of what was just copied cost a tenth of the copy, and NaN is both."""
-        values = self.read(part, transposed=transposed)
-        if values.numel() and not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(values)).tolist()):
-            nans, bad = int(values.isnan().sum()), int((~values.isfinite()).sum())
-            counts = [f"{count:,} {word}" for count, word in ((nans, "NaN"), (bad - nans, "infinite")) if count]
-            what = f"`{name}` holds {' and '.join(counts)} of {values.numel():,} values read"
-            fix = "download the file again, or take an earlier checkpoint of that model: this file is damaged"
-            raise DataError(Problem("MOD006", what, str(self.path), fix))
+    def read(self, part: Sequence[slice] | None = None) -> Tensor:
+        """A copy of the slice ``part`` of the tensor; no more than that is allocated."""
+        return self.mapped()[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
+
+    def read_finite(self, name: str, part: Sequence[slice]) -> Tensor:
+        """As :meth:`read`; raises DataError (MOD006) if the slice holds NaN or infinity. ``name`` is for the
+        message."""
+        values = self.read(part)
+        check_finite(values, name, self.path)
         return values
+
+
+def check_finite(values: Tensor, name: str, path: Path) -> None:
+    """Raise DataError (MOD006) if what was read of this tensor of a file holds NaN or infinity. The smallest and the
+    largest of what was just copied cost a tenth of the copy, and NaN is both."""
+    if values.numel() and not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(values)).tolist()):
+        nans, bad = int(values.isnan().sum()), int((~values.isfinite()).sum())
+        counts = [f"{count:,} {word}" for count, word in ((nans, "NaN"), (bad - nans, "infinite")) if count]
+        what = f"`{name}` holds {' and '.join(counts)} of {values.numel():,} values read"
+        fix = "download the file again, or take an earlier checkpoint of that model: this file is damaged"
+        raise DataError(Problem("MOD006", what, str(path), fix))
 
 
 def entries(path: Path) -> dict[str, Entry]:

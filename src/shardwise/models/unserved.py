@@ -48,5 +48,5 @@ def refuse_name(source: str) -> None:
 
 
 def _refused(name: str, what: str, where: str) -> ConfigError:
-    fix = "a dense causal decoder (docs/models.md), or the module in your own training loop (docs/own-loop.md)"
+    fix = "a model of another family (docs/models.md), or the module in your own training loop (docs/own-loop.md)"
     return ConfigError(Problem("MOD001", f"{name} {what}", where, fix))

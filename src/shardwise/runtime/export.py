@@ -21,7 +21,7 @@ from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.blocks import named, spec_of
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec
 from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
 from shardwise.models.tensorfile import DTYPES, NAMES
@@ -41,7 +41,7 @@ def export(
     Every rank calls this alike. What stood there before is replaced when the new one is whole."""
     holders = holders_of(parameters)
     if dist.is_initialized() and dist.get_rank() != 0:
-        for name in parameter_shapes(spec):
+        for name in hf.order_of_writing(spec, dtype):
             fetched(name, parameters, holders)
         return target
     if spec.eos_token_id is None:

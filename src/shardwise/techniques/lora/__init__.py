@@ -128,8 +128,10 @@ def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
     """The layers that the family's files store as one: its name there (``qkv``), and the roles of the layers in it."""
     found: dict[str, list[str]] = {}
     for ours, theirs in () if spec.hf_model is not None else FAMILIES[spec.family].names.items():
-        found.setdefault(theirs.rpartition(".")[2].removesuffix("_proj"), []).append(ours.rpartition(".")[2])
-    return {name: roles for name, roles in found.items() if len(roles) > 1}
+        if isinstance(theirs, str):  # in the others are experts
+            found.setdefault(theirs, []).append(ours.rpartition(".")[2])
+    stacked = {name: roles for name, roles in found.items() if len(roles) > 1}
+    return {name.rpartition(".")[2].removesuffix("_proj"): roles for name, roles in stacked.items()}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

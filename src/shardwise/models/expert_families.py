@@ -1,0 +1,292 @@
+"""Families of mixtures of experts: rows of ``families.FAMILIES``. Imports no torch.
+
+The files have each expert's matrices one by one (Mixtral, OLMoE, Qwen), or a layer's as one tensor (gpt-oss). What
+transformers 5 holds in memory, and saves when it is asked to, is read of all of them.
+"""
+
+from __future__ import annotations
+
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.family import (
+    BEFORE,
+    BLOCK,
+    EDGES,
+    QK_NORM,
+    Config,
+    Family,
+    Fields,
+    Names,
+    Stack,
+    all_sliding,
+    layer_types,
+    layers,
+    refuse,
+    switched,
+    whole,
+    window,
+    write_switched,
+)
+from shardwise.models.rope import number, unsupported
+
+_EXPERTS, _MLP = "layers.{}.mlp.experts.expert_", "model.layers.{}.mlp."
+_MATRICES = ("gate", "up", "down")
+_ROUTER: Names = {"layers.{}.mlp.router": f"{_MLP}gate"}
+_ONE_BY_ONE = _ROUTER | {f"{_EXPERTS}{x}": f"{_MLP}experts.{{}}.{x}_proj" for x in _MATRICES}
+_MIXTRAL: Names = {
+    "layers.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
+    f"{_EXPERTS}gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+    f"{_EXPERTS}up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+    f"{_EXPERTS}down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
+}
+_SHARED: Names = {
+    **{f"layers.{{}}.mlp.shared.{x}": f"{_MLP}shared_expert.{x}_proj" for x in _MATRICES},
+    "layers.{}.mlp.shared_gate": f"{_MLP}shared_expert_gate",
+}
+
+
+def _stacks(word: str, suffix: str = "", *, interleaved: bool = False, transposed: bool = False) -> Names:
+    """The matrices (``word`` is weight) or biases of all experts of a layer as two tensors."""
+    wide, narrow = f"{_MLP}experts.gate_up_proj{suffix}", f"{_MLP}experts.down_proj{suffix}"
+    packed = word == "weight" and interleaved and not transposed
+    return {
+        f"{_EXPERTS}gate.{word}": Stack(wide, 0, 2, interleaved, transposed, packed),
+        f"{_EXPERTS}up.{word}": Stack(wide, 1, 2, interleaved, transposed, packed),
+        f"{_EXPERTS}down.{word}": Stack(narrow, transposed=transposed, packed=packed),
+    }
+
+
+_IN_MEMORY = _ROUTER | _stacks("weight")
+_GPT_OSS: Names = {
+    "layers.{}.attention.sinks": "model.layers.{}.self_attn.sinks",
+    "layers.{}.mlp.router": f"{_MLP}router",
+    **_stacks("weight", interleaved=True, transposed=True),
+    **_stacks("bias", "_bias", interleaved=True),
+}
+_MXFP4 = _stacks("weight", interleaved=True)
+"""As the files of gpt-oss have the experts: rows of gate and up in turn, none of them transposed."""
+
+
+def _experts(config: Config, name: str, count: str = "num_experts", width: str = "moe_intermediate_size") -> Fields:
+    """How many experts and how wide they are, under these keys; ``num_experts`` and ``num_local_experts`` are two names
+    of one number, and the families differ in which they write."""
+    other = "num_local_experts" if count == "num_experts" else "num_experts"
+    count = count if config.get(other) is None else other
+    if (experts := whole(config, count, name)) < 1:
+        what = f"{count} is {experts}"
+        raise ConfigError(Problem("PLAN008", what, f"config of {name}", f"{count}: 1 or more"))
+    return {
+        "experts": experts,
+        "experts_per_token": whole(config, "num_experts_per_tok", name),
+        "expert_size": whole(config, width, name),
+        "router_aux_loss_coef": number(config, "router_aux_loss_coef", None, name),
+        "normalised_top_k": bool(config.get("norm_topk_prob")),
+    }
+
+
+def _write_experts(fields: Fields, count: str = "num_experts") -> Config:
+    return {
+        count: fields["experts"],
+        "num_experts_per_tok": fields["experts_per_token"],
+        "router_aux_loss_coef": fields["router_aux_loss_coef"],
+    }
+
+
+def _mixtral(config: Config, name: str) -> Fields:
+    refuse(config, "router_jitter_noise", name)
+    own = _experts(config, name, "num_local_experts", "intermediate_size")
+    return all_sliding(config, name) | own | {"normalised_top_k": True}
+
+
+def _write_mixtral(fields: Fields) -> Config:
+    return window(fields) | _write_experts(fields, "num_local_experts")
+
+
+def _olmoe(config: Config, name: str) -> Fields:
+    if config.get("clip_qkv") is not None:
+        raise unsupported(f"`clip_qkv: {config['clip_qkv']}` is not supported", name, "clip_qkv: null")
+    return _experts(config, name, width="intermediate_size")
+
+
+def _write_olmoe(fields: Fields) -> Config:
+    return _write_experts(fields) | {"norm_topk_prob": fields["normalised_top_k"]}
+
+
+def _qwen_experts(config: Config, name: str) -> Fields:
+    """Those of each ``decoder_sparse_step``-th layer but ``mlp_only_layers``."""
+    step, dense = whole(config, "decoder_sparse_step", name), config.get("mlp_only_layers") or []
+    count = config["num_hidden_layers"]
+    without = tuple(layer for layer in range(count) if layer in dense or (layer + 1) % step)
+    if without and len(without) == count:
+        what = f"none of the {count} layers has experts"
+        fix = "decoder_sparse_step: 1, mlp_only_layers: []; or a dense model's model_type"
+        raise ConfigError(Problem("PLAN008", what, f"config of {name}", fix))
+    return _experts(config, name) | {"dense_layers": without}
+
+
+def _write_qwen_experts(fields: Fields) -> Config:
+    return _write_olmoe(fields) | {
+        "moe_intermediate_size": fields["expert_size"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(fields["dense_layers"]),
+    }
+
+
+def _qwen2_moe(config: Config, name: str) -> Fields:
+    shared, until = "shared_expert_intermediate_size", whole(config, "max_window_layers", name)
+    if (size := whole(config, shared, name)) < 1:
+        raise ConfigError(Problem("PLAN008", f"{shared} is {size}", f"config of {name}", f"{shared}: 1 or more"))
+    own = {"shared_expert_size": size, "attention_bias": bool(config["qkv_bias"])}
+    # Unlike Qwen2's, every other layer slides, and those before the number, not from it on.
+    slides = switched(config, name, lambda layer: layer % 2 == 0 and layer < until)
+    return slides | _qwen_experts(config, name) | own
+
+
+def _write_qwen2_moe(fields: Fields) -> Config:
+    return (
+        write_switched(fields)
+        | _write_qwen_experts(fields)
+        | {
+            "shared_expert_intermediate_size": fields["shared_expert_size"],
+            "qkv_bias": fields["attention_bias"],
+            "max_window_layers": fields["num_hidden_layers"],
+        }
+    )
+
+
+def _qwen3_moe(config: Config, name: str) -> Fields:
+    alike = {**config, "layer_types": None}
+    return switched(alike, name, lambda layer: True) | _qwen_experts(config, name)
+
+
+def _write_qwen3_moe(fields: Fields) -> Config:
+    switch = fields["sliding_window"] is not None
+    return window(fields) | _write_qwen_experts(fields) | {"use_sliding_window": switch}
+
+
+_SWIGLU: Config = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""What ``clamped_swiglu`` computes with."""
+
+
+def _gpt_oss(config: Config, name: str) -> Fields:
+    for key, value in _SWIGLU.items():
+        if number(config, key, None, name) != value:
+            raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
+    own = _experts(config, name, "num_local_experts", "intermediate_size")
+    # The softmax of the chosen logits alone is that of all, of which the chosen are divided by their sum.
+    return layers(config, name, lambda layer: layer % 2 == 0) | own | {"normalised_top_k": True}
+
+
+def _write_gpt_oss(fields: Fields) -> Config:
+    types = {"layer_types": layer_types(fields)}
+    return window(fields) | types | _write_experts(fields, "num_local_experts") | _SWIGLU
+
+
+_QWEN: Config = {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+}
+
+EXPERT_FAMILIES: dict[str, Family] = {
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        EDGES | BEFORE | BLOCK | _MIXTRAL,
+        _mixtral,
+        _write_mixtral,
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        read_too=(_IN_MEMORY,),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        EDGES | BEFORE | BLOCK | QK_NORM | _ONE_BY_ONE,
+        _olmoe,
+        _write_olmoe,
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "pad_token_id": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.01,
+        },
+        ("attention_bias",),
+        fields={"qk_norm": "projection"},
+        read_too=(_IN_MEMORY,),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        EDGES | BEFORE | BLOCK | _ONE_BY_ONE | _SHARED,
+        _qwen2_moe,
+        _write_qwen2_moe,
+        _QWEN
+        | {
+            "num_key_value_heads": 16,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        fields={"attention_output_bias": False, "shared_expert_gate": True},
+        read_too=(_IN_MEMORY,),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        EDGES | BEFORE | BLOCK | QK_NORM | _ONE_BY_ONE,
+        _qwen3_moe,
+        _write_qwen3_moe,
+        _QWEN
+        | {
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        ("attention_bias",),
+        fields={"qk_norm": "head"},
+        read_too=(_IN_MEMORY,),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        EDGES | BEFORE | BLOCK | _GPT_OSS,
+        _gpt_oss,
+        _write_gpt_oss,
+        _SWIGLU
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "router_aux_loss_coef": 0.001,
+        },
+        ("attention_bias",),
+        fields={
+            "activation": "clamped_swiglu",
+            "attention_sinks": True,
+            "expert_bias": True,
+            "router_bias": True,
+        },
+        read_too=(_MXFP4,),
+    ),
+}

@@ -1,0 +1,159 @@
+"""The names of weights in Hugging Face files, and which tensor there holds which rows of which parameter."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.families import FAMILIES
+from shardwise.models.family import Names, Stack
+
+PACKED = 32
+"""Values of MXFP4 that have a scale in common."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the files have the rows ``start`` to ``stop`` of a parameter: in the tensor of this name and shape, from
+    its row ``first`` on each ``step``. expert: the tensor is a stack of matrices, and they are in this one. transposed:
+    rows are its columns. packed: it is MXFP4, and ``shape`` is that of its values."""
+
+    start: int
+    stop: int
+    tensor: str
+    shape: tuple[int, ...]
+    first: int = 0
+    step: int = 1
+    expert: int | None = None
+    transposed: bool = False
+    packed: bool = False
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """These rows, of the tensor or of the expert's matrix in it: a view."""
+        count = self.stop - self.start
+        return (tensor.T if self.transposed else tensor)[self.first : self.first + count * self.step : self.step]
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of the files that is needed."""
+        if not self.packed:
+            yield self.tensor, self.shape
+            return
+        scales = (*self.shape[:-1], -(-self.shape[-1] // PACKED))
+        yield f"{self.tensor}_blocks", (*scales, PACKED // 2)
+        yield f"{self.tensor}_scales", scales
+
+
+def to_hf_name(name: str, family: str = "llama") -> str:
+    """``layers.3.attention.q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; what a family's files stack has
+    one name, and what they have expert by expert a name with ``*``. Raises KeyError."""
+    found = _in_table(name, FAMILIES[family].names)
+    if found is None:
+        raise KeyError(f"no counterpart for parameter {name!r}")
+    return found.name if isinstance(found, Stack) else found.replace("{}", "*")
+
+
+def _in_table(name: str, table: Names) -> str | Stack | None:
+    """What a family's table says of a parameter, with the number of the layer filled in. Parameters keep their last
+    word (weight, bias) unless the table has them by their whole name."""
+    number = re.match(r"layers\.(\d+)\.", name)
+    pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
+    module, _, last = pattern.rpartition(".")
+    found = table.get(pattern)
+    if found is None and module in table and last in ("weight", "bias"):
+        found = f"{table[module]}.{last}"
+    layer = number[1] if number else ""
+    if isinstance(found, Stack):
+        return replace(found, name=found.name.replace("{}", layer, 1))
+    return None if found is None else found.replace("{}", layer, 1)
+
+
+def name_in_model(name: str, spec: ModelSpec) -> str:
+    """The name in transformers' model of the parameter with this canonical name."""
+    if spec.hf_model is None:
+        return to_hf_name(name, spec.family)
+    part, _, rest = name.partition(".")
+    return f"{dict(spec.hf_model.places)[part]}.{rest}"
+
+
+def name_in_files(name: str, spec: ModelSpec) -> str:
+    """Its name in the files: for some models transformers has renamed parameters, but the files keep the old names."""
+    named = {} if spec.hf_model is None else {ours: theirs for ours, theirs, *_ in spec.hf_model.parameters}
+    number = re.match(r"layers\.(\d+)\.", name)
+    pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
+    return named[pattern].format(number and number[1]) if pattern in named else name_in_model(name, spec)
+
+
+def transposed(spec: ModelSpec) -> set[str]:
+    """The canonical names of the matrices that the files store as [in, out], as GPT-2's do."""
+    names = () if spec.hf_model is None else spec.hf_model.transposed
+    return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
+
+
+def places(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[Place, ...]]:
+    """Where the files have each parameter of ``spec``, in the order of its rows; every element of a tensor is one of a
+    parameter. ``found``: the tensors that there are, of a family with more than one form; as it is written if none."""
+    shapes, there = parameter_shapes(spec), transposed(spec)
+    forms = {name: _form(name, spec, found) for name in shapes}
+    heights: Counter[str] = Counter()
+    for name, form in forms.items():
+        if isinstance(form, str):
+            heights[form] += shapes[name][0]
+    placed: dict[str, tuple[Place, ...]] = {}
+    above: Counter[str] = Counter()
+    for name, form in forms.items():
+        rows, *columns = shapes[name]
+        if isinstance(form, Stack):
+            placed[name] = tuple(_in_stack(form, shapes[name], spec.experts))
+        elif "{}" in form:
+            each = rows // spec.experts
+            placed[name] = tuple(
+                Place(each * e, each * (e + 1), form.format(e), (each, *columns)) for e in range(spec.experts)
+            )
+        else:
+            shape = (heights[form], *columns)
+            shape = shape[::-1] if name in there else shape
+            placed[name] = (Place(0, rows, form, shape, above[form], transposed=name in there),)
+            above[form] += rows
+    return placed
+
+
+def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Place]:
+    each = shape[0] // experts
+    matrix = (each * form.count, *shape[1:])
+    whole = (experts, *(matrix[::-1] if form.transposed else matrix))
+    first, step = (form.index, form.count) if form.interleaved else (form.index * each, 1)
+    for e in range(experts):
+        yield Place(each * e, each * (e + 1), form.name, whole, first, step, e, form.transposed, form.packed)
+
+
+def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
+    """How the files have a parameter: as they usually do, unless there is nothing of that but of another form."""
+    if spec.hf_model is not None:
+        return name_in_files(name, spec)
+    family = FAMILIES[spec.family]
+    forms = [form for table in (family.names, *family.read_too) if (form := _in_table(name, table)) is not None]
+    if not forms:
+        raise KeyError(f"no counterpart for parameter {name!r}")
+    return next((form for form in forms if _is_there(form, spec, found)), forms[0])
+
+
+def _is_there(form: str | Stack, spec: ModelSpec, found: Collection[str]) -> bool:
+    """Whether there is any tensor of this form."""
+    if isinstance(form, Stack):
+        return any(form.name + word in found for word in (("_blocks", "_scales") if form.packed else ("",)))
+    return any(form.format(e) in found for e in range(spec.experts)) if "{}" in form else form in found
+
+
+def tensors(placed: Mapping[str, tuple[Place, ...]]) -> dict[str, list[tuple[str, Place]]]:
+    """By the name of a tensor of the files, the parameters in it and where. The order is that of the parameters, so
+    that all tensors with rows of one parameter alone follow each other."""
+    held: dict[str, list[tuple[str, Place]]] = {}
+    for name, parts in placed.items():
+        for place in parts:
+            held.setdefault(place.tensor, []).append((name, place))
+    return held

@@ -1,0 +1,81 @@
+"""A parameter as the files hold it: in one tensor or several, in rows among others, or packed in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from shardwise.models.hf_names import PACKED, Place
+from shardwise.models.tensorfile import Entry, check_finite
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of 4 bits without the highest, which is the sign."""
+SCALE_BIAS = 127
+"""What is taken from a scale's byte to give the power of two that it stands for (E8M0)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales."""
+
+    place: Place
+    entry: Entry
+    scales: Entry | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That in which its values are read."""
+        return self.entry.dtype if self.scales is None else torch.bfloat16
+
+    def read_into(self, out: Tensor, first: int, columns: Sequence[slice]) -> None:
+        """Copy as many rows as ``out`` has, from row ``first`` of the parameter on, of these columns. The file is
+        mapped, so that no more is read."""
+        chosen = slice(first - self.place.start, first - self.place.start + out.shape[0])
+        if self.scales is None:
+            out.copy_(self._rows(self.entry)[(chosen, *columns)])
+            return
+        [wanted] = columns
+        groups = slice(wanted.start // PACKED, -(-wanted.stop // PACKED))
+        values = dequantised(*(self._rows(entry)[chosen, groups] for entry in (self.entry, self.scales)))
+        skipped = groups.start * PACKED
+        out.copy_(values[:, wanted.start - skipped : wanted.stop - skipped])
+
+    def _rows(self, entry: Entry) -> Tensor:
+        expert = self.place.expert
+        return self.place.rows(entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter: its pieces in the order of their rows."""
+
+    pieces: tuple[Piece, ...]
+
+    def read_finite(self, part: Sequence[slice]) -> Tensor:
+        """A copy of the slice ``part``, and no more read or allocated; raises DataError (MOD006) if it holds NaN or
+        infinity."""
+        rows, *columns = part
+        dtype = reduce(torch.promote_types, {piece.dtype for piece in self.pieces})
+        out = torch.empty([each.stop - each.start for each in part], dtype=dtype)
+        for piece in self.pieces:
+            first, last = max(rows.start, piece.place.start), min(rows.stop, piece.place.stop)
+            if first < last:
+                own = out[first - rows.start : last - rows.start]
+                piece.read_into(own, first, columns)
+                check_finite(own, piece.place.tensor, piece.entry.path)
+        return out
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The bf16 values [n,32g] of MXFP4 blocks uint8 [n,g,16], two values a byte, the lower 4 bits first, and scales
+    uint8 [n,g], a power of two for 32 values (Open Compute Project, "Microscaling Formats", 2023; scale 255 is NaN).
+    Nothing is rounded."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    wide = values.index_select(0, codes.flatten()).view(codes.shape)
+    powers = scales.int().sub_(SCALE_BIAS).unsqueeze(-1)
+    return torch.ldexp(wide, powers).masked_fill_(scales.eq(255).unsqueeze(-1), torch.nan).bfloat16().flatten(-2)
