@@ -108,6 +108,8 @@ class Pipelines:
                 sizes = [] if rest else splits(recipe.train, self.whole, dp, own_devices)
                 if sizes := [each for each in sizes if each[1] >= least]:
                     degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
+                    if ep.check(spec, replace(cut, layout=degrees), cluster):
+                        continue
                     split = Shard("zero3" if dp > 1 else "ddp")
                     own = [replace(end, layout=degrees, pipeline=staged.pipeline, shard=split) for end in ends]
                     most, fewest = (self._batch(each) for each in (sizes[0], sizes[-1]))
