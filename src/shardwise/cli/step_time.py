@@ -33,7 +33,7 @@ def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:
     recomputation counted; None where no peak is known."""
     if not cluster.device.bf16_flops:
         return None
-    flops = price(spec, replace(plan, remat=Remat()), cluster).estimate.flops_per_step
+    flops = price(spec, replace(plan, remat=Remat(), expert_imbalance=1.0), cluster).estimate.flops_per_step
     return flops / seconds(plan).step_s / cluster.device.bf16_flops / cluster.world
 
 

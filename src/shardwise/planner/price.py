@@ -19,7 +19,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import EXPERT_ROWS, Sheet
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
@@ -32,6 +32,9 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             passes[alike] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
         span = around(costed, plan, passes[alike])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
+        if rows := span.top.get(EXPERT_ROWS, 0):
+            memory["activations"] += rows
+            memory["expert reserve"] = round((plan.expert_imbalance - 1) * rows)
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))

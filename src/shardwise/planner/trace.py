@@ -32,7 +32,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
-from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
+from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
@@ -328,6 +328,8 @@ class _Naming:
 
     def tensor(self, stored: Stored, index: int, category: str) -> Tensor:
         shape = self.reading.shape(stored.shape)
+        arrived = category == "activations" and any(ARRIVED in str(dim).split("*") for dim in shape)
+        category = EXPERT_ROWS if arrived else category
         return Tensor(f"t{index}", shape, _dtype(stored.dtype), category, symbols=shape)
 
     def ops(self, events: list[RecordedOp], local: dict[int, int], run: _Pass) -> tuple[Op, ...]:

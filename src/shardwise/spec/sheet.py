@@ -61,6 +61,9 @@ def number(dim: Dim, sizes: tuple[int, int]) -> int:
 GROUPED, GROUPED_OUTER = "shardwise.grouped", "shardwise.grouped_outer"
 """Products whose rows belong to groups, and the gradients of their matrices: of their groups, m, n and k (``Op.dims``)
 the rows, m of the one and k of the other, are those of all groups."""
+ARRIVED, EXPERT_ROWS = "R", "expert rows"
+"""The symbol of the rows that come to a rank's experts, and the category of tensors of so many: of these the fullest
+rank has more than its share."""
 SEND = "send"
 """The kind of operations that are collectives; their names are those of collectives."""
 
@@ -155,10 +158,8 @@ class Op:
             return replace(self, dims=tuple(size_of(dim, sizes) for dim in self.dims))
         if not self.symbols:
             return self
-        if self.axis or "b" in str(self.symbols).split("*"):
-            flops, per = grown(self.symbols, sizes)
-            return replace(self, flops=flops, per=per)
-        return replace(self, flops=size_of(self.symbols, sizes))
+        flops, per = grown(self.symbols, sizes)
+        return replace(self, flops=flops, per=per)
 
 
 class Cut(NamedTuple):
