@@ -74,8 +74,10 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """The bf16 values [n,32g] of MXFP4 blocks uint8 [n,g,16], two values a byte, the lower 4 bits first, and scales
     uint8 [n,g], a power of two for 32 values (Open Compute Project, "Microscaling Formats", 2023; scale 255 is NaN).
     Nothing is rounded."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
-    wide = values.index_select(0, codes.flatten()).view(codes.shape)
-    powers = scales.int().sub_(SCALE_BIAS).unsqueeze(-1)
-    return torch.ldexp(wide, powers).masked_fill_(scales.eq(255).unsqueeze(-1), torch.nan).bfloat16().flatten(-2)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.int32).flatten()
+    powers = torch.ldexp(torch.ones(256), byte - SCALE_BIAS).bfloat16()
+    powers[255] = torch.nan
+    wide = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16).view(*scales.shape, PACKED)
+    return wide.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2)
