@@ -34,7 +34,8 @@ class _RouterProduct(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         wide = accumulation_dtype(x.dtype)
-        return torch.mm(x.to(wide), weight.to(wide).t())
+        with torch.autocast(x.device.type, enabled=False):  # which would have it in bf16
+            return torch.mm(x.to(wide), weight.to(wide).t())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -83,7 +84,10 @@ class Stacked(nn.Module):
 
 
 def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """What :class:`Stacked` computes with these weights."""
+    """What :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
     out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
     if bias is None:
         return out
@@ -115,9 +119,8 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        out = rows.new_empty(
-            weights.shape[0], rows.shape[1]
-        )  # no view of a result: FSDP2 warns of a module that returns one
+        # no view of a result: FSDP2 warns of a module that returns one
+        out = rows.new_empty(weights.shape[0], rows.shape[1])
         torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
         return out
 
