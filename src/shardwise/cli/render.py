@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from shardwise.cli.show import coloured
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
 from shardwise.planner.compare import MARGIN
 from shardwise.planner.remedy import Remedy
 from shardwise.spec.cluster import Cluster
