@@ -50,6 +50,7 @@ WITH_TORCH = {
     "shardwise.techniques.cp.attention",
     "shardwise.techniques.cp.exchange",
     "shardwise.techniques.cp.ulysses",
+    "shardwise.techniques.ep.dispatch",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",
@@ -57,6 +58,7 @@ WITH_TORCH = {
     "shardwise.techniques.lora.dora",
     "shardwise.techniques.lora.dropout",
     "shardwise.techniques.nf4.fourbit",
+    "shardwise.techniques.selective",
     "shardwise.techniques.optim.moments",
     "shardwise.techniques.optim.rounding",
 }
