@@ -119,8 +119,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        # no view of a result: FSDP2 warns of a module that returns one
-        out = rows.new_empty(weights.shape[0], rows.shape[1])
+        out = rows.new_empty(weights.shape[0], rows.shape[1])  # FSDP2 warns of a module that returns a view
         torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
         return out
 
@@ -131,13 +130,12 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
-        grad_rows = grad.index_select(0, order // weights.shape[1]).mul_(own)
-        grad_weights = None
+        of_token, grad_weights = grad.index_select(0, order // weights.shape[1]), None
         if ctx.needs_input_grad[1]:
-            each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-            grad_weights = torch.bmm(each, grad.unsqueeze(-1)).squeeze(-1).to(weights.dtype)
-        return grad_rows, grad_weights, None, None
+            products = torch.linalg.vecdot(rows, of_token).index_select(0, inverse)
+            grad_weights = products.to(weights.dtype).view_as(weights)
+        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
+        return of_token.mul_(own), grad_weights, None, None
 
 
 class Experts(nn.Module):
