@@ -201,3 +201,14 @@ def counted(ids: Tensor, experts: int) -> Tensor:
     """How many of the ids [n,k] are each expert's, int64 [E]."""
     chosen = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def counting(block: nn.Module) -> list[Tensor]:
+    """Have a block's layers with experts count as in a training step; returns what they read and write for it."""
+    found: list[Tensor] = []
+    for module in block.modules():
+        if isinstance(module, MoE):
+            experts = module.router.weight.shape[0]
+            module.tally = Tally(*(torch.zeros(size, dtype=torch.float64) for size in (experts, 2, 2)))
+            found += vars(module.tally).values()
+    return found

@@ -26,12 +26,11 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.models.attention import MaskSpec
-from shardwise.models.balance import Tally
 from shardwise.models.blocks import blocks
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
-from shardwise.models.moe import MoE
+from shardwise.models.moe import counting
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
@@ -180,12 +179,8 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
         return tail, []
     mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
-    block, counted = model.layers[variant.block], list[torch.Tensor]()
-    for module in block.modules():
-        if isinstance(module, MoE):  # as in a training step
-            module.tally = Tally(*(torch.zeros(size, dtype=torch.float64) for size in (variant.model.experts, 2, 2)))
-            counted += vars(module.tally).values()
-    return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counted]
+    block = model.layers[variant.block]
+    return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
 
 
 def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,14 +101,24 @@ class Counts:
 
 
 def spread(loads: Loads) -> dict[str, list[float]]:
-    """Of each layer with experts: ``entropy`` of the shares of its experts, 1 where all are alike, 0 where one has all;
-    ``fullest``: the largest share times the number of experts; ``dead``: how many experts got no token."""
+    """Of each ``layer`` with experts: ``entropy`` of the shares of its experts, 1 where all are alike, 0 where one has
+    all; ``fullest``: the largest share times the number of experts; ``dead``: how many experts got no token."""
     found: dict[str, list[float]] = {"layer": [], "entropy": [], "fullest": [], "dead": []}
     for layer, counts in loads.items():
-        total, most = sum(counts), math.log(max(2, len(counts)))
-        shares = [count / total for count in counts if count] if total else []
+        total, experts = max(1.0, sum(counts)), len(counts)
+        shares = [count / total for count in counts if count]
         found["layer"].append(layer)
-        found["entropy"].append(round(-sum(share * math.log(share) for share in shares) / most, 4) + 0.0)
-        found["fullest"].append(round(max(shares, default=0.0) * len(counts), 4))
-        found["dead"].append(len(counts) - len(shares))
+        found["entropy"].append(round(sum(-share * math.log(share, max(2, experts)) for share in shares), 4))
+        found["fullest"].append(round(max(shares, default=0.0) * experts, 4))
+        found["dead"].append(experts - len(shares))
     return found
+
+
+def told(loads: Loads) -> dict[str, Any]:
+    """What the metrics of a step have of its ``loads``: by layer, and of all layers the lowest entropy, the fullest
+    expert and how many are dead; nothing of a model without experts."""
+    if not loads:
+        return {}
+    each = spread(loads)
+    worst = {"expert_entropy": min(each["entropy"]), "expert_fullest": max(each["fullest"])}
+    return {**worst, "dead_experts": sum(each["dead"]), "experts": each}
