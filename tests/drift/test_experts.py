@@ -7,13 +7,28 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from shardwise import techniques
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
+from shardwise.planner.price import traffic
+from shardwise.planner.schedule import folded
+from shardwise.planner.sheets import sheet_of
 from shardwise.planner.variants import chosen
+from shardwise.prove import parity
 from shardwise.prove.drift import drift, predict
+from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import job_of
+from shardwise.runtime import reduce
+from shardwise.runtime.build import build
+from shardwise.runtime.metrics.measure import Meter
+from shardwise.runtime.step import step
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.recipe import OptimSection, Recipe
+from tests.runtime.rank_work import rules_of
 
 PLAIN = ModelSpec(
     "drift-experts", 67, 64, 96, 2, 4, 4, 16, experts=6, experts_per_token=2, expert_size=40, shared_expert_size=24
@@ -80,3 +95,33 @@ def test_variants_say_whether_a_loss_is_there_not_its_coefficient() -> None:
     other = replace(DEEP, router_aux_loss_coef=0.25)
     assert variant(DEEP, 0) == variant(other, 0) != variant(replace(DEEP, router_aux_loss_coef=0.0), 0)
     assert variant(DEEP, 2) == variant(replace(DEEP, router_aux_loss_coef=0.0, router_z_loss_coef=0.0), 2)
+
+
+def sent(rank: int, world: int, spec: ModelSpec, plans: list[Plan]) -> list[dict[tuple[str, str], tuple[int, int]]]:
+    """By axis and kind what a run's report has measured of a step under each plan."""
+    found = []
+    for of in plans:
+        groups = meshes(of.layout, "cpu")
+        state, rules = build(Recipe(), spec, of, groups, torch.device("cpu")), rules_of(of, OptimSection())
+        meter = Meter(groups, torch.device("cpu"))
+        for number in range(Meter.TRAFFIC_STEP):
+            rows = parity.share_of_rank(job_of(spec, of, 1).batch(number), groups, of)
+            with meter.measuring(state):
+                reduce.count_supervised(groups, 1)
+                step(state, rows, 1, rules)
+        found.append(meter.traffic)
+    return found
+
+
+@pytest.mark.parametrize("experts", [2, 6])
+def test_a_report_compares_what_is_alike(ranks: RankPool, experts: int) -> None:
+    """Of few experts the counts of rows, or the figures of a step, are small enough to pass for control messages."""
+    spec = replace(SPEC, num_hidden_layers=1, experts=experts)
+    plans = [plan(layout) for layout in (Layout(dp_replicate=2), Layout(tp=2), Layout(cp=2))]
+    for place, measured in enumerate(ranks.run(sent, spec, plans, world=2)[0]):
+        predicted: Counter[tuple[str, str]] = Counter()
+        for item in traffic(
+            folded(techniques.cost(sheet_of(spec, plans[place]), plans[place]), plans[place]), plans[place]
+        ):
+            predicted["control" if item.category == "control" else item.axis, item.kind] += item.bytes
+        assert predicted == {key: size for key, (size, _) in measured.items()}, plans[place]

@@ -223,13 +223,13 @@ def _share_rows(module: MoE, meshes: Meshes) -> None:
     """Of each row the ranks have a part each; among those of sequence parallelism that is cut already."""
     from shardwise.distributed.collectives import summed
 
-    own, beside = module.rows_of, module.over_rows
+    own, beside, ranks, group = module.rows_of, module.over_rows, meshes.size("cp"), meshes.groups["cp"]
 
     def rows_of(x: Tensor) -> RowPlaces:
-        return own(x)._replace(ranks=meshes.size("cp"))
+        return own(x)._replace(ranks=ranks)
 
     def over_rows(counts: Tensor) -> Tensor:
-        return summed(beside(counts), meshes.groups["cp"])
+        return summed(beside(counts), group)
 
     module.rows_of, module.over_rows = rows_of, over_rows  # type: ignore[method-assign]
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 INSIDE = (
     "techniques/tp/__init__.py",
     "techniques/tp/cut_norm.py",
-    "techniques/tp/rows.py",
     "techniques/share.py",
     "techniques/states.py",
     "distributed/collectives.py",
