@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shardwise.models import balance, moe
 from shardwise.models.balance import Routing, RowPlaces
+from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import balance as steps
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.techniques import cp
 from shardwise.techniques.tp import rows
 from tests.parity import drawn, experts, planted
@@ -60,6 +61,15 @@ def test_e6_e7_e9_c17_gradients_of_a_sample(ranks: RankPool) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients(ranks: RankPool, group: str) -> None:
     proved(ranks, [name for name in GROUPS[group] if name not in SAMPLE])
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_gradients_in_other_dtypes(compute: Any) -> None:
+    """With the tolerances of test_fp32_bf16.py. In fp16 the losses of routers are scaled as the method's is."""
+    spec = replace(MOE, initializer_range=0.1, hidden_size=64)
+    of = replace(plan(accumulation=2), precision=Precision(compute))
+    found = parity.compare(drawn.plain(parity.job_of(spec, of, 1)), [drawn.take_steps(0, spec, of, 1)])
+    assert found.gradient.error <= 1e-5 if compute == "fp32" else found.turn.error <= 1e-3, found
 
 
 def test_e10_losses_and_loads_of_a_sample(ranks: RankPool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.meshes import Meshes
 from shardwise.models.blocks import blocks
@@ -15,11 +16,14 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
-from shardwise.prove.workload import job_of
-from shardwise.runtime import balance, passes
+from shardwise.prove.workload import OPTIM, job_of
+from shardwise.runtime import balance, passes, reduce
 from shardwise.runtime.balance import Counts, spread, told
+from shardwise.runtime.build import build
+from shardwise.runtime.step import accumulate
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Method, Recipe
 from tests.parity import drawn, experts
 from tests.parity.experts import DEEP, MOE
 
@@ -99,3 +103,25 @@ def test_evaluation_counts_nothing_and_computes_the_same() -> None:
         scores.append(passes.infer([decoder], batch, passes.score_of(plan)))
         assert len(blocks(decoder)) == 2 and all(layer.tally is None for layer in layers(decoder))
     assert scores[0] is not None and torch.equal(scores[0], scores[1])  # type: ignore[arg-type]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host asks the device for a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_host_waits_for_a_device() -> None:
+    """Neither in the micro-batches nor when what they counted is summed. (Where products of experts are no single
+    kernel they read the counts, in models/grouped.py.)"""
+    plan = experts.plan(accumulation=2)
+    job = job_of(MOE, plan, 1, drawn.RANDOM)
+    state = build(Recipe(optim=OPTIM), MOE, plan, Meshes(), torch.device("cpu"), drawn.RANDOM.draw)
+    rules = passes.StepRules(plan, Meshes(), OPTIM, 10, passes.finish_of(Method(), plan))
+    batches = parity.share_of_rank(job.batch(0), Meshes(), plan)
+    with NoHostReads():
+        _, counted = accumulate(state, batches, 1, rules)
+        found = reduce.combine(Meshes(), torch.zeros(()), torch.zeros(()), counted=counted)
+    assert found.shape == (2 + MOE.expert_counts,) and counted[2:].sum() == 8 * 12 * 2 * 2

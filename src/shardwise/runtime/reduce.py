@@ -54,7 +54,7 @@ def combine(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor, cou
     every rank, so all of them skip or none does."""
     shares = [share.detach().double().reshape(()) for share in (loss, *figures)]
     numbers = torch.stack([squares.to(loss.device), *(s if meshes.counts else torch.zeros_like(s) for s in shares)])
-    numbers = numbers if counted is None else torch.cat([numbers, counted])
+    numbers = torch.cat([numbers, counted]) if counted is not None and len(counted) else numbers
     meshes.sum(numbers, "world")
     return numbers
 
