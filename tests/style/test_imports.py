@@ -54,6 +54,7 @@ WITH_TORCH = {
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",
+    "shardwise.techniques.tp.rows",
     "shardwise.techniques.pp.later",
     "shardwise.techniques.lora.dora",
     "shardwise.techniques.lora.dropout",

@@ -40,7 +40,8 @@ class ModelSpec:
     softmax. experts: of each layer but the ``dense_layers``, ``expert_size`` wide, of which a token goes to
     ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
     tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
-    the loss that balances experts. hf_model: what the blocks are, where not those of the decoder.
+    the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py).
+    hf_model: what the blocks are, where not those of the decoder.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelSpec:
     shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()
     router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -113,6 +115,11 @@ class ModelSpec:
     def expert_layers(self) -> int:
         """How many layers have experts."""
         return sum(self.has_experts(layer) for layer in range(self.num_hidden_layers))
+
+    @property
+    def expert_counts(self) -> int:
+        """How many numbers a step counts of experts: two losses, and the tokens of each expert of each layer."""
+        return 2 + self.expert_layers * self.experts if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:

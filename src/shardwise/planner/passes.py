@@ -230,8 +230,8 @@ class _Local:
 
     def __init__(self, passes: Passes, unit: Unit) -> None:
         self.unit, (b, s), length = unit, (passes.b, passes.s), passes.cut.length
-        self.times = {"": 1, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
-        self.parts = {"": 1, "b*s": 1, "b*s*s": length * length}
+        self.times = {"": 1, "b": b, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
+        self.parts = {"": 1, "b": 1, "b*s": 1, "b*s*s": length * length}
         self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
         self.sizes = [tensor.bytes(b, s) for tensor in unit.tensors]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}

@@ -30,6 +30,7 @@ from shardwise.models.blocks import blocks
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
+from shardwise.models.moe import counting
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
@@ -179,7 +180,7 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
-    return lambda start: block(start(), rotary, mask), [*(rotary or ())]
+    return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
 
 
 def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:

@@ -33,12 +33,12 @@ from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import optim
 
 SMALL = 2**20

@@ -21,6 +21,7 @@ import torch
 from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.roles import MULTIPLIED
+from shardwise.runtime.balance import told
 from shardwise.runtime.checkpoint.save import SaveResult
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.metrics.trackers import Outcome, Tracks
@@ -203,6 +204,7 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
+        record |= told(stats.loads)
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
@@ -329,6 +331,7 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
         f"loss {record['loss']:.3f}",
         f"lr {record['learning_rate']:.1e}",
         f"grad_norm {record['grad_norm']:.2f}",
+        *([f"experts {_fullness(record)}"] if "experts" in record else []),
         f"{record['tokens_per_s']:,.0f} tok/s",
         *([] if record["mfu"] is None else [f"MFU {100 * record['mfu']:.0f} %"]),
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
@@ -337,6 +340,11 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
     if record["skipped"]:
         parts.append(f"skipped: {record['reason']}")
     return "  ".join(parts)
+
+
+def _fullness(record: Mapping[str, Any]) -> str:
+    """``1.8x``: the fullest has so many times its even share; ``1.8x, 3 dead``: as many got no token."""
+    return f"{record['expert_fullest']:.1f}x" + f", {record['dead_experts']:.0f} dead" * (record["dead_experts"] > 0)
 
 
 def unfit(stats: StepStats, next_scale: float) -> str:

@@ -23,11 +23,8 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
+from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques.compile import suspended
-
-CONTROL_BYTES = 64
-"""A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
-model."""
 
 
 @dataclass(frozen=True)
