@@ -253,7 +253,7 @@ def routed(model: nn.Module, chosen: list[Routing] | None = None) -> list[Routin
                 ids = chosen[number].ids
                 weights = moe.router(x).softmax(-1).gather(1, ids)
                 weights = weights / weights.sum(-1, keepdim=True) if moe.normalised else weights
-                routing = Routing(ids, weights, chosen[number].counts)
+                routing = routing._replace(ids=ids, weights=weights, counts=chosen[number].counts)
             found.append(routing)
             return routing
 

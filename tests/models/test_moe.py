@@ -88,7 +88,8 @@ def sent(spec: ModelSpec, where: Any, dtype: torch.dtype) -> Routing:
     """Of each token to these experts, [n,k], with random weights."""
     ids = torch.as_tensor(where)
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return Routing(ids, weights.requires_grad_(), counted(ids, spec.experts))
+    logits = torch.zeros(len(ids), spec.experts)
+    return Routing(ids, weights.requires_grad_(), counted(ids, spec.experts), logits, logits.softmax(-1))
 
 
 def token_by_token(spec: ModelSpec, experts: Experts, x: Tensor, routing: Routing) -> Tensor:

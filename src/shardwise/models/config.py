@@ -40,7 +40,8 @@ class ModelSpec:
     softmax. experts: of each layer but the ``dense_layers``, ``expert_size`` wide, of which a token goes to
     ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
     tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
-    the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py).
+    the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
+    output_router_logits: whether the first is added, as transformers names it.
     hf_model: what the blocks are, where not those of the decoder.
     """
 
@@ -93,6 +94,7 @@ class ModelSpec:
     dense_layers: tuple[int, ...] = ()
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    output_router_logits: bool = True
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -106,6 +108,11 @@ class ModelSpec:
             return {*self.intermediate_sizes} or {self.intermediate_size}
         dense = {self.intermediate_size} if self.dense_layers else set()
         return dense | ({self.shared_expert_size} if self.shared_expert_size else set())
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """What the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0, self.router_z_loss_coef
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts in the place of an MLP."""

@@ -166,7 +166,7 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
-        self.coefficients = (spec.router_aux_loss_coef, spec.router_z_loss_coef)
+        self.coefficients = spec.router_losses
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
         self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None

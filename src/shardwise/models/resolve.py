@@ -24,10 +24,13 @@ def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
     if key := next((key for key, value in asked.items() if value and not spec.experts), ""):
         what = f"`model.{key}` is a loss of routers, and {spec.name} has no experts that Shardwise computes"
         raise ConfigError(Problem("CFG008", what, f"model.{key}", "leave it out"))
-    auxiliary = spec.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
-    if (auxiliary, model.router_z_loss) == (spec.router_aux_loss_coef, spec.router_z_loss_coef):
+    if not spec.experts:
         return spec
-    return replace(spec, router_aux_loss_coef=auxiliary, router_z_loss_coef=model.router_z_loss)
+    auxiliary = spec.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
+    begins = model.config is not None or model.init == "random"
+    added = spec.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
+    spec = replace(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
+    return replace(spec, router_z_loss_coef=model.router_z_loss)
 
 
 def _described(recipe: Recipe) -> ModelSpec:

@@ -138,8 +138,8 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
             normalised_top_k=spec.normalised_top_k,
             shared_expert_size=numbers["h"] if shared else 0,
             shared_expert_gate=spec.shared_expert_gate,
-            router_aux_loss_coef=_on(spec.router_aux_loss_coef),
-            router_z_loss_coef=_on(spec.router_z_loss_coef),
+            router_aux_loss_coef=_on(spec.router_losses[0]),
+            router_z_loss_coef=_on(spec.router_losses[1]),
         )
     return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
 

@@ -48,4 +48,5 @@ def of_rows(logits: Tensor, spec: ModelSpec) -> Tensor:
     chosen = one_hot(scores.topk(spec.experts_per_token).indices, spec.experts).to(scores.dtype).sum(2)
     shares, means = chosen.mean(1), scores.mean(1)  # [b,E]
     auxiliary = spec.experts * (shares * means).sum(1).mean()
-    return spec.router_aux_loss_coef * auxiliary + spec.router_z_loss_coef * logits.logsumexp(-1).square().mean()
+    of_loads, of_logits = spec.router_losses
+    return of_loads * auxiliary + of_logits * logits.logsumexp(-1).square().mean()

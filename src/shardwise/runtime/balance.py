@@ -53,7 +53,7 @@ def counting(
     loads = numbers[2:].view(len(layers), spec.experts)
     rows = rows_of(batches, plan)
     factors = torch.zeros_like(numbers[:2])
-    for place, coefficient in enumerate((spec.router_aux_loss_coef, spec.router_z_loss_coef)):
+    for place, coefficient in enumerate(spec.router_losses):
         factors[place].fill_(coefficient / (len(layers) * rows))
     factors = factors if scale is None else factors * scale
     found = [
@@ -90,7 +90,7 @@ class Counts:
         """Those that have a coefficient: means over rows and layers."""
         if not numbers:
             return {}
-        known = zip(LOSSES, (self.spec.router_aux_loss_coef, self.spec.router_z_loss_coef), numbers, strict=False)
+        known = zip(LOSSES, self.spec.router_losses, numbers, strict=False)
         return {name: total / (self.rows * self.spec.expert_layers) for name, weight, total in known if weight}
 
     def loads(self, numbers: Sequence[float]) -> Loads:

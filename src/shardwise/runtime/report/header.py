@@ -76,7 +76,7 @@ def header(job: Job) -> str:
 
 def of_routers(spec: ModelSpec) -> str:
     """What is added to the loss: `` + 0.001 router_aux_loss``."""
-    weights = zip(LOSSES, (spec.router_aux_loss_coef, spec.router_z_loss_coef), strict=True)
+    weights = zip(LOSSES, spec.router_losses, strict=True)
     return "".join(f" + {weight:g} {name}" for name, weight in weights if weight and spec.experts)
 
 
