@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.families import FAMILIES
 from shardwise.models.roles import STACKED, is_adaptable, is_stacked, role
 from shardwise.spec.cluster import Cluster
@@ -127,6 +128,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         others = ", ".join(name for name in roles if name not in STACKED)
         fix = f"`lora.dora: false`, or without experts: `lora.targets: [{others}]`"
         problems.append(Problem("PLAN018", what, "lora.dora", fix))
+    dense = [name for name in plan.lora.targets or roles if name in ("gate", "up", "down")]
+    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and spec.dense_layers and dense:
+        what = f"PEFT cannot read magnitudes of {', '.join(dense)} in a {spec.family}, whose experts have these names"
+        problems.append(Problem("PLAN018", what, "lora.dora", "false, or only layers of attention in `lora.targets`"))
     widths = {*spec.mlp_sizes, *([spec.expert_size] if of_experts else [])}
     least = min(spec.hidden_size, *widths, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:
