@@ -54,7 +54,7 @@ def base_of(directory: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("what", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_reads_what_is_written(tmp_path: Path, family: str, what: str) -> None:

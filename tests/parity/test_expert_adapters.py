@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
+from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
-from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Remat, Shard
@@ -44,12 +43,12 @@ def plan(lora: Lora, layout: Layout, strategy: str = "zero3", remat: str = "none
 
 
 TWO = [
-    plan(LORA, Layout(dp_replicate=2), "ddp", "selective"),
-    plan(LORA, Layout(dp_shard=2), "zero1", "full", 2),
     plan(LORA, Layout(dp_shard=2, ep=2), "zero3", "selective", 2),
+    plan(LORA, Layout(tp=2, ep=2), "ddp", "none", 2),
     plan(LORA, Layout(tp=2), "ddp", "full"),
     replace(plan(LORA, Layout(tp=2), "ddp"), sequence_parallel=False),
-    plan(LORA, Layout(tp=2, ep=2), "ddp", "none", 2),
+    plan(LORA, Layout(dp_replicate=2), "ddp", "selective"),
+    plan(LORA, Layout(dp_shard=2), "zero1", "full", 2),
     plan(replace(LORA, targets=("expert_up", "q")), Layout(dp_shard=2, ep=2), "zero2"),
     replace(plan(LORA, Layout(pp=2), "ddp", accumulation=4), pipeline=Pipeline("1f1b", split=(2, 1))),
 ]
@@ -71,5 +70,53 @@ SMALL_FOUR = [
 ]
 
 
-def prove(ranks: RankPool, spec: parity.ModelSpec, plans: list[Plan]) -> None:
-    holds(drawn.prove(ranks, spec, plans, 3), plans)
+def prove(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
+    """In few steps: B is not zero at first, so that A has a gradient."""
+    holds(drawn.prove(ranks, spec, plans, 2), plans)
+
+
+@pytest.mark.matrix(8)
+@pytest.mark.parametrize("which", range(len(TWO)))
+def test_two_ranks(ranks: RankPool, which: int) -> None:
+    prove(ranks, MIX, TWO[which : which + 1])
+
+
+@pytest.mark.prove
+def test_four_ranks(ranks: RankPool) -> None:
+    prove(ranks, MIX, FOUR)
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("which", range(len(SMALL_TWO)))
+def test_in_four_bits(ranks: RankPool, which: int) -> None:
+    """The plain loop quantises each expert by itself."""
+    prove(ranks, WIDE, SMALL_TWO[which : which + 1])
+
+
+@pytest.mark.prove
+def test_in_four_bits_on_four_ranks(ranks: RankPool) -> None:
+    prove(ranks, WIDE, SMALL_FOUR)
+
+
+@pytest.mark.prove
+def test_every_expert_of_every_layout_trains_its_own(ranks: RankPool) -> None:
+    """Whatever the layout the same parameters have a gradient, and of each adapter every expert's is not zero."""
+    expected = adapters(MIX, LORA)
+    plans = TWO[:4]
+    for rank in ranks.run(drawn.train_on_rank, MIX, plans, 1, world=2, timeout_s=300):
+        for trace in rank:
+            assert {name: tuple(value.shape) for name, value in trace.gradients.items()} == expected
+            for name, value in trace.gradients.items():
+                each = value.unflatten(0, (MIX.experts if is_expert(name) else 1, -1))
+                assert bool(each.flatten(1).any(1).all()), name
+
+
+@pytest.mark.prove
+def test_what_is_dropped_is_dropped_again(ranks: RankPool) -> None:
+    """Recomputed or not the losses are the same to the bit, also where the ranks of a tp group send other rows."""
+    dropping = replace(LORA, dropout=0.4)
+    for layout in (Layout(dp_shard=2, ep=2), Layout(tp=2, ep=2), Layout(tp=2)):
+        plans = [plan(dropping, layout, remat=remat) for remat in ("none", "full", "selective")]
+        plans += [plan(LORA, layout)]
+        for whole, again, some, kept in ranks.run(drawn.train_on_rank, MIX, plans, 3, world=2, timeout_s=300):
+            assert whole.losses == again.losses == some.losses != kept.losses

@@ -82,11 +82,16 @@ class Stacked(nn.Module):
 
 def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """What :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
-    kind = x.device.type
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = taken(x)
     out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
     return out if bias is None else out + of_owners(bias, counts, out)
+
+
+def taken(x: Tensor) -> Tensor:
+    """The input in the dtype in which a linear layer takes it: under autocast in its own."""
+    kind = x.device.type
+    wide = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if wide else x
 
 
 def of_owners(bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:

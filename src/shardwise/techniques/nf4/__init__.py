@@ -186,12 +186,12 @@ def _replace(module: nn.Linear | Stacked) -> None:
 def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The forward of matrices in 4 bits, of the experts that this rank has."""
     from shardwise.distributed.slices import local
-    from shardwise.models.moe import of_owners
+    from shardwise.models.moe import of_owners, taken
     from shardwise.techniques.nf4.fourbit import stacked
 
     def forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
-        out = stacked(x, counts, (codes, absmax, group_absmax), module.rows)
+        out = stacked(taken(x), counts, (codes, absmax, group_absmax), module.rows)
         return out if module.bias is None else out + of_owners(local(module.bias), counts, out)
 
     return forward
