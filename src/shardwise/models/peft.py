@@ -18,7 +18,7 @@ from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.hf_names import name_in_model, transposed
-from shardwise.models.peft_experts import Fused, Within, parameter_of, place_of, targeted
+from shardwise.models.peft_experts import Fused, Member, parameter_of, place_of, targeted
 from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
@@ -197,7 +197,7 @@ def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
     return _modules((name.replace(".weight", ".lora_a.weight") for name in weights), spec)
 
 
-Found = tuple[Entry, int] | Within
+Found = tuple[Entry, int] | Member
 """The stored rows of a parameter and the first column, or where it is in a tensor of several."""
 
 
@@ -230,7 +230,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
             _shaped(name, found[name], fused.shape(shared=not blocks), where)
             if fused.mixed(found[name].mapped()):
                 raise DataError(_not_apart(name, where))
-            places |= {member: Within(found[name], fused) for member in members}
+            places |= {member: Member(found[name], fused) for member in members}
             continue
         layers = [weights[f"{member.removesuffix('.weight').rpartition('.')[0]}.weight"] for member in members]
         forms = {
@@ -317,7 +317,7 @@ def read_adapter(
 ) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice as stored) of every adapter parameter among ``parts``; raises as find_adapter."""
     for name, place in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
-        if isinstance(place, Within):
+        if isinstance(place, Member):
             yield name, place.read(name, parts[name])
             continue
         (entry, column), (rows, *columns) = place, parts[name]

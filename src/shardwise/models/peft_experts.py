@@ -125,7 +125,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Within:
+class Member:
     """A parameter in PEFT's tensor of several."""
 
     entry: Entry

@@ -199,6 +199,8 @@ def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch
 
 def _compute(module: nn.Linear) -> None:
     """Has the layer compute with its matrix in 4 bits."""
+    import torch
+
     from shardwise.distributed.slices import local
     from shardwise.techniques.nf4.fourbit import dequantise, linear
 

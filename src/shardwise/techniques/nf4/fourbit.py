@@ -147,11 +147,11 @@ class _Linear(torch.autograd.Function):
 def stacked(x: Tensor, counts: Tensor, kept: Kept, rows: int) -> Tensor:
     """x [R, in], sorted by expert, of which each has so many of its rows (``counts`` [E]) -> [R, out]; ``kept`` is what
     :func:`quantise_each` made of matrices with so many ``rows``. All are dequantised when they are used."""
-    made: Tensor = _Stacked.apply(x, counts, rows, *kept)
+    made: Tensor = _ProductOfExperts.apply(x, counts, rows, *kept)
     return made
 
 
-class _Stacked(torch.autograd.Function):
+class _ProductOfExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, rows: int, *kept: Any) -> Tensor:
         ctx.rows = rows
