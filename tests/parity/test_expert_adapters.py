@@ -4,14 +4,23 @@ W + scale B A, in float64, whether ranks have all experts or some."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
+from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
+from shardwise.prove.workload import random_everywhere
+from shardwise.runtime.build import build
+from shardwise.runtime.export import export_adapter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Remat, Shard
+from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques.lora import adapters
 from tests.parity import drawn
 from tests.parity.cases import FP64, ROWS, SEQ_LEN, UNTIED
@@ -32,6 +41,7 @@ MIX = replace(
 )
 WIDE = replace(MIX, name="tiny-wide-mix", hidden_size=64, intermediate_size=128, head_dim=32, expert_size=64)
 WIDE = replace(WIDE, shared_expert_size=128, initializer_range=0.1)
+NAMED = replace(MIX, family="qwen2_moe")
 LORA = Lora(3, 6.0, frozen="fp64")
 SMALL = replace(LORA, nf4=True)
 
@@ -120,3 +130,23 @@ def test_what_is_dropped_is_dropped_again(ranks: RankPool) -> None:
         plans += [plan(LORA, layout)]
         for whole, again, some, kept in ranks.run(drawn.train_on_rank, MIX, plans, 3, world=2, timeout_s=300):
             assert whole.losses == again.losses == some.losses != kept.losses
+
+
+def write(rank: int, world: int, directory: Path, of: Plan) -> None:
+    """What a run writes at its end."""
+    groups = meshes(of.layout, "cpu")
+    state = build(Recipe(run=Run(seed=1)), NAMED, of, groups, parity.CPU, random_everywhere)
+    parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
+    assert of.lora is not None
+    export_adapter(parameters, of.lora, NAMED, None, directory)
+
+
+@pytest.mark.prove
+def test_every_layout_writes_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    layouts = (Layout(dp_shard=2), Layout(dp_shard=2, ep=2), Layout(dp_shard=2, tp=2, ep=2))
+    for place, layout in enumerate(layouts):
+        ranks.run(write, tmp_path / str(place), plan(LORA, layout), world=layout.world)
+    first, *others = (load_file(tmp_path / str(place) / "adapter_model.safetensors") for place in range(len(layouts)))
+    assert first["base_model.model.model.layers.0.mlp.experts.lora_B.weight"].shape == (20, 3 * 4)
+    assert all(other.keys() == first.keys() for other in others)
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
