@@ -60,7 +60,8 @@ def given() -> tuple[Tensor, Routing]:
     x = torch.randn(20, 32, dtype=torch.float64)
     first = torch.randint(2, (20, 1))
     ids = torch.cat([first, torch.full_like(first, 3)], 1)
-    return x, Routing(ids, torch.rand(20, 2, dtype=torch.float64), counted(ids, 4))
+    weights, logits = torch.rand(20, 2, dtype=torch.float64), torch.zeros(20, 4)
+    return x, Routing(ids, weights, counted(ids, 4), logits, logits)
 
 
 def by_hand(experts: Experts, x: Tensor, routing: Routing) -> Tensor:

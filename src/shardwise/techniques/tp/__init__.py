@@ -325,8 +325,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Router | Stacked):
             module.forward = computed_with_own(module, inside, outside)  # type: ignore[method-assign]
-            own = meshes.index("tp") if sequence_parallel else None
-            module.share = LayerShare(place=own)  # type: ignore[assignment]
+            module.share = LayerShare(place=meshes.index("tp") if sequence_parallel else None)  # type: ignore[assignment]
         elif isinstance(module, MoE) and sequence_parallel:
             share_rows(module, shape, meshes)
         elif isinstance(module, Attention):
