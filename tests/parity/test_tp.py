@@ -45,6 +45,7 @@ def test_beside_strategies(ranks: RankPool) -> None:
             ("zero3", False, "none", 4),
         )
     ]
+    plans.append(replace(plans[1], shard=Shard("zero2", bucket_bytes=1)))  # every gradient is summed by itself
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 

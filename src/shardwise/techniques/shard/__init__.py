@@ -41,6 +41,7 @@ from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
 
     from shardwise.distributed.meshes import Meshes
 
@@ -210,11 +211,13 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     for module in stem:
         # Only itself; by default it would prefetch what ran before it: the tail of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
-    if plan.layout.pp > 1:  # micro-batches take turns: what ran before a unit may be of another one
+    if plan.layout.pp > 1 or spread:  # micro-batches take turns: what ran before a unit may be of another one
         leading = [unit[0] for unit in (stem, *([block] for block in blocks(part)), tail) if unit]
         sharded = [module for module in leading if isinstance(module, FSDPModule)]
         for before, module in zip(sharded[:1] + sharded, sharded, strict=False):
-            module.set_modules_to_backward_prefetch([before])
+            within, ahead = (_spread_experts(one) if spread else [] for one in (module, before))
+            module.set_modules_to_backward_prefetch([before, *ahead])
+            module.set_modules_to_forward_prefetch(within)  # the host waits before it comes to them
         for module in set(part.modules()) - set(sharded):  # those inside with a dtype of their own: only itself
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
@@ -223,6 +226,15 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _spread_experts(unit: nn.Module) -> list[FSDPModule]:
+    """The experts in a unit, which are gathered over other ranks than the rest of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from shardwise.models.moe import Experts
+
+    return [one for one in unit.modules() if isinstance(one, Experts) and isinstance(one, FSDPModule)]
 
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:

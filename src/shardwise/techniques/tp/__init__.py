@@ -206,14 +206,20 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
-    """Bytes of this rank's slices of the gradients that are parts of a sum over the ranks."""
-    count, how = 0, division_on_paper(sheet, plan)
+    """Bytes of this rank's slices of the gradients that are parts of a sum over the ranks: of the small ones together,
+    of each large one."""
+    how, each = division_on_paper(sheet, plan), BYTES[plan.precision.reduce]
+    small, sizes = 0, list[int]()
     for unit, times in sheet.repeated():
         for weight in unit.weights:
             if weight.trained and _summed(weight.name, how, plan):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
-                count += times * slices.local_numel(sheet.place, padded=False)
-    return [Collective("all_reduce", "tp", "gradients", count * BYTES[plan.precision.reduce])] if count else []
+                size = slices.local_numel(sheet.place, padded=False) * each
+                if size >= plan.shard.bucket_bytes:
+                    sizes += times * [size]
+                else:
+                    small += times * size
+    return [Collective("all_reduce", "tp", "gradients", size) for size in (small, *sizes) if size]
 
 
 def _summed(name: str, how: Division, plan: Plan) -> bool:
@@ -233,7 +239,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
-    """Adds the gradients that are parts of a sum over this axis, in one all-reduce in ``precision.reduce``."""
+    """Adds the gradients that are parts of a sum over this axis, in ``precision.reduce``: the small ones in one
+    all-reduce, each that is as large as a bucket by itself."""
     if plan.layout.tp == 1:
         return
     import torch
@@ -241,13 +248,17 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
 
     from shardwise.distributed.slices import local
 
-    shards: list[Tensor] = []
-    how = division(spec_of(parts), plan)
-    for name, parameter in named(parts).items():
-        if parameter.grad is not None and _summed(name, how, plan):
-            shards.append(local(parameter.grad))
+    how, wire = division(spec_of(parts), plan), torch_dtype(plan.precision.reduce)
+    summed = (parameter.grad for name, parameter in named(parts).items() if _summed(name, how, plan))
+    own = [local(gradient) for gradient in summed if gradient is not None]
+    large = [shard for shard in own if shard.numel() * wire.itemsize >= plan.shard.bucket_bytes]
+    shards = [shard for shard in own if shard.numel() * wire.itemsize < plan.shard.bucket_bytes]
+    for shard in large:
+        total = shard.to(wire)
+        distributed.all_reduce(total, group=meshes.groups["tp"])
+        shard.copy_(total)
     if shards:
-        flat = torch.cat([shard.flatten() for shard in shards]).to(torch_dtype(plan.precision.reduce))
+        flat = torch.cat([shard.flatten() for shard in shards]).to(wire)
         distributed.all_reduce(flat, group=meshes.groups["tp"])
         for shard, total in zip(shards, flat.split([shard.numel() for shard in shards]), strict=True):
             shard.copy_(total.view_as(shard))
