@@ -158,11 +158,11 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     plan = Plan(Layout(tp=8), lora=Lora(4, 8.0))
     sheet = sheet_of(spec, plan, place_of(7, plan.layout, [range(1)]))
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))
-    found = {weight.name: whole_shape(weight, sheet, 8) for unit in sheet.units for weight in unit.weights}
+    found = {weight.name: whole_shape(weight, sheet, plan.layout) for unit in sheet.units for weight in unit.weights}
     assert found == {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention.sinks", "layers.0.mlp.router.weight", "layers.0.mlp_norm.bias"])
+@pytest.mark.parametrize("name", ["layers.0.attention.slopes", "layers.0.mlp.routers.weight", "layers.0.mlp_norm.bias"])
 def test_an_unknown_parameter_is_refused(name: str) -> None:
     """With and without asserts: whole on every rank, its gradient would be too small and nobody would be told."""
     with pytest.raises(ValueError, match=f"no row says what .* hold of `{name}`: add one to .*states.TABLE"):
