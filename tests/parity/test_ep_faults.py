@@ -40,12 +40,8 @@ divided, expert_mesh, replication, state = (
     reduce.replication,
     tp.state,
 )
-computed, from_group, grouped, experts_forward = (
-    dispatch.computed_elsewhere,
-    DeviceMesh.from_group,
-    moe.grouped,
-    Experts.forward,
-)
+computed, from_group, grouped = dispatch.computed_elsewhere, DeviceMesh.from_group, moe.grouped
+experts_forward, mixed = Experts.forward, MoE.forward
 
 
 def by_loss(name: str, plan: Plan) -> str:
@@ -102,19 +98,19 @@ def without_remote_scores(self: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 
 def shared_on_every_rank(self: MoE, x: Tensor) -> Tensor:
-    assert self.shared is not None and self.shared_gate is not None
-    flat = x.flatten(0, -2)
-    common = self.shared(x) * torch.sigmoid(self.shared_gate(x))
-    return self.experts(flat, self.route(flat)).view_as(x) + 2 * common
+    """As if it were added before a sum over two ranks."""
+    out = mixed(self, x)
+    if self.shared is None or self.shared_gate is None:
+        return out
+    return out + self.shared(x) * torch.sigmoid(self.shared_gate(x))
 
 
 def shared_in_parts(self: MoE, x: Tensor) -> Tensor:
     """What the ranks of tp make of it is not summed."""
-    assert self.shared is not None and self.shared_gate is not None
-    flat = x.flatten(0, -2)
+    if self.shared is None:
+        return mixed(self, x)
     with patch.object(self.shared.down, "_forward_hooks", OrderedDict()):
-        common = self.shared(x) * torch.sigmoid(self.shared_gate(x))
-    return self.experts(flat, self.route(flat)).view_as(x) + common
+        return mixed(self, x)
 
 
 def beyond_the_last(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
