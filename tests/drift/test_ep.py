@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.prove.drift import drift
 from shardwise.spec.plan import Precision
-from tests.parity.experts import CASES, Case
+from tests.parity.mixtures import CASES, Case
 
 BF16 = Precision(compute="bf16")
 

@@ -30,7 +30,7 @@ from shardwise.techniques import shard, tp
 from shardwise.techniques.ep import dispatch
 from shardwise.techniques.states import Division, State
 from tests.parity import planted
-from tests.parity.experts import GPT_OSS, MIXTRAL, MODELS, QWEN2
+from tests.parity.mixtures import GPT_OSS, MIXTRAL, MODELS, QWEN2
 from tests.parity.planted import Fault
 from tests.parity.test_ep_field import plan
 

@@ -18,10 +18,10 @@ from shardwise.prove.world import WorldCounter, measure
 from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
-from tests.parity import drawn, expert_ranks
+from tests.parity import drawn, mixture_ranks
 from tests.parity.cases import FP64
-from tests.parity.expert_ranks import Favoured
-from tests.parity.experts import GPT_OSS, MIXTRAL, QWEN2, QWEN3
+from tests.parity.mixture_ranks import Favoured
+from tests.parity.mixtures import GPT_OSS, MIXTRAL, QWEN2, QWEN3
 from tests.parity.test_cp_field import SomeLabels
 from tests.parity.test_fp64 import holds
 
@@ -118,7 +118,7 @@ def test_E3_an_expert_with_no_token_has_gradients_of_zeros_and_decays(ranks: Ran
     spec = replace(GPT_OSS, experts_per_token=k, normalised_top_k=k > 1)
     setting, job = Setting(draw=draw), parity.job_of(spec, ALIKE[0], STEPS, Setting(draw=draw))
     holds(parity.prove(ranks, spec, ALIKE, STEPS, setting), [*ALIKE])
-    [answers] = zip(*ranks.run(expert_ranks.traces, spec, ALIKE[:1], STEPS, setting, world=4), strict=True)
+    [answers] = zip(*ranks.run(mixture_ranks.traces, spec, ALIKE[:1], STEPS, setting, world=4), strict=True)
     idle = [expert for expert in range(8) if expert not in draw.experts]
     kept = 1.0
     for share in (1 / OPTIM.warmup_steps, 1.0):
@@ -137,7 +137,7 @@ def test_E4_S10_norm_and_clipping_are_one_on_every_rank_and_in_every_layout(rank
     plans = [*ALIKE, *SPREAD[1:], *WHOLE[1:]]
     right = drawn.plain(parity.job_of(QWEN2, plans[0], STEPS))
     assert all(norm > 2 * OPTIM.max_grad_norm for norm in right.norms)
-    answers = ranks.run(expert_ranks.traces, QWEN2, plans, STEPS, drawn.RANDOM, world=4)
+    answers = ranks.run(mixture_ranks.traces, QWEN2, plans, STEPS, drawn.RANDOM, world=4)
     for place, of in enumerate(plans):
         told = {(trace.norms, *factors) for trace, factors in (answer[place] for answer in answers)}
         [(norms, *factors)] = told
@@ -150,7 +150,7 @@ def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) 
     """Bit by bit, in bf16, where scores are as near to one another as they come."""
     of = replace(SPREAD[2], precision=Precision("bf16"), remat=Remat(mode))  # type: ignore[arg-type]
     layers = range(QWEN3.num_hidden_layers - len(QWEN3.dense_layers))
-    for ids in ranks.run(expert_ranks.routed, QWEN3, of, world=4):
+    for ids in ranks.run(mixture_ranks.routed, QWEN3, of, world=4):
         assert len(ids) == 2 * len(layers)
         assert all(torch.equal(ids[layer], ids[-1 - layer]) for layer in layers)
 
@@ -159,7 +159,7 @@ def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) 
 def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: Plan) -> None:
     """Labels are the first row's alone. However ranks lag, none waits for ever, and the numbers are the same."""
     setting = Setting(rows=SomeLabels(2, 9, rows=1), draw=random_everywhere)
-    found = ranks.run(expert_ranks.sleepy, QWEN3, of, STEPS, setting, world=4, timeout_s=60)
+    found = ranks.run(mixture_ranks.sleepy, QWEN3, of, STEPS, setting, world=4, timeout_s=60)
     compared = parity.compare(parity.plain(parity.job_of(QWEN3, of, STEPS, setting)), found)
     assert not compared.wrong(1e-9)
 
@@ -174,7 +174,7 @@ def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: 
 )
 def test_replicas_are_alike_after_each_of_twenty_steps(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
     """Bit by bit: whatever two ranks hold of the same piece; each piece moves in every step."""
-    answers = ranks.run(expert_ranks.held, spec, of, 20, world=4)
+    answers = ranks.run(mixture_ranks.held, spec, of, 20, world=4)
     assert not [*parity.apart(answers)]
     copies = Counter(piece for answer in answers for piece in answer[0])
     experts = {count for piece, count in copies.items() if ".experts." in piece}
@@ -188,7 +188,7 @@ def test_replicas_are_alike_after_each_of_twenty_steps(ranks: RankPool, spec: Mo
 def test_S13_the_same_steps_twice(ranks: RankPool, compute: str) -> None:
     """The same bits: of losses, gradients, and weights after two steps."""
     plans = [replace(of, precision=Precision(compute=compute)) for of in (ALIKE[0], ALIKE[4], SPREAD[2])]  # type: ignore[arg-type]
-    for answer in ranks.run(expert_ranks.twice, QWEN2, plans, world=4):
+    for answer in ranks.run(mixture_ranks.twice, QWEN2, plans, world=4):
         for first, again in answer:
             assert (first.losses, first.norms, first.held) == (again.losses, again.norms, again.held)
             assert all(torch.equal(grad, again.gradients[name]) for name, grad in first.gradients.items())

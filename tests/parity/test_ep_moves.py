@@ -18,7 +18,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Shard
 from tests.parity import drawn
 from tests.parity.cases import FP64
-from tests.parity.experts import GPT_OSS
+from tests.parity.mixtures import GPT_OSS
 
 ROWS, LENGTH = 4, 15
 SPEC = replace(GPT_OSS, hidden_size=18, expert_size=10, num_hidden_layers=3, layer_types=(), dense_layers=(0,))

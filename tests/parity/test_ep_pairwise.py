@@ -7,7 +7,7 @@ import pytest
 from shardwise.prove.pool import RankPool
 from tests.covering import Pair
 from tests.parity import drawn
-from tests.parity.experts import CASES, EVERY, MODELS, Case
+from tests.parity.mixtures import CASES, EVERY, MODELS, Case
 from tests.parity.test_fp64 import holds
 
 STEPS = 2

@@ -1,4 +1,4 @@
-"""Layouts of mixtures of experts that meet every pair of settings at least once: ``python -m tests.parity.experts``
+"""Layouts of mixtures of experts that meet every pair of settings at least once: ``python -m tests.parity.mixtures``
 prints them. What experts are proved beside is a field of ``Case`` and a tuple of ``AXES``."""
 
 from __future__ import annotations
