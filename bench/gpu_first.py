@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.methods.loss import Output, linear_cross_entropy
-from shardwise.models import attention
+from shardwise.models import attention, grouped
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
 from shardwise.models.config import ModelSpec
@@ -197,6 +197,40 @@ def serving(on: Device, q: Tensor, mask: MaskSpec) -> tuple[str, ...]:
 
 def error(found: Tensor, right: Tensor) -> float:
     return float((found.detach().double() - right).abs().max() / right.abs().max())
+
+
+def experts(on: Device) -> Lines:
+    """Products of rows that are sorted by expert, against one product after another in fp64: values and gradients, some
+    experts without rows; how long each takes, and one product of as many operations beside it."""
+    shapes = (
+        [(64, 4, 32, 48)]
+        if on.rehearse
+        else [(32_768, 128, 768, 2048), (8192, 32, 2880, 2880), (8192, 8, 14_336, 4096)]
+    )
+    yield from (
+        "| rows | experts | n | k | dtype | served | output | gradients | grouped ms | one product ms | |",
+        "|---" * 11 + "|",
+    )
+    for (rows, count, n, k), dtype in product(shapes, (torch.float32, torch.bfloat16)):
+        torch.manual_seed(0)
+        shares = torch.rand(count, device=on.device).softmax(0) * (torch.arange(count, device=on.device) != 1)
+        counts = (shares / shares.sum() * rows).long()
+        counts[0] += rows - counts.sum()
+        x, weight = (torch.randn(size, device=on.device).to(dtype) for size in ((rows, k), (count, n, k)))
+        grad = torch.randn(rows, n, device=on.device).to(dtype)
+        found, right = [], []
+        for values, kind in ((found, dtype), (right, torch.float64)):
+            given = [each.to(kind).requires_grad_() for each in (x, weight)]
+            out = grouped.grouped(*given, counts)
+            values += [out.detach(), *torch.autograd.grad(out, given, grad.to(kind))]
+        errors = [error(a, b) for a, b in zip(found, right, strict=True)]
+        with torch.no_grad():
+            taken_ms = on.time_ms(partial(grouped.grouped, x, weight, counts))
+            one_ms = on.time_ms(partial(torch.matmul, x, weight[0].t()))
+        fine = max(errors) < ERRORS[dtype]
+        told = f"| {rows} | {count} | {n} | {k} | {str(dtype).removeprefix('torch.')} | {grouped.served(x, n)} | "
+        told += f"{errors[0]:.1e} | {max(errors[1:]):.1e} | {taken_ms:.3f} | {one_ms:.3f} | "
+        yield told + f"{'' if fine else 'WRONG'} |"
 
 
 def numbers(on: Device) -> Lines:
@@ -470,6 +504,7 @@ SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
     "machine": (machine, 60),
     "attention": (attention_numbers, 90),
     "parts": (parts, 45),
+    "experts": (experts, 45),
     "numbers": (numbers, 120),
     "memory": (memory, 120),
     "step": (one_step, 90),

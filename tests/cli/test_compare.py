@@ -184,6 +184,29 @@ def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.Ca
     assert told(capsys, a, c)["warnings"] == [], "nothing is known of its tokenizer"
 
 
+def test_the_plot_maps_the_loads_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By layer and step, of runs that have any; a step without a line is left empty."""
+    a, b = write_run(tmp_path / "a", 4, 0.1), write_run(tmp_path / "b", 4, 0.1)
+    rows = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["experts"] = {"layer": [1, 3], "entropy": [1.0, 0.5], "fullest": [1.0, 1.0 + row["step"]], "dead": [0, 2]}
+    (a / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != 3))
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    assert main(["compare", str(a), str(b), "--plot", str(tmp_path / "x.svg")]) == 0
+    _, heat, _ = drawn[0].axes  # the curves, the map, its colours
+    [image] = heat.get_images()
+    shown = image.get_array()
+    assert shown is not None and shown.filled(0.0).tolist() == [[1.0, 1.0, 0.0, 1.0], [2.0, 3.0, 0.0, 5.0]]
+    assert [label.get_text() for label in heat.get_yticklabels()] == ["1", "3"] and heat.get_title().startswith(str(a))
+
+
 def test_a_plot_that_cannot_be(
     pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,11 +22,12 @@ from shardwise.prove import parity
 from shardwise.prove.world import Sent, StepBytes
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
-from shardwise.runtime.metrics.measure import CONTROL_BYTES, Meter, state_bytes
+from shardwise.runtime.metrics.measure import Meter, state_bytes
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
+from shardwise.spec.sheet import CONTROL_BYTES
 
 CPU = torch.device("cpu")
 SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter", "all_reduce": "all_reduce"}

@@ -73,6 +73,19 @@ def test_large_models_under_tensor_parallelism(name: str, corner: str) -> None:
 
 
 @pytest.mark.big
+@pytest.mark.parametrize("rank", [0, 128, 255])
+def test_experts_over_16_ranks_whose_rows_are_over_4(rank: int) -> None:
+    """Qwen3-235B-A22B at 32,768 tokens: each rank has 8 experts of every layer."""
+    layout = Layout(dp_shard=64, cp=4, ep=16)
+    found = drift(
+        load_spec("Qwen3-235B-A22B"), Plan(layout, Batch(1, 1, 32_768, 1024), ZERO3, BF16, Remat("full")), rank
+    )
+    assert not found.differences()
+    assert found.measured.peak_bytes > 2**30
+    assert abs(found.peak_error) < PEAK_TOLERANCE
+
+
+@pytest.mark.big
 @pytest.mark.parametrize("place", [0, 8, 15])
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_405b_in_three_dimensions(schedule: ScheduleName, stages_per_rank: int, place: int) -> None:

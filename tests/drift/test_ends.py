@@ -19,6 +19,7 @@ from shardwise.prove.drift import drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.techniques import precision, shard
+from shardwise.techniques.shard.unit_bytes import groups
 from tests.drift.test_drift import DIALS, PRECISIONS, SPEC, check, plan_of
 from tests.models.hf_models import config_of
 
@@ -73,9 +74,9 @@ def test_what_backward_reads_before_the_blocks_stays_with_the_root() -> None:
         [model.norm, model.head],
         [model],
     ]
-    assert {"stem", "tail"} <= shard.groups(paper, plan).keys()
+    assert {"stem", "tail"} <= groups(paper, plan).keys()
     normed = replace(paper.stem, forward=(*paper.stem.forward, replace(paper.tail.forward[0], weight="norm.weight")))
-    assert "stem" not in shard.groups(replace(paper, stem=normed), plan)
+    assert "stem" not in groups(replace(paper, stem=normed), plan)
     model.embed = nn.Sequential(model.embed, nn.LayerNorm(D))  # type: ignore[assignment]
     assert ends(model) == ([], []) and shard.units(model) == [[model.layers[0]], [model.layers[1]], [model]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,10 @@ def test_validation(packs: Packs) -> None:
     beyond = list(evaluation(known, Share(1, 2, len(known))))  # the first rank has all there is
     none = evaluate_pairs(job, [ours], beyond)
     assert len(beyond) == 1 and none.pairs == 0 and np.isnan(none.loss)
+    others = [
+        replace(one, micro_batch=replace(one.micro_batch, counts=False)) for one in evaluation(known, Share(0, 1, 3))
+    ]
+    assert evaluate_pairs(job, [ours], others).pairs == 0, "another rank that shares the rows counts them"
     assert str(found).startswith(f"loss {found.loss:.4f}, accuracy ") and str(found).endswith(f"({PAIRS} pairs)")
 
 

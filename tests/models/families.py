@@ -15,7 +15,8 @@ from shardwise.models import hf
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FULL, SLIDING
-from shardwise.models.hf_names import places, tensors
+from shardwise.models.hf_names import locations, tensors
+from shardwise.models.moe import MoE, Routing
 from tests.models.llama import LLAMA3, random_config
 
 LENGTH = 40
@@ -224,7 +225,7 @@ def theirs_of(spec: ModelSpec, config: dict[str, Any], ours: Decoder) -> PreTrai
 
 def in_memory(spec: ModelSpec, values: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
     """Values of our parameters as transformers' model of these names holds them."""
-    held = tensors(places(spec, names))
+    held = tensors(locations(spec, names))
     with torch.no_grad():
         return {name: hf.assembled(parts, values.__getitem__) for name, parts in held.items()}
 
@@ -234,6 +235,30 @@ def pair(family: str, seed: int = 0) -> tuple[Decoder, PreTrainedModel]:
     spec = from_hf(config, "test")
     ours = random_model(spec, seed)
     return ours, theirs_of(spec, config, ours)
+
+
+def mixtures(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def routed(model: nn.Module, chosen: list[Routing] | None = None) -> list[Routing]:
+    """Where the tokens of each mixture of experts go in the next forward passes. Given ``chosen``, they go where they
+    went there, with the weights that the routers now give."""
+    found: list[Routing] = []
+    for number, moe in enumerate(mixtures(model)):
+
+        def route(x: Tensor, moe: MoE = moe, number: int = number) -> Routing:
+            routing = MoE.route(moe, x)
+            if chosen is not None:
+                ids = chosen[number].ids
+                weights = moe.router(x).softmax(-1).gather(1, ids)
+                weights = weights / weights.sum(-1, keepdim=True) if moe.normalised else weights
+                routing = routing._replace(ids=ids, weights=weights, counts=chosen[number].counts)
+            found.append(routing)
+            return routing
+
+        moe.route = route  # type: ignore[method-assign]
+    return found
 
 
 def without(spec: ModelSpec, feature: str) -> ModelSpec:

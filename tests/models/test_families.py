@@ -97,7 +97,7 @@ def test_all_features_are_at_work_somewhere() -> None:
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
     features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
     others = {"attention_output_bias", "hf_model", "intermediate_sizes", "experts", "expert_size"}
-    assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef"}
+    assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,7 +19,7 @@ from shardwise.errors import DataError, MissingInputError, PolicyError, Shardwis
 from shardwise.models import hf, tensorfile
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import parameter_shapes
-from shardwise.models.hf_names import places, tensors, to_hf_name
+from shardwise.models.hf_names import locations, tensors, to_hf_name
 from shardwise.models.load import load_spec
 from tests.models.llama import pair, random_config, random_model, tokens
 from tests.models.test_decoder import SPEC
@@ -42,7 +42,7 @@ def test_names_are_a_bijection_with_those_of_transformers(seed: int) -> None:
     ours, theirs = pair(random_config(seed))
     names = [name for name, _ in ours.named_parameters()]
     assert {to_hf_name(name) for name in names} == {name for name, _ in theirs.named_parameters()}
-    held = tensors(places(ours.spec)).items()
+    held = tensors(locations(ours.spec)).items()
     assert {theirs: [name for name, _ in parts] for theirs, parts in held} == {
         to_hf_name(name): [name] for name in names
     }
@@ -64,7 +64,7 @@ def test_round_trip_is_bitwise(tmp_path: Path, max_shard_bytes: int, dtype: torc
     assert all(torch.equal(read[name], state[name].to(dtype)) for name in state)
     for file in tmp_path.glob("*.safetensors"):  # safetensors' own reader agrees
         for name, value in load_file(file).items():
-            [(ours, _)] = tensors(places(SPEC))[name]
+            [(ours, _)] = tensors(locations(SPEC))[name]
             assert torch.equal(value, state[ours].to(dtype))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.models import attention as module
-from shardwise.models import blockwise, efficient, flex, kernels
+from shardwise.models import blockwise, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.kernels import Case, choose
@@ -189,6 +189,23 @@ def test_what_cuda_runs_and_what_it_is_told(hopper: None, name: str, dtype: torc
         assert told.get("scale") == RULES[name].scale
         sides = {"window": (39, 0), "full window": (139, 139)}.get(name, (None, None))
         assert (told.get("window_size_left"), told.get("window_size_right")) == sides
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys", "apart"), [(4, 4, 4), (4, 8, 2), (8, 4, -3), (6, 6, 0)])
+def test_a_window_of_tokens_apart_is_told_from_the_last_key(queries: int, keys: int, apart: int, causal: bool) -> None:
+    """The kernel takes the last query to stand at the last key; the first query stands ``apart`` from the first key."""
+    window = 3
+    rule = Rule(None, None, None, causal, window, 0, None, apart=apart)
+    told = flash._window(rule, queries, keys)
+    left, right = told["window_size_left"], told["window_size_right"]
+    for query, key in product(range(queries), range(keys)):
+        at = query + keys - queries
+        behind = apart + query - key
+        if not causal:
+            assert (at - left <= key <= at + right) == (abs(behind) < window)
+        else:  # whose kernel sees nothing after its own place, where that is the same token
+            assert (at - left <= key) == (behind < window)
 
 
 def test_rows_of_one_document_are_dense(hopper: None) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.models import resolve as resolving
 from shardwise.models.config import to_hf
 from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
@@ -86,3 +89,27 @@ def test_positions_of_a_new_model_are_its_config_s() -> None:
     with pytest.raises(ConfigError, match="describes a new model") as raised:
         load_recipe(None, ["model.config.model_type=llama", "model.rope_theta=5e6"])
     assert raised.value.problems[0].fix == "`model.config.rope_theta`"
+
+
+def test_a_recipe_sets_the_losses_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The auxiliary loss of the model's config holds unless the recipe has one, which may be 0."""
+    experts = replace(load_spec(next(iter(configs()))), experts=4, experts_per_token=2, router_aux_loss_coef=0.01)
+    monkeypatch.setattr(resolving, "load_spec", lambda *args: experts)
+
+    def found(*words: str) -> tuple[float, float]:
+        spec = resolve(load_recipe(None, ["model.path=a/b", *words]))
+        return spec.router_aux_loss_coef, spec.router_z_loss_coef
+
+    assert found() == (0.01, 0.0)
+    assert found("model.router_aux_loss=0.5", "model.router_z_loss=0.001") == (0.5, 0.001)
+    assert found("model.router_aux_loss=0") == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("key", ["router_aux_loss", "router_z_loss"])
+def test_losses_of_routers_of_a_model_without_experts_are_refused(key: str) -> None:
+    recipe = Recipe.model_validate({"model": {"config": MODEL, key: 0.1}})
+    with pytest.raises(ConfigError, match=rf"CFG008.*`model.{key}`.*no experts"):
+        resolve(recipe)
+    assert resolve(Recipe.model_validate({"model": {"config": MODEL, key: 0.0}})) == resolve(
+        Recipe.model_validate({"model": {"config": MODEL}})
+    )

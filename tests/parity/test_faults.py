@@ -45,8 +45,8 @@ def mean_over_replicas(self: Replicas) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor) -> Tensor:
-    return torch.stack([local, agree(meshes, local, share)[1]])
+def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor, **counted: Tensor) -> Tensor:
+    return torch.stack([local, agree(meshes, local, share, **counted)[1]])
 
 
 def loss_over_accumulation(hidden: Tensor, head: Any, batch: MicroBatch, denominator: float, **given: Any) -> Loss:

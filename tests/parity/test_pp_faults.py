@@ -74,8 +74,8 @@ def swapped(lists: Lists) -> Lists:
     return (tuple(order), *lists[1:])
 
 
-def of_one_stage(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor) -> Tensor:
-    numbers = combine(meshes, squares, loss, *figures)
+def of_one_stage(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor, **counted: Tensor) -> Tensor:
+    numbers = combine(meshes, squares, loss, *figures, **counted)
     own = squares.clone().reshape(1)
     meshes.sum(own, "stage")
     return torch.cat([own, numbers[1:]])

@@ -89,9 +89,9 @@ def moments_in_fp32(self: RoundedAdamW, parameter: nn.Parameter) -> Kept:
     return {name: value.float() for name, value in fresh(self, parameter).items()}
 
 
-def agree_twice(*given: Any) -> Any:
-    agree(*given)
-    return agree(*given)
+def agree_twice(*given: Any, **counted: Any) -> Any:
+    agree(*given, **counted)
+    return agree(*given, **counted)
 
 
 def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Loss:

@@ -15,12 +15,12 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove.world import WorldCounter
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
-from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Optim, Plan, Precision, Shard, Strategy
 from shardwise.spec.recipe import Method, OptimSection, Recipe
+from shardwise.spec.sheet import CONTROL_BYTES
 
 SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
 CUDA = (

@@ -262,7 +262,8 @@ def test_float64_is_float64_everywhere() -> None:
 @pytest.mark.parametrize("settings", [{}, {"recompute": "full"}], ids=str)
 def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[str, Any]) -> None:
     """Autocast makes what projections compute bf16, beside tables and a residual stream that stay fp32. The gradient
-    has the direction of fp32's, but for the roundings of three layers with weights of 0.2."""
+    has the direction of fp32's, but for the roundings of three layers with weights of 0.2, and of 1 before a clamp.
+    Tokens go to the same experts: where another is chosen for a rounding, so is another gradient."""
     for family in families.CONFIGS if not settings else ("qwen3", "phi3"):
         spec = families.spec_of(family)
         ids = torch.randint(spec.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -270,9 +271,15 @@ def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[s
         for compute in ("fp32", "bf16"):
             plan = shardwise.plan("ddp", compute=compute, **settings)  # type: ignore[arg-type]
             model = shardwise.parallelize(families.random_model(spec), plan, None)
+            if compute == "fp32":
+                chosen = families.routed(model)
+            else:
+                families.routed(model, chosen)
             shardwise.backward(model, own_ranks.next_token_loss(model, ids))
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert torch.cosine_similarity(*gradients, dim=0) > 0.99, family
+        assert torch.cosine_similarity(*gradients, dim=0) > (0.96 if spec.activation == "clamped_swiglu" else 0.99), (
+            family
+        )
 
 
 def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:

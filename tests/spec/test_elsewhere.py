@@ -311,12 +311,15 @@ zero_optimization: {stage: 3, overlap_comm: true, reduce_bucket_size: 5e8, offlo
     assert (recipe.train.gradient_accumulation_steps, recipe.optim.learning_rate) == (4, 1e-4)
 
 
-@pytest.mark.parametrize("key", ["parallel.ep", "ep", "expert_parallel_size"])
-def test_axes_that_come_later_are_told_as_such(key: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read_recipe(None, [f"{key}=2"])
-    assert "expert parallelism (ep) is not supported yet" in str(raised.value)
-    assert read_recipe(None, [f"{key}=1"]).renamed[0].endswith("is ignored: that is done in any case")
+@pytest.mark.parametrize("key", ["ep", "expert_parallel_size", "expert_model_parallel_size"])
+def test_expert_parallelism_by_the_names_that_others_give_it(key: str) -> None:
+    assert read_recipe(None, [f"{key}=2"]).recipe.parallel.ep == 2
+
+
+def test_experts_that_tensor_parallelism_would_cut_are_refused() -> None:
+    with pytest.raises(ConfigError, match="experts are not cut by tensor parallelism"):
+        read_recipe(None, ["etp=2"])
+    assert read_recipe(None, ["etp=1"]).renamed[0].endswith("is ignored: that is done in any case")
 
 
 def test_every_key_gets_its_answer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from shardwise.cli.curves import KINDS, Curve, draw
+from shardwise.cli.curves import KINDS, Curve, LoadMap, draw
 from shardwise.cli.history import History, read_history
 from shardwise.cli.options import Common
 from shardwise.cli.show import note, print_json, say, visible
@@ -30,7 +30,9 @@ class Options(Common):
 
     run_a: Annotated[Path, Argument(metavar="RUN_A", help="A run's directory.")]
     run_b: Annotated[Path, Argument(metavar="RUN_B", help="Another run's directory.")]
-    plot: Annotated[Path | None, Option("--plot", help="Draw both loss curves: a .svg, .png or .pdf.")] = None
+    plot: Annotated[
+        Path | None, Option("--plot", help="Draw both loss curves, and the loads of experts: a .svg, .png or .pdf.")
+    ] = None
 
 
 def run(options: Options) -> None:
@@ -151,8 +153,9 @@ def _change(a: float | None, b: float | None) -> str:
 
 def _write(target: Path, pair: Sequence[History]) -> None:
     curves = [Curve(str(one.directory), sorted(one.losses.items()), one.validation) for one in pair]
+    maps = [LoadMap(str(one.directory), one.fullest) for one in pair if one.fullest]
     try:
-        draw(curves, target)
+        draw(curves, target, maps)
     except OSError as error:
         what, fix = f"cannot write {target}: {error.strerror}", "`--plot` a file in a directory that can be written"
         raise OutputError(Problem("OUT002", what, "--plot", fix)) from None

@@ -111,8 +111,11 @@ def _kept(recipe: Recipe, run: Path) -> dict[str, str]:
 
 
 def far(plan: Plan) -> str | None:
-    """A warning of tensor parallelism that crosses nodes, or of heads that are exchanged between them."""
+    """A warning of tensor or expert parallelism that crosses nodes, or of heads that are exchanged between them."""
     tp, each, exchanging = plan.layout.tp, plan.layout.ranks_per_node, plan.layout.ulysses
+    if plan.layout.ep > 1 and each % plan.layout.ep and plan.layout.world > each:
+        what = f"warning: the {plan.layout.ep} ranks that have different experts are on several nodes, and wait for the"
+        return f"{what} network in every layer; `parallel.ep={gcd(plan.layout.ep, each)}` keeps them on one"
     if each % tp == 0 and (exchanging == 1 or each % (tp * exchanging) == 0):
         return None
     if each % tp == 0:

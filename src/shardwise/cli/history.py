@@ -25,6 +25,14 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
+class _Spread:
+    """Of each layer with experts, how many times its even share the fullest expert has."""
+
+    layer: list[Count]
+    fullest: list[FiniteFloat]
+
+
+@dataclass(frozen=True)
 class _StepLine(Numbered):
     """What is compared of a line of metrics.jsonl; null is a value that was not finite."""
 
@@ -35,6 +43,7 @@ class _StepLine(Numbered):
     mfu: FiniteFloat | None = None
     memory_bytes: Count | None = None
     skipped: bool = False
+    experts: _Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,12 @@ class History:
     def validation(self) -> list[Point]:
         """(step, ``measure``) of every validation; where a step was repeated after a restart, its last one."""
         return sorted({e["step"]: _number(e, self.measure) for e in self._of("validation")}.items())
+
+    @cached_property
+    def fullest(self) -> dict[int, dict[int, float]]:
+        """By step, of each layer with experts how many times its even share the fullest has; of runs that have any."""
+        told = {step: row["experts"] for step, row in self.rows.items() if row.get("experts") is not None}
+        return {step: dict(zip(each.layer, each.fullest, strict=False)) for step, each in told.items()}
 
     @property
     def measure(self) -> str:

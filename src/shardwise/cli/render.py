@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from shardwise.cli.show import coloured
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
 from shardwise.planner.compare import MARGIN
 from shardwise.planner.remedy import Remedy
 from shardwise.spec.cluster import Cluster
@@ -55,8 +55,10 @@ def title(spec: ModelSpec, cluster: Cluster) -> str:
     device = cluster.device
     nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
     each = f"{show_bytes(device.memory_bytes)} each"
-    parameters = show_count(parameter_count(spec))
-    return f"{spec.name} ({parameters} parameters) on {nodes}{cluster.devices_per_node} x {device.name} ({each})"
+    parameters = f"{show_count(parameter_count(spec))} parameters"
+    if spec.experts:
+        parameters += f", {show_count(active_parameter_count(spec))} active"
+    return f"{spec.name} ({parameters}) on {nodes}{cluster.devices_per_node} x {device.name} ({each})"
 
 
 def memory_lines(estimate: Estimate) -> list[str]:

@@ -33,7 +33,7 @@ def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:
     recomputation counted; None where no peak is known."""
     if not cluster.device.bf16_flops:
         return None
-    flops = price(spec, replace(plan, remat=Remat()), cluster).estimate.flops_per_step
+    flops = price(spec, replace(plan, remat=Remat(), expert_imbalance=1.0), cluster).estimate.flops_per_step
     return flops / seconds(plan).step_s / cluster.device.bf16_flops / cluster.world
 
 
@@ -118,6 +118,9 @@ def named_elsewhere(plan: Plan) -> str:
     if layout.cp > 1:
         theirs = "DeepSpeed's Ulysses" if layout.ulysses == layout.cp else "PyTorch's context_parallel"
         found.append(f"cp {layout.cp}: Megatron's --context-parallel-size, {theirs}")
+    if layout.ep > 1:
+        theirs = "DeepSpeed's AutoEP, torchtitan's expert_parallel_degree"
+        found.append(f"ep {layout.ep}: Megatron's --expert-model-parallel-size, {theirs}")
     ranks = layout.size("loss")
     if not found:
         return f"elsewhere  {dial}" if ranks > 1 else "elsewhere  any of them, on one device"

@@ -189,3 +189,11 @@ def end_backward(module: torch.nn.Module) -> None:
                 member.to_accumulated_grad_if_needed()
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, so that a forward is one that recomputation runs again. What
+    counts in forward would else count twice."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1

@@ -40,7 +40,9 @@ class ModelSpec:
     softmax. experts: of each layer but the ``dense_layers``, ``expert_size`` wide, of which a token goes to
     ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
     tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
-    the loss that balances experts. hf_model: what the blocks are, where not those of the decoder.
+    the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
+    output_router_logits: whether the first is added, as transformers names it.
+    hf_model: what the blocks are, where not those of the decoder.
     """
 
     name: str
@@ -91,6 +93,8 @@ class ModelSpec:
     shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()
     router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
+    output_router_logits: bool = True
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -105,6 +109,11 @@ class ModelSpec:
         dense = {self.intermediate_size} if self.dense_layers else set()
         return dense | ({self.shared_expert_size} if self.shared_expert_size else set())
 
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """What the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0, self.router_z_loss_coef
+
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts in the place of an MLP."""
         return self.experts > 0 and layer not in self.dense_layers
@@ -113,6 +122,11 @@ class ModelSpec:
     def expert_layers(self) -> int:
         """How many layers have experts."""
         return sum(self.has_experts(layer) for layer in range(self.num_hidden_layers))
+
+    @property
+    def expert_counts(self) -> int:
+        """How many numbers a step counts of experts: two losses, and the tokens of each expert of each layer."""
+        return 2 + self.expert_layers * self.experts if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:

@@ -79,6 +79,7 @@ def _experts(config: Config, name: str, count: str = "num_experts", width: str =
         "experts_per_token": whole(config, "num_experts_per_tok", name),
         "expert_size": whole(config, width, name),
         "router_aux_loss_coef": number(config, "router_aux_loss_coef", None, name),
+        "output_router_logits": bool(config.get("output_router_logits")),
         "normalised_top_k": bool(config.get("norm_topk_prob")),
     }
 
@@ -88,6 +89,7 @@ def _write_experts(fields: Fields, count: str = "num_experts") -> Config:
         count: fields["experts"],
         "num_experts_per_tok": fields["experts_per_token"],
         "router_aux_loss_coef": fields["router_aux_loss_coef"],
+        "output_router_logits": fields["output_router_logits"],
     }
 
 

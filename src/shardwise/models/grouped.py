@@ -1,6 +1,6 @@
 """Products of rows that are sorted by group with the matrix of each group: those of experts.
 
-``torch._grouped_mm`` computes them in one call where it serves; where it does not (fp64, sizes that are not whole 16
+torch's ``grouped_mm`` computes them in one call where it serves; where it does not (fp64, sizes that are not whole 16
 bytes), one product after another.
 """
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 ALIGNMENT_BYTES = 16
-"""Of every row that ``torch._grouped_mm`` reads."""
+"""Of every row that torch's ``grouped_mm`` reads."""
 SERVED = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16,)}
 """Dtypes for which it is one kernel, by device; on a CPU it is a loop of its own."""
 
@@ -38,7 +39,7 @@ def _spans(counts: Tensor) -> list[tuple[int, int]]:
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [R,k], weight [E,k,n] -> [R,n]: the rows of each group times its matrix."""
     if served(x, weight.shape[-1]):
-        return torch._grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
+        return grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
     out = x.new_zeros(x.shape[0], weight.shape[-1])
     for group, (start, stop) in enumerate(_spans(counts)):
         torch.mm(x[start:stop], weight[group], out=out[start:stop])
@@ -54,7 +55,7 @@ def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _grouped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """a [R,n], b [R,k] -> [E,n,k]: of each group a^T b over its rows, zeros where it has none."""
     if served(a, b.shape[-1]):
-        return torch._grouped_mm(a.t(), b, offs=counts.cumsum(0).to(torch.int32))
+        return grouped_mm(a.t(), b, offs=counts.cumsum(0).to(torch.int32))
     out = a.new_zeros(counts.shape[0], a.shape[-1], b.shape[-1])
     for group, (start, stop) in enumerate(_spans(counts)):
         torch.mm(a[start:stop].t(), b[start:stop], out=out[group])

@@ -10,16 +10,15 @@ from math import prod
 from pathlib import Path
 
 import torch
-from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import known, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
-from shardwise.models.hf_names import Place, name_in_files, places, tensors
+from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
-from shardwise.models.stored import Piece, Stored
+from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import read_regular
@@ -135,16 +134,16 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, Stored]:
+def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, StoredParameter]:
     """Where every parameter of ``spec`` is, by its canonical name. Raises DataError listing all that differs: tensors
     by the canonical name of the parameter if they are one, by their own if they are one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
-    placed = places(spec, found)
-    shapes = {name: shape for parts in placed.values() for part in parts for name, shape in part.shapes()}
-    packed = {name for parts in placed.values() for part in parts if part.packed for name, _ in part.shapes()}
+    located = locations(spec, found)
+    shapes = {name: shape for parts in located.values() for part in parts for name, shape in part.shapes()}
+    packed = {name for parts in located.values() for part in parts if part.packed for name, _ in part.shapes()}
     found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, shapes)
-    held = tensors(placed)
-    own = {tensor: parts[0][0] for tensor, parts in held.items() if len(parts) == len(placed[parts[0][0]]) == 1}
+    held = tensors(located)
+    own = {tensor: parts[0][0] for tensor, parts in held.items() if len(parts) == len(located[parts[0][0]]) == 1}
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
     extra = [name for name in found if name not in shapes and name not in ignored and not _IGNORED.search(name)]
     missing = [own.get(name, name) for name in shapes if name not in found]
@@ -168,8 +167,10 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     if problems:
         raise DataError(*problems)
     return {
-        name: Stored(tuple(Piece(part, *(there[tensor] for tensor, _ in part.shapes())) for part in parts))
-        for name, parts in placed.items()
+        name: StoredParameter(
+            tuple(StoredRows(part, *(there[tensor] for tensor, _ in part.shapes())) for part in parts)
+        )
+        for name, parts in located.items()
     }
 
 
@@ -235,8 +236,9 @@ def write_weights(
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
     and no more than one parameter, one tensor of the files and a copy of it are held."""
     directory.mkdir(parents=True, exist_ok=True)
-    held, fetched = tensors(places(spec)), {"": torch.empty(0)}
-    split = _split(held, dtype, max_shard_bytes)
+    held, fetched = tensors(locations(spec)), {"": torch.empty(0)}
+    sizes_bytes = {name: prod(parts[0][1].shape) * dtype.itemsize for name, parts in held.items()}
+    files = _files(sizes_bytes, max_shard_bytes)
 
     def value(name: str) -> Tensor:
         if name not in fetched:
@@ -244,47 +246,50 @@ def write_weights(
             fetched[name] = fetch(name).detach()
         return fetched[name]
 
-    for file, names in split.filename_to_tensors.items():
+    for file, names in files.items():
         shapes = {name: held[name][0][1].shape for name in names}
         tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names))
-    if split.is_sharded:
-        _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    if len(files) > 1:
+        file_of = {name: file for file, names in files.items() for name in names}
+        _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
     config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
-    return [directory / file for file in split.filename_to_tensors]
+    return [directory / file for file in files]
 
 
-def _split(held: Mapping[str, Sequence[tuple[str, Place]]], dtype: torch.dtype, most_bytes: int) -> StateDictSplit:
-    """Which tensors go into which file."""
-    return split_state_dict_into_shards_factory(
-        {name: parts[0][1].shape for name, parts in held.items()},
-        get_storage_size=lambda shape: prod(shape) * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=most_bytes,
-    )
+def _files(sizes_bytes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """Which tensors go into which file, by its name: in their order, so many as are not larger together than
+    ``most_bytes``."""
+    files: list[list[str]] = [[]]
+    left = most_bytes
+    for name, size in sizes_bytes.items():
+        if files[-1] and size > left:
+            files.append([])
+            left = most_bytes
+        files[-1].append(name)
+        left -= size
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def order_of_writing(
-    spec: ModelSpec, dtype: torch.dtype = torch.float32, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> list[str]:
+def order_of_writing(spec: ModelSpec) -> list[str]:
     """The canonical parameters in the order in which :func:`write_weights` fetches them: each once, as all tensors with
-    rows of one alone follow each other, also where larger ones are moved to files of their own."""
-    held = tensors(places(spec))
-    files = _split(held, dtype, max_shard_bytes).filename_to_tensors.values()
-    return list(dict.fromkeys(name for names in files for tensor in names for name, _ in held[tensor]))
+    rows of one alone follow each other."""
+    return list(dict.fromkeys(name for parts in tensors(locations(spec)).values() for name, _ in parts))
 
 
-def assembled(parts: Sequence[tuple[str, Place]], value: Callable[[str], Tensor]) -> Tensor:
+def assembled(parts: Sequence[tuple[str, Location]], value: Callable[[str], Tensor]) -> Tensor:
     """A tensor of the files from the parameters that are in it."""
-    [(name, place), *others] = parts
-    if not others and place.expert is None:
-        rows = value(name)[place.start : place.stop]
-        return rows.T if place.transposed else rows
-    out = torch.empty(place.shape, dtype=value(name).dtype)
-    for name, place in parts:
-        rows = value(name)[place.start : place.stop]
-        place.rows(out if place.expert is None else out[place.expert]).copy_(rows)
+    [(name, location), *others] = parts
+    if not others and location.expert is None:
+        rows = value(name)[location.start : location.stop]
+        return rows.T if location.transposed else rows
+    out = torch.empty(location.shape, dtype=value(name).dtype)
+    for name, location in parts:
+        rows = value(name)[location.start : location.stop]
+        location.rows(out if location.expert is None else out[location.expert]).copy_(rows)
     return out
 
 

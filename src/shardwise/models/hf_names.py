@@ -18,7 +18,7 @@ PACKED = 32
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where the files have the rows ``start`` to ``stop`` of a parameter: in the tensor of this name and shape, from
     its row ``first`` on each ``step``. expert: the tensor is a stack of matrices, and they are in this one. transposed:
     rows are its columns. packed: it is MXFP4, and ``shape`` is that of its values."""
@@ -94,7 +94,7 @@ def transposed(spec: ModelSpec) -> set[str]:
     return {name.format(layer) for name in names for layer in range(spec.num_hidden_layers)}
 
 
-def places(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[Place, ...]]:
+def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[Location, ...]]:
     """Where the files have each parameter of ``spec``, in the order of its rows; every element of a tensor is one of a
     parameter. ``found``: the tensors that there are, of a family with more than one form; as it is written if none."""
     shapes, there = parameter_shapes(spec), transposed(spec)
@@ -103,32 +103,32 @@ def places(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[Plac
     for name, form in forms.items():
         if isinstance(form, str):
             heights[form] += shapes[name][0]
-    placed: dict[str, tuple[Place, ...]] = {}
+    located: dict[str, tuple[Location, ...]] = {}
     above: Counter[str] = Counter()
     for name, form in forms.items():
         rows, *columns = shapes[name]
         if isinstance(form, Stack):
-            placed[name] = tuple(_in_stack(form, shapes[name], spec.experts))
+            located[name] = tuple(_in_stack(form, shapes[name], spec.experts))
         elif "{}" in form:
             each = rows // spec.experts
-            placed[name] = tuple(
-                Place(each * e, each * (e + 1), form.format(e), (each, *columns)) for e in range(spec.experts)
+            located[name] = tuple(
+                Location(each * e, each * (e + 1), form.format(e), (each, *columns)) for e in range(spec.experts)
             )
         else:
             shape = (heights[form], *columns)
             shape = shape[::-1] if name in there else shape
-            placed[name] = (Place(0, rows, form, shape, above[form], transposed=name in there),)
+            located[name] = (Location(0, rows, form, shape, above[form], transposed=name in there),)
             above[form] += rows
-    return placed
+    return located
 
 
-def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Place]:
+def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Location]:
     each = shape[0] // experts
     matrix = (each * form.count, *shape[1:])
     whole = (experts, *(matrix[::-1] if form.transposed else matrix))
     first, step = (form.index, form.count) if form.interleaved else (form.index * each, 1)
     for e in range(experts):
-        yield Place(each * e, each * (e + 1), form.name, whole, first, step, e, form.transposed, form.packed)
+        yield Location(each * e, each * (e + 1), form.name, whole, first, step, e, form.transposed, form.packed)
 
 
 def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
@@ -149,11 +149,11 @@ def _is_there(form: str | Stack, spec: ModelSpec, found: Collection[str]) -> boo
     return any(form.format(e) in found for e in range(spec.experts)) if "{}" in form else form in found
 
 
-def tensors(placed: Mapping[str, tuple[Place, ...]]) -> dict[str, list[tuple[str, Place]]]:
+def tensors(located: Mapping[str, tuple[Location, ...]]) -> dict[str, list[tuple[str, Location]]]:
     """By the name of a tensor of the files, the parameters in it and where. The order is that of the parameters, so
     that all tensors with rows of one parameter alone follow each other."""
-    held: dict[str, list[tuple[str, Place]]] = {}
-    for name, parts in placed.items():
-        for place in parts:
-            held.setdefault(place.tensor, []).append((name, place))
+    held: dict[str, list[tuple[str, Location]]] = {}
+    for name, parts in located.items():
+        for location in parts:
+            held.setdefault(location.tensor, []).append((name, location))
     return held

@@ -2,29 +2,23 @@
 tokens share.
 
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
-expert, and is what expert parallelism replaces. Weights of all experts of a layer are one matrix, one expert's rows
-after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
+expert, and is what expert parallelism replaces. Two more for what is counted (models/balance.py): ``MoE.rows_of`` says
+in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. Weights of
+all experts of a layer are one matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a
+matrix by rows serves here too.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.models.balance import Routing, RowPlaces, Tally, balanced
 from shardwise.models.config import ModelSpec
 from shardwise.models.grouped import grouped, owners
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
-
-
-class Routing(NamedTuple):
-    """Of n tokens: the ``ids`` [n,k] of their experts, the ``weights`` [n,k] of what these make, and ``counts`` [E]:
-    how many tokens go to each expert."""
-
-    ids: Tensor
-    weights: Tensor
-    counts: Tensor
 
 
 class _RouterProduct(torch.autograd.Function):
@@ -34,7 +28,8 @@ class _RouterProduct(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         wide = accumulation_dtype(x.dtype)
-        return torch.mm(x.to(wide), weight.to(wide).t())
+        with torch.autocast(x.device.type, enabled=False):  # which would have it in bf16
+            return torch.mm(x.to(wide), weight.to(wide).t())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -83,7 +78,10 @@ class Stacked(nn.Module):
 
 
 def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """What :class:`Stacked` computes with these weights."""
+    """What :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
     out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
     if bias is None:
         return out
@@ -115,9 +113,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        out = rows.new_empty(
-            weights.shape[0], rows.shape[1]
-        )  # no view of a result: FSDP2 warns of a module that returns one
+        out = rows.new_empty(weights.shape[0], rows.shape[1])  # FSDP2 warns of a module that returns a view
         torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
         return out
 
@@ -128,13 +124,12 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
-        grad_rows = grad.index_select(0, order // weights.shape[1]).mul_(own)
-        grad_weights = None
+        of_token, grad_weights = grad.index_select(0, order // weights.shape[1]), None
         if ctx.needs_input_grad[1]:
-            each = rows.index_select(0, inverse).unflatten(0, weights.shape)
-            grad_weights = torch.bmm(each, grad.unsqueeze(-1)).squeeze(-1).to(weights.dtype)
-        return grad_rows, grad_weights, None, None
+            products = torch.linalg.vecdot(rows, of_token).index_select(0, inverse)
+            grad_weights = products.to(weights.dtype).view_as(weights)
+        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
+        return of_token.mul_(own), grad_weights, None, None
 
 
 class Experts(nn.Module):
@@ -166,11 +161,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts in an MLP's place."""
+    """A mixture of experts in an MLP's place. ``tally``: during a training step, what is counted there."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
+        self.coefficients = spec.router_losses
+        self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
         self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None
         self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.shared_expert_gate else None
@@ -178,7 +175,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..,d] -> [..,d]."""
         flat = x.flatten(0, -2)
-        out = self.experts(flat, self.route(flat)).view_as(x)
+        routing = self.route(flat)
+        if self.tally is not None:
+            routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
+        out = self.experts(flat, routing).view_as(x)
         if self.shared is None:
             return out
         common = self.shared(x)
@@ -186,14 +186,34 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> Routing:
         """The seam that decides which experts compute a token. x [n,d], the weights in fp32."""
-        scores = self.router(x).softmax(-1)
+        found = self.router(x)
+        scores = found.softmax(-1)
         weights, ids = scores.topk(self.top, -1)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(ids, weights, counted(ids, scores.shape[-1]))
+        return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
+
+    def rows_of(self, x: Tensor) -> RowPlaces:
+        """The rows of the tokens of x [b,s,d]."""
+        return RowPlaces(x.shape[0], x.shape[1])
+
+    def over_rows(self, counts: Tensor) -> Tensor:
+        """The sum of ``counts`` [rows,E] over the ranks that have tokens of the same rows."""
+        return counts
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
     """How many of the ids [n,k] are each expert's, int64 [E]."""
     chosen = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def counting(block: nn.Module) -> list[Tensor]:
+    """Have a block's layers with experts count as in a training step; returns what they read and write for it."""
+    found: list[Tensor] = []
+    for module in block.modules():
+        if isinstance(module, MoE):
+            experts = module.router.weight.shape[0]
+            module.tally = Tally(*(torch.zeros(size, dtype=torch.float64) for size in (experts, 2, 2)))
+            found += vars(module.tally).values()
+    return found

@@ -14,7 +14,26 @@ from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSect
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
-    """The model that the recipe names or describes. Raises ConfigError (CFG004) when it does neither, or not whole."""
+    """The model that the recipe names or describes, with the losses of routers that it asks for. Raises ConfigError:
+    CFG004 when it does neither, or not whole; CFG008 for losses of a model without experts."""
+    return _balanced(_described(recipe), recipe.model)
+
+
+def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
+    asked = {"router_aux_loss": model.router_aux_loss, "router_z_loss": model.router_z_loss}
+    if key := next((key for key, value in asked.items() if value and not spec.experts), ""):
+        what = f"`model.{key}` is a loss of routers, and {spec.name} has no experts that Shardwise computes"
+        raise ConfigError(Problem("CFG008", what, f"model.{key}", "leave it out"))
+    if not spec.experts:
+        return spec
+    auxiliary = spec.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
+    begins = model.config is not None or model.init == "random"
+    added = spec.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
+    spec = replace(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
+    return replace(spec, router_z_loss_coef=model.router_z_loss)
+
+
+def _described(recipe: Recipe) -> ModelSpec:
     model = recipe.model
     if model.config is not None:
         if not {"model_type", "architectures"} & model.config.keys():

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from shardwise.models.hf_names import PACKED, Place
+from shardwise.models.hf_names import PACKED, Location
 from shardwise.models.tensorfile import Entry, check_finite
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -19,10 +19,10 @@ SCALE_BIAS = 127
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRows:
     """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales."""
 
-    place: Place
+    location: Location
     entry: Entry
     scales: Entry | None = None
 
@@ -34,7 +34,7 @@ class Piece:
     def read_into(self, out: Tensor, first: int, columns: Sequence[slice]) -> None:
         """Copy as many rows as ``out`` has, from row ``first`` of the parameter on, of these columns. The file is
         mapped, so that no more is read."""
-        chosen = slice(first - self.place.start, first - self.place.start + out.shape[0])
+        chosen = slice(first - self.location.start, first - self.location.start + out.shape[0])
         if self.scales is None:
             out.copy_(self._rows(self.entry)[(chosen, *columns)])
             return
@@ -45,15 +45,15 @@ class Piece:
         out.copy_(values[:, wanted.start - skipped : wanted.stop - skipped])
 
     def _rows(self, entry: Entry) -> Tensor:
-        expert = self.place.expert
-        return self.place.rows(entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0])
+        expert = self.location.expert
+        return self.location.rows(entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0])
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     """A parameter: its pieces in the order of their rows."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRows, ...]
 
     def read_finite(self, part: Sequence[slice]) -> Tensor:
         """A copy of the slice ``part``, and no more read or allocated; raises DataError (MOD006) if it holds NaN or
@@ -62,11 +62,11 @@ class Stored:
         dtype = reduce(torch.promote_types, {piece.dtype for piece in self.pieces})
         out = torch.empty([each.stop - each.start for each in part], dtype=dtype)
         for piece in self.pieces:
-            first, last = max(rows.start, piece.place.start), min(rows.stop, piece.place.stop)
+            first, last = max(rows.start, piece.location.start), min(rows.stop, piece.location.stop)
             if first < last:
                 own = out[first - rows.start : last - rows.start]
                 piece.read_into(own, first, columns)
-                check_finite(own, piece.place.tensor, piece.entry.path)
+                check_finite(own, piece.location.tensor, piece.entry.path)
         return out
 
 
@@ -74,8 +74,10 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """The bf16 values [n,32g] of MXFP4 blocks uint8 [n,g,16], two values a byte, the lower 4 bits first, and scales
     uint8 [n,g], a power of two for 32 values (Open Compute Project, "Microscaling Formats", 2023; scale 255 is NaN).
     Nothing is rounded."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
-    wide = values.index_select(0, codes.flatten()).view(codes.shape)
-    powers = scales.int().sub_(SCALE_BIAS).unsqueeze(-1)
-    return torch.ldexp(wide, powers).masked_fill_(scales.eq(255).unsqueeze(-1), torch.nan).bfloat16().flatten(-2)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.int32).flatten()
+    powers = torch.ldexp(torch.ones(256), byte - SCALE_BIAS).bfloat16()
+    powers[255] = torch.nan
+    wide = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16).view(*scales.shape, PACKED)
+    return wide.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
+from shardwise.models.roles import is_expert, role
 from shardwise.planner.events import (
     AddTiedGradients,
     Compute,
@@ -230,8 +231,8 @@ class _Local:
 
     def __init__(self, passes: Passes, unit: Unit) -> None:
         self.unit, (b, s), length = unit, (passes.b, passes.s), passes.cut.length
-        self.times = {"": 1, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
-        self.parts = {"": 1, "b*s": 1, "b*s*s": length * length}
+        self.times = {"": 1, "b": b, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
+        self.parts = {"": 1, "b": 1, "b*s": 1, "b*s*s": length * length}
         self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
         self.sizes = [tensor.bytes(b, s) for tensor in unit.tensors]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
@@ -267,12 +268,14 @@ class _Local:
 @lru_cache(maxsize=KEPT_UNITS)
 def put_off(unit: Unit) -> frozenset[int]:
     """The operations of a block's backward that its second half runs where it comes in two: the products that give the
-    gradients of weights, and what casts them."""
+    gradients of linear layers' weights, and what casts them. Those of experts and routers are not put off."""
     if unit.name != "block":
         return frozenset()
     found = set[int]()
     maker = {tensor: i for i, op in enumerate(unit.backward) for tensor in op.allocates}
-    for _, gradient in unit.weight_gradients:
+    for name, gradient in unit.weight_gradients:
+        if is_expert(name) or role(name) == "router":
+            continue
         ways = [maker.get(gradient, -1)]
         while ways[-1] >= 0 and unit.backward[ways[-1]].name == "aten._to_copy":
             ways.append(maker.get(unit.backward[ways[-1]].reads[0], -1))

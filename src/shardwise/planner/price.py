@@ -19,7 +19,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import CONTROL_BYTES, EXPERT_ROWS, Sheet
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
@@ -32,6 +32,9 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             passes[alike] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
         span = around(costed, plan, passes[alike])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
+        if rows := span.top.get(EXPERT_ROWS, 0):
+            memory["activations"] += rows
+            memory["expert reserve"] = round((plan.expert_imbalance - 1) * rows)
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
@@ -82,7 +85,8 @@ def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for send, calls in span.sent.items():
-        name = (plan.layout.called(send.axis), send.kind, send.category)
+        category = "control" if send.bytes <= CONTROL_BYTES else send.category
+        name = (plan.layout.called(send.axis), send.kind, category)
         total[name] += send.bytes * calls
         count[name] += calls
     return tuple(Traffic(*name, total[name], count[name], link(name[0], plan.layout)) for name in total)

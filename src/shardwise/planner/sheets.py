@@ -50,7 +50,7 @@ TRACED = (
     "spec/sheet.py",
     "techniques/variant.py",
 )
-EXPERTS = ("models/grouped.py", "models/moe.py")
+EXPERTS = ("models/balance.py", "models/grouped.py", "models/moe.py", "techniques/tp/rows.py")
 """Of what is traced where a block has experts."""
 THEIRS = ("models/hf_model.py", "models/hf_spec.py")
 """Of what is traced where a model runs in transformers' own modules."""
@@ -114,6 +114,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         heads_apart=spec.qk_norm != "projection",
         inside=plan,
         vocabulary=spec.vocab_size,
+        counts=spec.expert_counts,
     )
 
 

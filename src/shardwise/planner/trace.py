@@ -30,9 +30,10 @@ from shardwise.models.blocks import blocks
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
+from shardwise.models.moe import counting
 from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
 from shardwise.planner.symbols import Symbols
-from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
+from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
@@ -179,7 +180,7 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
-    return lambda start: block(start(), rotary, mask), [*(rotary or ())]
+    return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
 
 
 def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
@@ -328,6 +329,8 @@ class _Naming:
 
     def tensor(self, stored: Stored, index: int, category: str) -> Tensor:
         shape = self.reading.shape(stored.shape)
+        arrived = category == "activations" and any(ARRIVED in str(dim).split("*") for dim in shape)
+        category = EXPERT_ROWS if arrived else category
         return Tensor(f"t{index}", shape, _dtype(stored.dtype), category, symbols=shape)
 
     def ops(self, events: list[RecordedOp], local: dict[int, int], run: _Pass) -> tuple[Op, ...]:

@@ -78,6 +78,11 @@ def _switched(value: float) -> float:
     return 1.0 if value == 1.0 else 2.0
 
 
+def _on(coefficient: float) -> float:
+    """A coefficient's stand-in: 0 leaves a loss out."""
+    return float(coefficient != 0.0)
+
+
 def _rotating(numbers: Sizes) -> float:
     """The share of a head that is rotated in pairs; half an element more, so that it is not rounded to fewer."""
     return (2 * numbers["p"] + 0.5) / numbers["e"]
@@ -133,6 +138,8 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
             normalised_top_k=spec.normalised_top_k,
             shared_expert_size=numbers["h"] if shared else 0,
             shared_expert_gate=spec.shared_expert_gate,
+            router_aux_loss_coef=_on(spec.router_losses[0]),
+            router_z_loss_coef=_on(spec.router_losses[1]),
         )
     return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
 

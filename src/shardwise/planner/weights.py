@@ -17,8 +17,9 @@ from shardwise.planner.events import Copy, Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
-from shardwise.techniques.shard import gradient_bytes, groups
+from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import buckets
+from shardwise.techniques.shard.unit_bytes import groups
 from shardwise.techniques.states import summed_over
 
 HEAD = "gradient of the tied output layer"

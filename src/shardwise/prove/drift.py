@@ -12,10 +12,10 @@ from shardwise.planner.sheets import Units, sheet_of
 from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
 from shardwise.prove.world import StepBytes, measure
-from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import optim
 
 PEAK_TOLERANCE = 0.03

@@ -29,6 +29,7 @@ from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter
+from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
@@ -319,8 +320,9 @@ def plain(job: Workload) -> Trace:
     losses, norms, first = [], [], {}
     for number in range(job.updates):
         optimizer.zero_grad()
-        loss = plain_loss(model, merged(parameters, job), collate(job.batch(number)), job)
-        loss.backward()
+        with plain_balance(model) as balance:
+            loss = plain_loss(model, merged(parameters, job), collate(job.batch(number)), job)
+        (loss + balance()).backward()
         if number == job.steps:
             torch.optim.SGD([p for p in parameters.values() if p.requires_grad], OPTIM.learning_rate).step()
             break

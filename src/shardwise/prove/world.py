@@ -33,12 +33,12 @@ from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate
-from shardwise.runtime.metrics.measure import CONTROL_BYTES
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import optim
 
 SMALL = 2**20
@@ -136,6 +136,7 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
     settings = OptimSection()
     if fake is None:
         fake = parameter_count(spec) > SMALL
+    plan = replace(plan, expert_imbalance=1.0)  # rows that nobody sends are taken to be as many for each rank
     with fake_world(plan.layout, rank) as groups:
         tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.called())
         with watch_resizes(tracker.resize), patch.object(Sending, "left", lambda sending: True):

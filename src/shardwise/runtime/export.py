@@ -41,7 +41,7 @@ def export(
     Every rank calls this alike. What stood there before is replaced when the new one is whole."""
     holders = holders_of(parameters)
     if dist.is_initialized() and dist.get_rank() != 0:
-        for name in hf.order_of_writing(spec, dtype):
+        for name in hf.order_of_writing(spec):
             fetched(name, parameters, holders)
         return target
     if spec.eos_token_id is None:

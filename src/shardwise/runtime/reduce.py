@@ -47,12 +47,14 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
 
 
-def combine(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor) -> Tensor:
-    """[square of the gradient norm, mean loss, further figures] over all ranks, fp64, on the device of ``loss``, which
-    is this rank's share of the mean, as the figures are: one all-reduce of 16 bytes, and 8 a figure. A NaN or infinity
-    anywhere reaches every rank, so all of them skip or none does."""
+def combine(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor, counted: Tensor | None = None) -> Tensor:
+    """[square of the gradient norm, mean loss, further figures, what is ``counted``] over all ranks, fp64, on the
+    device of ``loss``, which is this rank's share of the mean, as the figures are; of what is counted [n] every rank
+    has a share. One all-reduce of 16 bytes, and 8 a figure or count. A NaN or infinity of norm or loss anywhere reaches
+    every rank, so all of them skip or none does."""
     shares = [share.detach().double().reshape(()) for share in (loss, *figures)]
     numbers = torch.stack([squares.to(loss.device), *(s if meshes.counts else torch.zeros_like(s) for s in shares)])
+    numbers = torch.cat([numbers, counted]) if counted is not None and len(counted) else numbers
     meshes.sum(numbers, "world")
     return numbers
 

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Loss
-from shardwise.runtime import passes, reduce
+from shardwise.models.blocks import spec_of
+from shardwise.runtime import balance, passes, reduce
+from shardwise.runtime.balance import Counts, Loads
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
@@ -25,7 +28,8 @@ class StepStats:
     norm before clipping, ``tokens`` the input tokens of all ranks, ``total_tokens`` those of the run so far. A
     ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over pairs of answers, and those are
     ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``figures``: what the method reports
-    beside its loss, means as that is. ``end_s``: when it was done (``time.perf_counter``)."""
+    beside its loss, means as that is, and the losses of routers. ``loads``: how many tokens went to each expert, by
+    layer. ``end_s``: when it was done (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -38,26 +42,33 @@ class StepStats:
     pairs: bool = False
     loss_scale: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    loads: Loads = field(default_factory=dict)
     end_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was launched on the device: what the host knows already, and the figures that it will read."""
+    """A step that was launched on the device: what the host knows already, the figures that it will read, and how many
+    of these are ``counts`` of experts."""
 
     known: StepStats
     figures: Figures
+    counts: Counts
 
     def wait(self, state: TrainState) -> StepStats:
         """Wait for the figures and count them in ``state``. Call it for steps in their order."""
         squares, loss, *rest = self.figures.read()
         told = dict(zip(self.known.figures, rest, strict=False))
+        end = len(told) + self.counts.spec.expert_counts
+        counted, scaling = rest[len(told) : end], rest[end:]
         skipped = not (math.isfinite(squares) and math.isfinite(loss))
         scale = state.scale.value
-        state.book(skipped, rest[len(told) :])
+        state.book(skipped, scaling)
         norm = (squares**0.5 if squares >= 0 else squares) / scale
         shown, end_s = scale if state.scale.enabled else None, self.figures.arrival_s
-        known = replace(self.known, figures=told, loss_scale=shown, end_s=end_s)
+        told |= self.counts.losses(counted)
+        loads = self.counts.loads(counted)
+        known = replace(self.known, figures=told, loads=loads, loss_scale=shown, end_s=end_s)
         return replace(known, loss=loss, grad_norm=norm, skipped=skipped)
 
 
@@ -77,11 +88,11 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:
         draw_anew(rules.seed, state.step, meshes)
-    loss = accumulate(state, batches, supervised, rules)
+    loss, counted = accumulate(state, batches, supervised, rules)
     rules.enter("clip")
     parameters = state.trained()
     squares, device = reduce.local_squares(state.counted(), meshes.size("stage")), loss.value.device
-    figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values())
+    figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values(), counted=counted)
     finite = figures[:2].isfinite().all()
     scale = state.scale.on(device)[0].double()
     factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale
@@ -99,7 +110,8 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     counts = tokens, state.tokens, supervised
     told, pairs = dict.fromkeys(loss.figures, math.nan), plan.loss == "dpo"
     known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=pairs, figures=told)
-    return Launched(known, Figures(figures))
+    experts = Counts(spec_of(state.parts), balance.rows_of(batches, plan))
+    return Launched(known, Figures(figures), experts)
 
 
 def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
@@ -109,8 +121,12 @@ def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
     torch.manual_seed((rows * meshes.size("pp") + meshes.index("pp")) % 2**63)
 
 
-def accumulate(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Loss:
+def accumulate(
+    state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules
+) -> tuple[Loss, Tensor]:
     """Forward and backward of every micro-batch: leaves the gradients in place, summed over all ranks, and returns
-    this rank's share of the mean loss, detached."""
+    this rank's share of the mean loss, detached, and of what is counted of experts (runtime/balance.py)."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
-    return passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)
+    with balance.counting(state.parts, batches, rules.plan, scale) as counted:
+        loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)
+    return loss, balance.share(counted, rules.plan, rules.meshes)

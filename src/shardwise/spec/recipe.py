@@ -26,7 +26,10 @@ class Section(BaseModel):
 class Model(Section):
     """What is trained: a Hub id, a local directory, a built-in name, or the dimensions of a new model in ``config``.
     ``frozen`` are globs over parameter names (``embed.*``): those weights stay as they are. ``rope_scaling`` and
-    ``rope_theta`` take the place of those in the model's config.json, to train on at a longer length."""
+    ``rope_theta`` take the place of those in the model's config.json, to train on at a longer length; so does
+    ``router_aux_loss``, the coefficient of the loss that balances experts; left out, a model that is tuned has it only
+    where its config.json says ``output_router_logits``. ``router_z_loss`` is that of the loss that keeps the logits of
+    routers small."""
 
     path: str | None = None
     revision: str | None = None
@@ -35,6 +38,8 @@ class Model(Section):
     frozen: list[str] = []
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = Field(default=None, gt=0)
+    router_aux_loss: float | None = Field(default=None, ge=0)
+    router_z_loss: float = Field(default=0.0, ge=0)
 
     def contradictions(self) -> list[Problem]:
         problems = []

@@ -41,7 +41,7 @@ def size_of(dim: Dim, sizes: Sizes) -> int:
 
 
 def grown(dim: Dim, sizes: Sizes) -> tuple[int, str]:
-    """The product without its ``b`` and ``s``, and these: ``b*s``, ``b*s*s``, or nothing."""
+    """The product without its ``b`` and ``s``, and these: ``b``, ``b*s``, ``b*s*s``, or nothing."""
     if isinstance(dim, int):
         return dim, ""
     above, bar, below = dim.partition("/")
@@ -61,8 +61,16 @@ def number(dim: Dim, sizes: tuple[int, int]) -> int:
 GROUPED, GROUPED_OUTER = "shardwise.grouped", "shardwise.grouped_outer"
 """Products whose rows belong to groups, and the gradients of their matrices: of their groups, m, n and k (``Op.dims``)
 the rows, m of the one and k of the other, are those of all groups."""
+ARRIVED, EXPERT_ROWS = "R", "expert rows"
+"""The symbol of the rows that come to a rank's experts, and the category of tensors of so many: of these the fullest
+rank has more than its share."""
 SEND = "send"
 """The kind of operations that are collectives; their names are those of collectives."""
+
+
+CONTROL_BYTES = 64
+"""A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
+model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +163,8 @@ class Op:
             return replace(self, dims=tuple(size_of(dim, sizes) for dim in self.dims))
         if not self.symbols:
             return self
-        if self.axis or "b" in str(self.symbols).split("*"):
-            flops, per = grown(self.symbols, sizes)
-            return replace(self, flops=flops, per=per)
-        return replace(self, flops=size_of(self.symbols, sizes))
+        flops, per = grown(self.symbols, sizes)
+        return replace(self, flops=flops, per=per)
 
 
 class Cut(NamedTuple):
@@ -276,7 +282,7 @@ class Sheet:
     queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
     ``plan``: that by which it has been rewritten. Of a pipeline: a place that lacks an end of the model has a unit
     without weights in its stead; ``copied``: embedding and output layer are copies of one weight; ``trained``: of each
-    stage, whether any of its weights is."""
+    stage, whether any of its weights is. ``counts``: how many numbers a step tells of experts (runtime/balance.py)."""
 
     model: str
     stem: Unit
@@ -294,6 +300,7 @@ class Sheet:
     plan: Plan | None = None
     copied: bool = False
     trained: tuple[bool, ...] = ()
+    counts: int = 0
 
     @property
     def output(self) -> Tensor:

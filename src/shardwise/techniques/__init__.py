@@ -141,6 +141,7 @@ def inside(plan: Plan) -> Plan:
         compile=False,
         deterministic=False,
         attention="auto",
+        expert_imbalance=1.0,
         optim=Optim(),
         loss="cross_entropy",
         estimate=Estimate(),

@@ -75,10 +75,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN012", what, "precision.compute", "bf16, or weights fp32"))
     if precision.reduce == "bf16" and precision.compute == "fp64":
         problems.append(Problem("PLAN012", "gradients of fp64 would be reduced in bf16", "precision.reduce", "fp64"))
-    if precision.modules and plan.sharded and plan.remat.mode == "selective":
-        # Seen with torch 2.13: selective checkpointing counts operations that FSDP2's inner units do once only.
-        what = "selective recompute does not work with sharded modules that have their own compute dtype"
-        problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or leave out precision.modules"))
+    if precision.modules and plan.sharded and plan.remat.mode == "selective" and plan.compile:
+        # Seen with torch 2.13: its selective checkpointing counts operations that FSDP2's inner units do once only.
+        what = "compiled, selective recompute does not work with sharded modules that have their own compute dtype"
+        problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or `compile=false`"))
     if precision.modules and _beyond_llama(spec):
         what = f"{spec.name} has norms or multipliers that Llama does not have: precision.modules does not support them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))

@@ -134,9 +134,9 @@ def _counted(products: int, *, compiled: bool) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     if not compiled:
-        from shardwise.techniques.selective import contexts
+        from shardwise.techniques.selective import saving
 
-        return contexts(_Chosen(products), _Chosen(products))
+        return saving(_Chosen(products), _Chosen(products))
     chosen = {False: _Chosen(products), True: _Chosen(products)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

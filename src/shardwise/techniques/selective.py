@@ -14,7 +14,7 @@ Chooses = Callable[[Any], bool]
 """Called with every operation of a pass, in their order: whether its result is saved."""
 
 
-class _Keep(TorchDispatchMode):
+class _Saving(TorchDispatchMode):
     def __init__(self, chooses: Chooses, kept: deque[Any]) -> None:
         super().__init__()
         self.chooses, self.kept = chooses, kept
@@ -26,7 +26,7 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _Take(TorchDispatchMode):
+class _Again(TorchDispatchMode):
     def __init__(self, chooses: Chooses, kept: deque[Any]) -> None:
         super().__init__()
         self.chooses, self.kept = chooses, kept
@@ -35,7 +35,7 @@ class _Take(TorchDispatchMode):
         return self.kept.popleft() if self.chooses(func) else func(*args, **(kwargs or {}))
 
 
-def contexts(forward: Chooses, again: Chooses) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def saving(forward: Chooses, again: Chooses) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Those of forward and of recomputation, whose choices must be the same. Other operations may differ."""
     kept: deque[Any] = deque()
-    return _Keep(forward, kept), _Take(again, kept)
+    return _Saving(forward, kept), _Again(again, kept)

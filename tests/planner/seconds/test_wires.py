@@ -72,6 +72,13 @@ def test_every_hop_between_nodes_waits() -> None:
     assert small[2] - small[1] == pytest.approx(4 * known["latency network_s"], rel=1e-3)
 
 
+def test_a_message_takes_as_long_whether_one_comes_or_not() -> None:
+    """Around a ring each rank receives while it sends as much: what comes takes no time of its own."""
+    for nodes in (1, 4):
+        wires = wires_of(Layout(cp=8 * nodes, ranks_per_node=8), parse_cluster(f"{nodes}x8xH100"))
+        assert wires.seconds("send", "cp", 700 * MB) > 0 == wires.seconds("recv", "cp", 700 * MB)
+
+
 def test_cards_without_peer_to_peer_send_through_the_host() -> None:
     """At the rate of the table, 20 GB/s for the L40S, which was measured in use."""
     cluster = parse_cluster("8xL40S")

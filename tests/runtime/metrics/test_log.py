@@ -63,6 +63,27 @@ def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:
     assert line["mfu"] == pytest.approx(10.0 * float(str(line["tokens_per_s"])) / 1e9, abs=1e-4)
 
 
+def test_a_line_tells_how_experts_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layer 0 evenly; of layer 3 half the experts have nothing, and one of the others three quarters."""
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    loads = {0: [4.0, 4.0, 4.0, 4.0], 3: [12.0, 0.0, 4.0, 0.0]}
+    log.step(state_at(1), replace(stats(1), figures={"router_aux_loss": 2.5}, loads=loads), torch.device("cpu"))
+    log.step(state_at(2), replace(stats(2), loads={}), torch.device("cpu"))
+    log.close()
+    line, without = lines(tmp_path / "metrics.jsonl")
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert line["experts"] == {
+        "layer": [0, 3],
+        "entropy": [1.0, pytest.approx(entropy, abs=1e-4)],
+        "fullest": [1.0, 3.0],
+        "dead": [0, 2],
+    }
+    assert line["expert_entropy"] == pytest.approx(entropy, abs=1e-4)
+    assert (line["expert_fullest"], line["dead_experts"], line["router_aux_loss"]) == (3.0, 2, 2.5)
+    assert not {"experts", "dead_experts"} & without.keys()
+    assert "  experts 3.0x, 2 dead  " in capsys.readouterr().out
+
+
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
     log.step(state_at(1), stats(1), torch.device("cpu"))

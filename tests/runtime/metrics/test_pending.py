@@ -275,7 +275,7 @@ def test_what_has_not_arrived_is_not_waited_for_when_a_run_fails() -> None:
             return False
 
     pending: Any = PendingSteps(None, None, None, None)  # type: ignore[arg-type]
-    launched = Launched(None, Away())  # type: ignore[arg-type]
+    launched = Launched(None, Away(), None)  # type: ignore[arg-type]
     with pytest.raises(Told), pending:
         pending._open.append((launched, [], True))
         raise Told

@@ -8,10 +8,12 @@ import pytest
 
 from shardwise.cli.decide import told
 from shardwise.runtime.report import header
-from shardwise.runtime.report.header import assumptions, execution, why_compute
+from shardwise.runtime.report.header import assumptions, execution, of_routers, why_compute
 from shardwise.spec import finetune
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Remat
+from tests.parity.cases import UNTIED
+from tests.parity.experts import MOE
 
 
 def test_the_cost_of_compiling_is_said() -> None:
@@ -22,6 +24,12 @@ def test_the_cost_of_compiling_is_said() -> None:
         f"{eager}, blocks compiled (adds half a minute or more to the first step, seconds if torch has them cached; "
         "`compile=false` runs them uncompiled)"
     )
+
+
+def test_the_losses_of_routers_are_said() -> None:
+    assert of_routers(MOE) == " + 2 router_aux_loss + 0.5 router_z_loss"
+    assert of_routers(replace(MOE, router_z_loss_coef=0.0)) == " + 2 router_aux_loss"
+    assert of_routers(UNTIED) == of_routers(replace(UNTIED, router_aux_loss_coef=0.1)) == ""
 
 
 def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:

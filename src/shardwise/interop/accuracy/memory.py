@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 from shardwise.interop.accuracy.rows import CHUNK_TOKENS, Measurement, said
-from shardwise.models.config import parameter_count
+from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
+from shardwise.models.roles import is_expert
 from shardwise.planner.price import price
 from shardwise.spec.plan import NOT_ALLOCATED, Estimate
 
@@ -61,13 +62,20 @@ def _token_bytes(row: Measurement) -> int:
     """What each block saves for a token more, or less, than ours."""
     spec, plan = row.spec, row.plan
     if plan.remat.mode == "selective" and row.habits.half_products:
-        return -2 * (spec.num_key_value_heads * spec.head_dim + spec.intermediate_size)
+        return -2 * (spec.num_key_value_heads * spec.head_dim + _width(spec))
     if plan.remat.mode != "none":
         return 0
     eager = not row.habits.fusion and not plan.compile and said(row.text, "mlp_gated") != "0"
     norms = 2 * 4 * spec.hidden_size if eager else 0  # RMS norms written out keep their input in fp32
     small = plan.lora is not None and plan.lora.nf4 and row.habits.wide_inputs
-    return norms + (4 * (4 * spec.hidden_size + spec.intermediate_size) if small else 0)
+    return norms + (4 * (4 * spec.hidden_size + _width(spec)) if small else 0)
+
+
+def _width(spec: ModelSpec) -> int:
+    """How many numbers a token has between the matrices of its MLP, or of its experts."""
+    if not spec.experts:
+        return spec.intermediate_size
+    return spec.experts_per_token * spec.expert_size + spec.shared_expert_size
 
 
 def _without_late_gradients(row: Measurement, estimate: Estimate) -> int:
@@ -88,7 +96,10 @@ def _more_state_bytes(row: Measurement) -> int:
     """What is held beside weights, gradients and moments in the dtype of the weights: as many bytes a parameter as the
     row says, else 16-bit copies of weights that are not sharded with their masters."""
     plan, detail = row.plan, said(row.text, "precision_detail")
-    held = parameter_count(row.spec) // plan.layout.tp // (plan.layout.fsdp if plan.shard.strategy == "zero3" else 1)
+    sizes = {name: prod(shape) for name, shape in parameter_shapes(row.spec).items()}
+    experts = sum(size for name, size in sizes.items() if is_expert(name))
+    each = (sum(sizes.values()) - experts) // plan.layout.tp + experts // plan.layout.ep
+    held = each // (plan.layout.fsdp if plan.shard.strategy == "zero3" else 1)
     if plan.lora is not None:
         return 2 * held if "fp32 parameter shards" in detail and not plan.lora.nf4 else 0
     own = 16 if plan.precision.weights == "fp32" else 8

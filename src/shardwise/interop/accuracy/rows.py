@@ -22,6 +22,7 @@ from shardwise.spec.cluster import Cluster, Device, find_device
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.pp import even
+from shardwise.techniques.shard.degrees import least_dp_shard
 
 WITHOUT_SEQUENCE_PARALLELISM = ("megatron21", "bigscience")
 """Eras that had none."""
@@ -141,8 +142,6 @@ def _read(text: Text) -> Measurement:
 
 def _refuse(text: Text) -> None:
     """What the planner does not price, or nobody could compare."""
-    if (number(text, "ep") or 1) > 1:
-        raise _Skipped("ep larger than 1")
     names = ("notes", "task", "offload", "model", "optimizer")
     notes, task, offload, model, optimizer = (said(text, name).lower() for name in names)
     rules = {
@@ -152,11 +151,13 @@ def _refuse(text: Text) -> None:
         )
         is not None,
         "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
-        "experts": (number(text, "num_experts") or 1) > 1 or re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None,
+        "experts of which not all sizes are told": re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None
+        and not (whole(text, "num_experts") and whole(text, "moe_ffn")),
+        "experts that tensor parallelism cuts": (number(text, "etp") or 1) > 1,
         "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}")
         is not None,
         "another model than its sizes say": "different flops" in notes,
-        "latent attention": bool(re.match("(1|yes|true)", said(text, "mla").lower())),
+        "latent attention": said(text, "mla").lower() not in ("", "0", "no", "false"),
         "offloading": offload not in ("", "none", "no"),
         "adapters other than LoRA": task == "adapter",
         "an unknown task": task not in ("pretrain", "adapter", *FINE_TUNING),
@@ -197,15 +198,30 @@ def _model(text: Text) -> ModelSpec:
         # The blocks here have a gate: as many weights and as much to compute, in sizes that 64 divides as theirs do.
         ffn = max(64, round(ffn / 96) * 64)
     model = said(text, "model") or "unnamed"
+    experts = _experts(text, layers)
     shape = (vocab, hidden, ffn, layers, heads, key_heads, head_dim)
-    if (found := known.find(re.sub(r"\s+", "-", model))) is not None:
+    if (found := known.find(re.sub(r"[\s_]+", "-", model))) is not None:
         spec = from_hf(found[1], found[0])
         dims = (spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads, spec.intermediate_size)
         if dims == (hidden, layers, heads, ffn):
             return spec
-    either = [ModelSpec(model, *shape, tie_word_embeddings=tied) for tied in (False, True)]
+    either = [ModelSpec(model, *shape, tie_word_embeddings=tied, **experts) for tied in (False, True)]
     parameters = (number(text, "params_b") or 1e6) * 1e9
     return min(either, key=lambda spec: abs(parameter_count(spec) - parameters))
+
+
+def _experts(text: Text, layers: int) -> dict[str, Any]:
+    """The fields of a model that has experts."""
+    count, width = whole(text, "num_experts") or 1, whole(text, "moe_ffn")
+    if count == 1 or width is None:
+        return {}
+    return {
+        "experts": count,
+        "experts_per_token": whole(text, "top_k") or 1,
+        "expert_size": width,
+        "shared_expert_size": (whole(text, "shared_experts") or 0) * width,
+        "dense_layers": tuple(range(min(layers, whole(text, "dense_layers") or 0))),
+    }
 
 
 def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Plan:
@@ -222,7 +238,12 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
         shard = stated
     elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
         shard = int(found[1]) if dp % int(found[1]) == 0 else dp
-    layout = Layout(dp_replicate=dp // shard, dp_shard=shard, pp=pp, cp=cp, tp=tp)  # cp as a ring, Megatron's default
+    ep = whole(text, "ep") or 1
+    if strategy == "ddp":
+        shard = least_dp_shard(Layout(cp=cp, tp=tp, ep=ep))
+    if dp % shard or shard * cp * tp % ep:
+        raise _Skipped("ep does not divide dp x cp x tp")
+    layout = Layout(dp // shard, shard, pp, cp, tp, ep)  # cp as a ring, Megatron's default
     return Plan(
         layout,
         _batch(text, (dp, cp), guessed),
@@ -234,6 +255,7 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
         and habits.era not in WITHOUT_SEQUENCE_PARALLELISM
         and said(text, "sp").lower() not in ("0", "no"),
         optim=Optim("adamw8bit" if "8bit" in said(text, "optimizer").lower() else "adamw"),
+        expert_imbalance=1.0,  # routing was forced to be even, as benchmarks do
         lora=_lora(text),
         pipeline=_pipeline(text, spec, pp),
     )

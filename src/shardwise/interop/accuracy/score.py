@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
 from shardwise.interop.accuracy.memory import memory_of
 from shardwise.interop.accuracy.rows import Measurement, number, read, said
-from shardwise.models.config import parameter_count
+from shardwise.models.config import active_parameter_count
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed
@@ -115,7 +115,16 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     by_group: dict[str, list[Score]] = defaultdict(list)
     for one in scores:
         by_group[one.group].append(one)
-    names = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "memory", *sorted({*KINDS.values()}))
+    names = (
+        "dense_16bit",
+        "dense_16bit_stated",
+        "fine_tune",
+        "long",
+        "experts",
+        "experts_fine_tune",
+        "memory",
+        *sorted({*KINDS.values()}),
+    )
     levels = levels_of(scores)
     groups: dict[str, Any] = {name: summary(by_group[name], levels) for name in names}
     groups["fit"] = {
@@ -133,6 +142,8 @@ def groups_of(row: Measurement) -> list[str]:
     """The groups that the seconds of a row belong to."""
     inferred = {*said(row.text, "inferred_fields").split(), *row.guessed}
     stated = not inferred & (MATTERS | {"recompute"})
+    if row.spec.experts:
+        return ["experts"] if said(row.text, "task") == "pretrain" else ["experts_fine_tune"]
     dense = ["dense_16bit", *["dense_16bit_stated"] * stated] if said(row.text, "task") == "pretrain" else ["fine_tune"]
     return dense + ["long"] * (row.plan.batch.seq_len >= LONG_TOKENS)
 
@@ -197,7 +208,7 @@ def flops_per_token(row: Measurement, definition: str = "") -> float:
     """Operations a token by a definition in words: those of the model and full attention, unless it counts
     recomputation (``hardware``), half of attention (``causal``) or only parameters (``8*N*s*B``)."""
     spec, words = row.spec, definition.lower().replace("non-causal", "")
-    parameters, table = parameter_count(spec), spec.vocab_size * spec.hidden_size
+    parameters, table = active_parameter_count(spec), spec.vocab_size * spec.hidden_size
     if "8*n*s*b" in words:
         return 8.0 * parameters
     blocks = parameters - table * (1 if spec.tie_word_embeddings else 2)

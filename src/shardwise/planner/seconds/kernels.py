@@ -7,7 +7,7 @@ and writes all of its own; fused, a run of them reads what was there before it o
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.planner.seconds.rates import Rates
@@ -19,6 +19,8 @@ SUM = "aten.sum"
 """A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
 EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
+GROUPED_PRODUCTS = 9
+"""Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 """In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
@@ -75,11 +77,13 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
         groups, m, n, k = (number(dim, sizes) for dim in op.dims)
-        if op.name == GROUPED:
-            m = -(-m // groups)
-        elif op.name == GROUPED_OUTER:
-            k = -(-k // groups)
-        return _timed(rates.product_s(groups, m, n, k), rates, "products")
+        if op.name not in (GROUPED, GROUPED_OUTER):
+            return _timed(rates.product_s(groups, m, n, k), rates, "products")
+        outer = op.name == GROUPED_OUTER
+        rows, matrix = (k, (m, n)) if outer else (m, (n, k))
+        made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
+        waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
+        return replace(made, host_ns=made.host_ns + waited_ns)
     moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:
         moved = 2 * sum(number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table

@@ -25,6 +25,8 @@ TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.55))
 """Rows and columns of the output that one multiprocessor computes at a time, and the share of the best rate that
 products of such tiles reach: what cuBLAS chooses from, roughly."""
 ALIGNED = 64
+FINE_GRAINED = 4096
+"""Matrices of experts that are narrower are multiplied at a lower rate."""
 DEQUANTISED_BYTES = 20.0
 """An element, besides codes and result, in plain torch: indices of 2 bytes written and read, what is looked up (4)
 written, read and written as it is scaled, and read once more."""
@@ -39,8 +41,9 @@ class Traits:
     cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
     ``logits``: bytes that the loss moves of a logit, as a share of ours. ``dequantised``: bytes that dequantising moves
     an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
-    wait while the one before them gathers weights or sums gradients. ``scattered``: tensor-parallel ranks that all have
-    the same hidden states send the next stage a part each."""
+    wait while the one before them gathers weights or sums gradients. ``experts_s``: of host time a layer with experts;
+    0 for that of the constants. ``scattered``: tensor-parallel ranks that all have the same hidden states send the next
+    stage a part each."""
 
     efficiency: float
     step_s: float
@@ -52,6 +55,7 @@ class Traits:
     logits: float = 1.0
     dequantised: float = 0.0
     chained: bool = True
+    experts_s: float = 0.0
     scattered: bool = False
 
 
@@ -79,6 +83,8 @@ class Rates:
     gap_s: float
     fill_k: float
     misaligned: float
+    grouped: float
+    experts_s: float
     blocks: Blocks
     bytes_share: float
     multiprocessors: int
@@ -102,6 +108,14 @@ class Rates:
             rate *= _filled(groups, m, n, self.multiprocessors) * k / (k + self.fill_k)
             rate *= self.misaligned if n % ALIGNED or k % ALIGNED else 1.0
         return max(flops / rate, moved / self.memory_bytes_per_s)
+
+    def grouped_s(self, groups: int, rows: int, matrix: tuple[int, int], *, outer: bool = False) -> float:
+        """Products of so many ``rows``, as many for each of the ``groups``, with their ``matrix``; or the gradients of
+        these (``outer``)."""
+        n, k = matrix
+        each = max(1, rows // groups)
+        seconds = self.product_s(groups, n, k, each) if outer else self.product_s(groups, each, n, k)
+        return seconds / self.grouped if self.cuda and min(matrix) < FINE_GRAINED else seconds
 
     def attention_s(self, flops: float, pairs: float, shape: tuple[int, int], *, backward: bool) -> float:
         """``flops`` of attention over ``pairs`` of query and key of all heads; ``shape``: tokens of a sequence and size
@@ -151,6 +165,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     known, device, dtype = shipped(), cluster.device, plan.precision.compute
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     fixed = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
+    fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed["dequantised"] = traits.dequantised
     share = known[f"bytes {blocks}"]
     if cluster.kind == "cpu":

@@ -20,7 +20,8 @@ import torch
 
 from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
-from shardwise.models.roles import MULTIPLIED
+from shardwise.models.roles import MULTIPLIED, is_expert
+from shardwise.runtime.balance import told
 from shardwise.runtime.checkpoint.save import SaveResult
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.metrics.trackers import Outcome, Tracks
@@ -36,15 +37,18 @@ from shardwise.techniques.states import frozen
 def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     """Floating-point operations to train on one token: 6 for each trained parameter of a matrix product and 4 for each
     frozen one, which has no gradient of its own (the output layer is one, the embedding is a look-up, norms do not
-    count), and for causal attention half of 12 * layers * seq * heads * head_dim (Kaplan et al., arXiv 2001.08361;
-    Chowdhery et al., arXiv 2204.02311), less where a window cuts what is seen. Recomputation is not counted."""
+    count, and of experts those do that a token goes to), and for causal attention half of 12 * layers * seq * heads *
+    head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311), less where a window cuts what is
+    seen. Recomputation is not counted."""
     shapes = parameter_shapes(spec)
     if not spec.tie_word_embeddings:
         del shapes["embed.weight"]
     if plan.lora is not None:
         shapes |= lora.adapters(spec, plan.lora)
     shapes = {key: shape for key, shape in shapes.items() if len(shape) == 2 and key.startswith(MULTIPLIED)}
-    matmul = sum((4 if frozen(name, plan) else 6) * prod(shape) for name, shape in shapes.items())
+    used = spec.experts_per_token / spec.experts if spec.experts else 1.0
+    sizes = {name: prod(shape) * (used if is_expert(name) else 1) for name, shape in shapes.items()}
+    matmul = sum((4 if frozen(name, plan) else 6) * size for name, size in sizes.items())
     kinds, order = layer_kinds(spec)
     seq_len = plan.batch.seq_len
     windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]
@@ -203,6 +207,7 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
+        record |= told(stats.loads)
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
@@ -329,6 +334,7 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
         f"loss {record['loss']:.3f}",
         f"lr {record['learning_rate']:.1e}",
         f"grad_norm {record['grad_norm']:.2f}",
+        *([f"experts {_fullness(record)}"] if "experts" in record else []),
         f"{record['tokens_per_s']:,.0f} tok/s",
         *([] if record["mfu"] is None else [f"MFU {100 * record['mfu']:.0f} %"]),
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
@@ -337,6 +343,11 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
     if record["skipped"]:
         parts.append(f"skipped: {record['reason']}")
     return "  ".join(parts)
+
+
+def _fullness(record: Mapping[str, Any]) -> str:
+    """``1.8x``: the fullest has so many times its even share; ``1.8x, 3 dead``: as many got no token."""
+    return f"{record['expert_fullest']:.1f}x" + f", {record['dead_experts']:.0f} dead" * (record["dead_experts"] > 0)
 
 
 def unfit(stats: StepStats, next_scale: float) -> str:

@@ -23,11 +23,8 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
+from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques.compile import suspended
-
-CONTROL_BYTES = 64
-"""A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
-model."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ def by_axis(calls: Iterable[Call], axes: Mapping[str, str]) -> dict[tuple[str, s
     """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for call in calls:
-        axis = "control" if call.bytes <= CONTROL_BYTES else axes.get(call.group, "world")
+        control = call.bytes <= CONTROL_BYTES and call.kind != "all_to_all"  # which has the counts of experts' rows
+        axis = "control" if control else axes.get(call.group, "world")
         total, count = found.get((axis, call.kind), (0, 0))
         found[axis, call.kind] = total + call.bytes, count + 1
     return found

@@ -8,8 +8,9 @@ import torch
 
 import shardwise
 from shardwise.models import attention, kernels
-from shardwise.models.config import active_parameter_count, parameter_count
+from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
 from shardwise.models.hf_spec import NOTICE
+from shardwise.runtime.balance import LOSSES
 from shardwise.runtime.job import Job
 from shardwise.spec.finetune import KEYS
 from shardwise.spec.host import cpu_has_bf16
@@ -46,7 +47,7 @@ def header(job: Job) -> str:
     if recipe.pairs:
         method = recipe.method
         terms = f"pairs of a step (in {tokens:,} tokens), beta {method.beta:g}, smoothing {method.label_smoothing:g}"
-    loss = f"loss: mean over the {terms}"
+    loss = f"loss: mean over the {terms}{of_routers(job.spec)}"
     kept = f"{plan.kept}, compute {precision.compute}{why_compute(recipe, plan, job.device.type)}"
     sums = f"gradients summed in {precision.reduce}"
     number = counted(split.documents, "sample" if split.packs else "document")
@@ -71,6 +72,12 @@ def header(job: Job) -> str:
     if assumed := assumptions(plan, recipe):
         rows.append(("assumed", assumed))
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def of_routers(spec: ModelSpec) -> str:
+    """What is added to the loss: `` + 0.001 router_aux_loss``."""
+    weights = zip(LOSSES, spec.router_losses, strict=True)
+    return "".join(f" + {weight:g} {name}" for name, weight in weights if weight and spec.experts)
 
 
 def why_compute(recipe: Recipe, plan: Plan, device: str) -> str:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.models.attention import Attention, MaskSpec
+    from shardwise.models.balance import RowPlaces
+    from shardwise.models.moe import MoE
 
 INSIDE = (
     "spec/rows.py",
@@ -203,15 +205,33 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Replaces the attention of every layer."""
+    """Replaces the attention of every layer, and tells layers with experts that rows are cut."""
     if plan.layout.cp > 1:
         from shardwise.models.attention import Attention
+        from shardwise.models.moe import MoE
 
         for part in parts:
             for module in part.modules():
                 if isinstance(module, Attention):
                     module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
+                elif isinstance(module, MoE):
+                    _share_rows(module, meshes)
     return parts
+
+
+def _share_rows(module: MoE, meshes: Meshes) -> None:
+    """Of each row the ranks have a part each; among those of sequence parallelism that is cut already."""
+    from shardwise.distributed.collectives import summed
+
+    own, beside, ranks, group = module.rows_of, module.over_rows, meshes.size("cp"), meshes.groups["cp"]
+
+    def rows_of(x: Tensor) -> RowPlaces:
+        return own(x)._replace(ranks=ranks)
+
+    def over_rows(counts: Tensor) -> Tensor:
+        return summed(beside(counts), group)
+
+    module.rows_of, module.over_rows = rows_of, over_rows  # type: ignore[method-assign]
 
 
 def _inner(module: Attention, plan: Plan, meshes: Meshes) -> Any:

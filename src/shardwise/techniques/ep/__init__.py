@@ -8,9 +8,9 @@
 The ranks of dp_shard x cp x tp are folded anew (spec/layout.py): neighbours have different experts, and those that have
 the same ones, ``expert_fsdp``, stand across. An expert's gradient is whole once these and the replicas have added
 theirs, for the tokens of the ep ranks came to it. Nothing is dropped: how many rows a rank gets is known when they are
-routed, so the host waits for these numbers once a layer. On paper each rank gets ``expert_imbalance`` times its even
-share: the plan is that of the fullest. It pays where the weights of experts, and not the tokens, fill the memory or the
-links.
+routed, so the host waits for these numbers once a layer. On paper each rank gets as many rows as it sends, and memory
+is reserved for ``expert_imbalance`` times as many. It pays where the weights of experts, and not the tokens, fill the
+memory or the links.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from shardwise.models.moe import Experts
 
 INSIDE = ("techniques/ep/__init__.py", "techniques/ep/dispatch.py", "techniques/share.py")
-RANKS, ARRIVED = 23, 50_000_017
-"""Primes that stand, where a unit is traced, for the ranks, and for the rows that come to one: more than it sends, as
-to the fullest."""
+RANKS, ARRIVED = 59, 50_000_017
+"""Primes that stand, where a unit is traced, for the ranks, and for the rows that come to one: more than it sends, for
+of what is sent and what comes the larger is counted."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
@@ -96,7 +96,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """In a block with experts: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows."""
+    """In a block with experts: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows, as many as it
+    sends."""
     ranks, model = plan.layout.ep, made.variant.model
     if ranks == 1 or not model.experts:
         return made
@@ -111,15 +112,10 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
         atoms=(("R", ARRIVED), *atoms.items(), ("x", RANKS)),
     )
     tokens = -(-plan.batch.micro_batch_size * plan.row_tokens // (plan.layout.tp if spread > 1 else 1))
-    rows = arrived(tokens * spec.experts_per_token, plan.expert_imbalance)
     layout = replace(acting.layout, dp_shard=RANKS, ep=RANKS)
-    # The larger of what is sent and what comes is counted: the fullest rank gets more than it sends.
-    return made.bound(E=own, x=ranks, R=rows).applied(layout=layout, expert_imbalance=imbalance)
-
-
-def arrived(rows: int, imbalance: float) -> int:
-    """How many rows come to the fullest rank, where each sends so many."""
-    return round(rows * imbalance)
+    return made.bound(E=own, x=ranks, R=tokens * spec.experts_per_token).applied(
+        layout=layout, expert_imbalance=imbalance
+    )
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

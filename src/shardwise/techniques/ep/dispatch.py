@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardwise.distributed.torch_private import group_named
 from shardwise.models.grouped import owners
-from shardwise.techniques.ep import arrived
 
 Products = Callable[[Tensor, Tensor], Tensor]
 """What the experts of this rank make of rows [R,d], sorted by expert, of which each has so many ([E])."""
@@ -20,7 +19,7 @@ Products = Callable[[Tensor, Tensor], Tensor]
 
 class Dispatch(NamedTuple):
     """Between the ``ranks`` of the group with this name. ``imbalance``: in a fake world, where nothing comes, how many
-    times its even share a rank gets; None in a real one."""
+    times the rows that it sends a rank is taken to get; None in a real one."""
 
     group: str
     ranks: int
@@ -35,7 +34,7 @@ def computed_elsewhere(products: Products, how: Dispatch, rows: Tensor, counts: 
         sent, come = splits(counts.view(how.ranks, -1), there.view(how.ranks, -1))
     else:
         sent = _even(rows.shape[0], how.ranks)
-        each = _even(arrived(rows.shape[0], how.imbalance), there.shape[0])
+        each = _even(round(rows.shape[0] * how.imbalance), there.shape[0])
         own_experts = there.shape[0] // how.ranks
         come = [sum(each[first : first + own_experts]) for first in range(0, there.shape[0], own_experts)]
         there = torch.tensor(each, device=there.device)

@@ -25,7 +25,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Collective, Sheet, Unit
+from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
@@ -81,10 +81,14 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Adds the two small all-reduces of a step: the count of supervised tokens and the wish to stop (two int64), and
-    the squared norm and the loss (two fp64; runtime/reduce.py)."""
+    the squared norm and the loss (two fp64), with what is counted of experts (runtime/reduce.py)."""
     if plan.layout.world == 1:
         return sheet
-    return dataclasses.replace(sheet, step=(*sheet.step, *2 * [Collective("all_reduce", "world", "control", 16)]))
+    votes, size, axes = Collective("all_reduce", "world", "control", 16), 16 + 8 * sheet.counts, plan.layout.axes()
+    figures = dataclasses.replace(votes, bytes=size)
+    if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
+        figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)
+    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

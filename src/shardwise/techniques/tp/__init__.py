@@ -282,7 +282,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.distributed.collectives import enter, leave
     from shardwise.models.attention import Attention
     from shardwise.models.layers import MLP, RMSNorm, rms_norm
-    from shardwise.models.moe import Router, Stacked
+    from shardwise.models.moe import MoE, Router, Stacked
+    from shardwise.techniques.tp.rows import share_rows
 
     group, spec, sequence_parallel = meshes.groups["tp"], spec_of([part]), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)
@@ -324,6 +325,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Router | Stacked):
             module.forward = computed_with_own(module, inside, outside)  # type: ignore[method-assign]
+        elif isinstance(module, MoE) and sequence_parallel:
+            share_rows(module, shape, meshes)
         elif isinstance(module, Attention):
             module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
         if isinstance(module, Attention | MLP) or place == "head":

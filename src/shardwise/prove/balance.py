@@ -1,0 +1,52 @@
+"""The losses of routers as anyone would write them, for the plain loop of parity: of whole rows, by autograd alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from shardwise.models.config import ModelSpec
+from shardwise.models.moe import MoE
+
+
+@contextmanager
+def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """Yields what tells, after one forward pass of the model within it, what is added to the loss of its rows: the
+    losses of all routers, times their coefficients."""
+    found: list[Tensor] = []
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+
+    def routed(module: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
+        found.append(logits)
+
+    def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+        shapes.append(args[0].shape[:2])
+
+    def added() -> Tensor:
+        spec: ModelSpec = model.spec  # type: ignore[assignment]
+        each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
+        return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(layers))
+
+    shapes: list[torch.Size] = []
+    hooks = [layer.register_forward_pre_hook(entered) for layer in layers]
+    hooks += [layer.router.register_forward_hook(routed) for layer in layers]
+    try:
+        yield added
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def of_rows(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """Both losses of a layer with logits [b,s,E], times their coefficients: means over the rows."""
+    scores = logits.softmax(-1)
+    chosen = one_hot(scores.topk(spec.experts_per_token).indices, spec.experts).to(scores.dtype).sum(2)
+    shares, means = chosen.mean(1), scores.mean(1)  # [b,E]
+    auxiliary = spec.experts * (shares * means).sum(1).mean()
+    of_loads, of_logits = spec.router_losses
+    return of_loads * auxiliary + of_logits * logits.logsumexp(-1).square().mean()

@@ -1,0 +1,124 @@
+"""The experts of a training step: what their layers are told before its micro-batches, and what was counted after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
+from shardwise.models.balance import Tally
+from shardwise.models.blocks import numbered, spec_of
+from shardwise.models.config import ModelSpec
+from shardwise.models.moe import MoE
+from shardwise.spec.plan import Plan
+
+LOSSES = ("router_aux_loss", "router_z_loss")
+"""What the losses of routers are called in the metrics; they are not in ``loss``, and not yet multiplied by their
+coefficients."""
+Loads = Mapping[int, Sequence[float]]
+"""By the number of a layer with experts, how many tokens of a step went to each of them."""
+
+
+def layers_of(spec: ModelSpec) -> list[int]:
+    """The numbers of the layers that have experts."""
+    return [layer for layer in range(spec.num_hidden_layers) if spec.has_experts(layer)]
+
+
+def rows_of(batches: Sequence[MicroBatch], plan: Plan) -> int:
+    """The rows of a step: every data-parallel rank has as many in its micro-batches."""
+    return sum(len(batch.ids) for batch in batches) * plan.layout.dp
+
+
+@contextmanager
+def counting(
+    parts: Sequence[nn.Module], batches: Sequence[MicroBatch], plan: Plan, scale: Tensor | None
+) -> Iterator[Tensor]:
+    """Within it layers with experts add the losses of their routers to the gradients, and count. ``batches``: all
+    micro-batches of this rank in the step; ``scale``: by what their losses are multiplied. Yields where this rank
+    counts, fp64: the sums of both losses, and the loads of the whole model, layer by layer, zero where other ranks have
+    the layer; nothing of a model without experts. No host waits for a device."""
+    layers = layers_of(spec_of(parts)) if spec_of(parts).experts else []
+    if not layers:
+        yield torch.zeros(0, dtype=torch.float64, device=batches[0].ids.device)
+        return
+    spec, device = spec_of(parts), batches[0].ids.device
+    numbers = torch.zeros(spec.expert_counts, dtype=torch.float64, device=device)
+    loads = numbers[2:].view(len(layers), spec.experts)
+    rows = rows_of(batches, plan)
+    factors = torch.zeros_like(numbers[:2])
+    for place, coefficient in enumerate(spec.router_losses):
+        factors[place].fill_(coefficient / (len(layers) * rows))
+    factors = factors if scale is None else factors * scale
+    found = [
+        (layers.index(number), module)
+        for part in parts
+        for number, block in numbered(part)
+        for module in block.modules()
+        if isinstance(module, MoE)
+    ]
+    for place, module in found:
+        module.tally = Tally(loads[place], numbers[:2], factors)
+    try:
+        yield numbers
+    finally:
+        for _, module in found:
+            module.tally = None
+
+
+def share(numbers: Tensor, plan: Plan, meshes: Meshes) -> Tensor:
+    """What this rank adds to the sum over all ranks: what it has counted, unless ranks beside it count the same
+    tokens."""
+    same = plan.layout.tp > 1 and not plan.sequence_parallel
+    return torch.zeros_like(numbers) if same and meshes.index("tp") > 0 else numbers
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How the host reads the numbers that all ranks have counted in a step of ``rows`` rows."""
+
+    spec: ModelSpec
+    rows: int
+
+    def losses(self, numbers: Sequence[float]) -> dict[str, float]:
+        """Those that have a coefficient: means over rows and layers."""
+        if not numbers:
+            return {}
+        known = zip(LOSSES, self.spec.router_losses, numbers, strict=False)
+        return {name: total / (self.rows * self.spec.expert_layers) for name, weight, total in known if weight}
+
+    def loads(self, numbers: Sequence[float]) -> Loads:
+        """Empty of a model without experts."""
+        experts = self.spec.experts
+        layers = enumerate(layers_of(self.spec) if numbers else [])
+        return {layer: numbers[2 + i * experts : 2 + (i + 1) * experts] for i, layer in layers}
+
+
+def spread(loads: Loads) -> dict[str, list[float]]:
+    """Of each ``layer`` with experts: ``entropy`` of the shares of its experts, 1 where all are alike, 0 where one has
+    all; ``fullest``: the largest share times the number of experts; ``dead``: how many experts got no token."""
+    found: dict[str, list[float]] = {"layer": [], "entropy": [], "fullest": [], "dead": []}
+    for layer, counts in loads.items():
+        total, experts = max(1.0, sum(counts)), len(counts)
+        shares = [count / total for count in counts if count]
+        found["layer"].append(layer)
+        found["entropy"].append(round(sum(-share * math.log(share, max(2, experts)) for share in shares), 4))
+        found["fullest"].append(round(max(shares, default=0.0) * experts, 4))
+        found["dead"].append(experts - len(shares))
+    return found
+
+
+def told(loads: Loads) -> dict[str, Any]:
+    """What the metrics of a step have of its ``loads``: by layer, and of all layers the lowest entropy, the fullest
+    expert and how many are dead; nothing of a model without experts."""
+    if not loads:
+        return {}
+    each = spread(loads)
+    worst = {"expert_entropy": min(each["entropy"]), "expert_fullest": max(each["fullest"])}
+    return {**worst, "dead_experts": sum(each["dead"]), "experts": each}

@@ -1,0 +1,127 @@
+"""What a training step tells layers with experts and reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.distributed.meshes import Meshes
+from shardwise.models.blocks import blocks
+from shardwise.models.config import ModelSpec
+from shardwise.models.decoder import Decoder
+from shardwise.models.moe import MoE
+from shardwise.prove import parity
+from shardwise.prove.workload import OPTIM, job_of
+from shardwise.runtime import balance, passes, reduce
+from shardwise.runtime.balance import Counts, spread, told
+from shardwise.runtime.build import build
+from shardwise.runtime.step import accumulate
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Method, Recipe
+from tests.parity import drawn, experts
+from tests.parity.experts import DEEP, MOE
+
+BATCH: Any = SimpleNamespace(ids=torch.zeros(2, 12, dtype=torch.int64))
+PLAN = Plan(Layout(dp_shard=2, tp=2))
+
+
+def layers(decoder: Decoder) -> list[MoE]:
+    return [module for module in decoder.modules() if isinstance(module, MoE)]
+
+
+@pytest.mark.parametrize("scale", [None, 256.0])
+def test_the_factors_are_those_of_the_whole_step(scale: float | None) -> None:
+    """Two micro-batches of two rows on two data-parallel ranks are eight rows; three of four layers have experts; in
+    fp16 gradients are scaled as those of the loss."""
+    decoder = Decoder(DEEP)
+    with balance.counting([decoder], [BATCH, BATCH], PLAN, None if scale is None else torch.tensor(scale)):
+        for layer in layers(decoder):
+            assert layer.tally is not None
+            expected = [(scale or 1.0) * coefficient / (8 * 3) for coefficient in (2.0, 0.5)]
+            assert layer.tally.factors.tolist() == pytest.approx(expected, rel=1e-15)
+    assert all(layer.tally is None for layer in layers(decoder))
+
+
+def test_after_a_step_that_fails_nothing_is_counted() -> None:
+    decoder = Decoder(MOE)
+    with pytest.raises(RuntimeError, match="no memory"), balance.counting([decoder], [BATCH], PLAN, None):
+        raise RuntimeError("no memory")
+    assert all(layer.tally is None for layer in layers(decoder))
+
+
+def test_a_model_without_experts_counts_nothing() -> None:
+    spec = ModelSpec("dense", 67, 16, 32, 1, 4, 4, 4, router_aux_loss_coef=1.0)
+    with balance.counting([Decoder(spec)], [BATCH], PLAN, None) as numbers:
+        assert numbers.shape == (0,) and spec.expert_counts == 0
+    counts = Counts(spec, 8)
+    assert counts.losses([]) == {} and counts.loads([]) == {} and told({}) == {}
+
+
+def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
+    """Of a stage with layers 2 and 3: layer 1 has no experts."""
+    part = Decoder(DEEP, [2, 3], stem=False)
+    with balance.counting([part], [BATCH], PLAN, None) as numbers:
+        for layer, amount in zip(layers(part), (2.0, 3.0), strict=True):
+            assert layer.tally is not None
+            layer.tally.loads.fill_(amount)
+    assert Counts(DEEP, 4).loads(numbers.tolist()) == {0: [0.0] * 5, 2: [2.0] * 5, 3: [3.0] * 5}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1, 1, 1, 1]), (False, [1, 0, 1, 0])])
+def test_what_ranks_count_alike_is_taken_once(sequence_parallel: bool, shares: list[int]) -> None:
+    plan = replace(PLAN, sequence_parallel=sequence_parallel)
+    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(4)]
+    assert found == shares
+
+
+def test_losses_without_a_coefficient_are_not_told() -> None:
+    numbers = [6.0, 3.0, *[1.0] * 10]
+    assert Counts(replace(MOE, router_z_loss_coef=0.0), 3).losses(numbers) == {"router_aux_loss": 1.0}
+    assert Counts(replace(MOE, router_aux_loss_coef=0.0), 3).losses(numbers) == {"router_z_loss": 0.5}
+
+
+def test_the_spread_of_loads() -> None:
+    found = spread({0: [5.0, 5.0], 1: [0.0, 8.0], 2: [0.0, 0.0]})
+    assert found == {"layer": [0, 1, 2], "entropy": [1.0, 0.0, 0.0], "fullest": [1.0, 2.0, 0.0], "dead": [0, 1, 2]}
+
+
+def test_evaluation_counts_nothing_and_computes_the_same() -> None:
+    """With coefficients that would change everything, and between two training steps."""
+    plan, large = experts.plan(), replace(MOE, router_aux_loss_coef=1e6)
+    job = job_of(MOE, plan, 1, drawn.RANDOM)
+    [batch] = parity.share_of_rank(job.batch(0), Meshes(), plan)
+    scores = []
+    for spec in (MOE, large):
+        decoder = Decoder(spec).double()
+        decoder.load_state_dict({name: value.detach() for name, value in parity.plain_parameters(job).items()})
+        scores.append(passes.infer([decoder], batch, passes.score_of(plan)))
+        assert len(blocks(decoder)) == 2 and all(layer.tally is None for layer in layers(decoder))
+    assert scores[0] is not None and torch.equal(scores[0], scores[1])  # type: ignore[arg-type]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host asks the device for a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_host_waits_for_a_device() -> None:
+    """Neither in the micro-batches nor when what they counted is summed. (Where products of experts are no single
+    kernel they read the counts, in models/grouped.py.)"""
+    plan = experts.plan(accumulation=2)
+    job = job_of(MOE, plan, 1, drawn.RANDOM)
+    state = build(Recipe(optim=OPTIM), MOE, plan, Meshes(), torch.device("cpu"), drawn.RANDOM.draw)
+    rules = passes.StepRules(plan, Meshes(), OPTIM, 10, passes.finish_of(Method(), plan))
+    batches = parity.share_of_rank(job.batch(0), Meshes(), plan)
+    with NoHostReads():
+        _, counted = accumulate(state, batches, 1, rules)
+        found = reduce.combine(Meshes(), torch.zeros(()), torch.zeros(()), counted=counted)
+    assert found.shape == (2 + MOE.expert_counts,) and counted[2:].sum() == 8 * 12 * 2 * 2
