@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.distributed import meshes
 from shardwise.distributed.meshes import Meshes
 from shardwise.models import moe
-from shardwise.models.moe import Experts, MoE, Routing
+from shardwise.models.balance import Routing
+from shardwise.models.moe import Experts, MoE
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
@@ -41,7 +42,7 @@ divided, expert_mesh, replication, state = (
     tp.state,
 )
 computed, from_group, grouped = dispatch.computed_elsewhere, DeviceMesh.from_group, moe.grouped
-experts_forward, mixed = Experts.forward, MoE.forward
+experts_forward, mixed, route = Experts.forward, MoE.forward, MoE.route
 
 
 def by_loss(name: str, plan: Plan) -> str:
@@ -70,8 +71,8 @@ def own_alone(tensor: Tensor, ranks: int) -> int:
 
 
 def as_they_are(self: MoE, x: Tensor) -> Routing:
-    weights, ids = self.router(x).softmax(-1).topk(self.top, -1)
-    return Routing(ids, weights, moe.counted(ids, self.router.weight.shape[0]))
+    routing = route(self, x)
+    return routing._replace(weights=self.router(x).softmax(-1).topk(self.top, -1).values)
 
 
 class Stays:
