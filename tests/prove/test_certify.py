@@ -86,7 +86,7 @@ NEEDS = {
     "gradients of experts are summed over the ranks of all tokens": ("ep 2",),
     "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
     "E1: gradients of experts are means": ("ep 2", "zero3"),
-    "T1: gradients of routers are not summed over tokens": ("tp 4", "sequence parallelism", "experts"),
+    "T1: gradients of routers are not summed over tokens": ("tp 2", "sequence parallelism", "experts"),
     "what ranks of tp make of the MLP that all share is not summed": ("tp 2", "shared expert", "experts"),
 }
 """Without what a fault is not seen. Those that are not here are wrong in one process too, or are faults of experts that
