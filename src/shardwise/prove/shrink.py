@@ -110,9 +110,11 @@ def _shared(few: Layout, layout: Layout) -> Layout:
         return replace(few, ep=ranks)
     if ranks > few.ep:
         return few
-    axis = next(axis for axis in ("dp_shard", "tp", "cp") if few.degree(axis) > 1)
-    exchanging = few.ulysses * (2 if axis == "cp" and few.ring == 1 else 1)
-    return replace(few, **{axis: 2 * few.degree(axis)}, ulysses=exchanging)
+    if few.dp_shard > 1:
+        return replace(few, dp_shard=2 * few.dp_shard)
+    if few.tp > 1:
+        return replace(few, tp=2 * few.tp)
+    return replace(few, cp=2 * few.cp, ulysses=few.ulysses * (2 if few.ring == 1 else 1))
 
 
 def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
