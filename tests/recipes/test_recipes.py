@@ -39,6 +39,9 @@ MEANT_FOR = {
     "sft-tiny": "2xCPU",
     "long-8b": "2x8xH100",
     "lora-8b-long": "8xRTX-4090",
+    "mixtral-8x7b": "4x8xH100",
+    "lora-moe-30b": "8xH100",
+    "qlora-gpt-oss-20b": "1xRTX-4090",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 

@@ -125,3 +125,10 @@ def test_no_host_waits_for_a_device() -> None:
         _, counted = accumulate(state, batches, 1, rules)
         found = reduce.combine(Meshes(), torch.zeros(()), torch.zeros(()), counted=counted)
     assert found.shape == (2 + MOE.expert_counts,) and counted[2:].sum() == 8 * 12 * 2 * 2
+
+
+def test_the_fullest_of_ranks_with_different_experts() -> None:
+    loads = {0: [4.0, 0.0, 1.0, 1.0], 2: [1.0, 2.0, 2.0, 1.0]}
+    assert told(loads, 2)["expert_imbalance"] == pytest.approx(4 / 3, abs=1e-4)
+    assert told(loads, 4)["expert_imbalance"] == pytest.approx(4 / 1.5, abs=1e-4)
+    assert "expert_imbalance" not in told(loads)

@@ -292,3 +292,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         read_too=(_MXFP4,),
     ),
 }
+
+TAKEN_FOR_EXPERTS = ("qwen3_moe",)
+"""Families of which PEFT takes adapters of a dense layer's MLP for those of experts, where its config names them as
+modules: seen with peft 0.21."""

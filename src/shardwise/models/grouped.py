@@ -68,7 +68,7 @@ def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 
 class _Grouped(torch.autograd.Function):
-    """Saves x, the weight and the counts."""
+    """Saves the counts, the weight, and x only where the weight is trained."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -77,7 +77,8 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        x, weight, counts = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -22,8 +22,8 @@ from shardwise.models.layers import GATES, MLP, accumulation_dtype
 
 
 class _RouterProduct(torch.autograd.Function):
-    """x [n,d], weight [E,d] -> logits [n,E] in fp32 (fp64 for fp64). Saves x as it is: a copy in fp32 would be as large
-    as the activations of two layers."""
+    """x [n,d], weight [E,d] -> logits [n,E] in fp32 (fp64 for fp64). Saves x as it is, where the weight is trained: a
+    copy in fp32 would be as large as the activations of two layers."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,13 +33,15 @@ class _RouterProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        x, weight = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         wide, wanted = grad.dtype, ctx.needs_input_grad
-        grad_x = torch.mm(grad, weight.to(wide)).to(x.dtype) if wanted[0] else None
+        grad_x = torch.mm(grad, weight.to(wide)).to(ctx.dtype) if wanted[0] else None
         grad_weight = torch.mm(grad.t(), x.to(wide)).to(weight.dtype) if wanted[1] else None
         return grad_x, grad_weight
 
@@ -64,13 +66,14 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Stacked(nn.Module):
-    """A matrix [n,k] for each of E experts, as one of [E*n,k], and perhaps a bias [E*n]."""
+    """A matrix [n,k] for each of E experts, as one of [E*n,k], and perhaps a bias [E*n]; ``like`` says their dtype and
+    device."""
 
-    def __init__(self, experts: int, rows: int, columns: int, *, bias: bool = False) -> None:
+    def __init__(self, experts: int, rows: int, columns: int, *, bias: bool = False, **like: Any) -> None:
         super().__init__()
-        self.rows = rows
-        self.weight = nn.Parameter(torch.empty(experts * rows, columns))
-        self.bias = nn.Parameter(torch.empty(experts * rows)) if bias else None
+        self.experts, self.rows, self.columns = experts, rows, columns
+        self.weight = nn.Parameter(torch.empty(experts * rows, columns, **like))
+        self.bias = nn.Parameter(torch.empty(experts * rows, **like)) if bias else None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [R,k], sorted by expert, of which each has so many of its rows -> [R,n]."""
@@ -79,13 +82,21 @@ class Stacked(nn.Module):
 
 def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """What :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
-    kind = x.device.type
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = taken(x)
     out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
-    if bias is None:
-        return out
-    return out + bias.to(x.dtype).unflatten(0, (-1, rows)).index_select(0, owners(counts, x.shape[0]))
+    return out if bias is None else out + of_owners(bias, counts, out)
+
+
+def taken(x: Tensor) -> Tensor:
+    """The input in the dtype in which a linear layer takes it: under autocast in its own."""
+    kind = x.device.type
+    wide = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if wide else x
+
+
+def of_owners(bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:
+    """A bias [E*n] for each of the rows of ``out`` [R,n]: that of its expert."""
+    return bias.to(out.dtype).unflatten(0, (-1, out.shape[1])).index_select(0, owners(counts, out.shape[0]))
 
 
 class _Sorted(torch.autograd.Function):

@@ -16,8 +16,10 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.models import tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.hf_names import name_in_model, transposed
-from shardwise.models.roles import is_adapter, is_linear, role
+from shardwise.models.peft_experts import Fused, Member, parameter_of, place_of, targeted
+from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES, read_regular
@@ -25,7 +27,7 @@ from shardwise.spec.plan import Lora
 from shardwise.spec.recipe import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BESIDE: tuple[str, ...] = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
+_BESIDE: tuple[str, ...] = ("modules_to_save", "lora_bias", "trainable_token_indices")
 _BESIDE += ("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config")
 _BESIDE += ("kasa_config", "monteclora_config")
 _FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -38,16 +40,22 @@ _WORDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_
 
 def _stored(modules: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
     """Every tensor of an adapter by PEFT's name: whether it is A, B or the magnitude, and the parameters in it."""
-    return {f"{module}.{_WORDS[word]}": (word, held[word]) for module, held in modules.items() for word in held}
+    return {
+        f"{place_of(module, modules)}.{_WORDS[word]}": (word, held[word])
+        for module, held in modules.items()
+        for word in held
+    }
 
 
 def _modules(names: Iterable[str], spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
     """``layers.3.attention.q.lora_a.weight`` is in ``base_model.model.model.layers.3.self_attn.q_proj``, under lora_a;
-    where the files of a family stack layers, with those of the layers beside it, in their order."""
+    where the files of a family, or transformers' modules of experts, stack layers, with those of the layers beside it,
+    in their order."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
         layer, _, word = name.removesuffix(".weight").rpartition(".")
-        theirs = name_in_model(f"{layer}.weight", spec).removesuffix(".weight")
+        theirs = parameter_of(layer) if is_expert(name) else name_in_model(f"{layer}.weight", spec)
+        theirs = theirs.removesuffix(".weight")
         found.setdefault(f"base_model.model.{theirs}", {}).setdefault(word, []).append(name)
     return found
 
@@ -76,7 +84,9 @@ def write_adapter(
     dtype = reduce(torch.promote_types, {value.dtype for value in named.values()})
     modules = _modules(shapes, spec)
     wide = {
-        theirs: _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
+        theirs: Fused.of(names, shapes, lora.rank, spec).shape()
+        if is_expert(names[0])
+        else _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
         for theirs, (word, names) in _stored(modules).items()
     }
 
@@ -85,9 +95,13 @@ def write_adapter(
             held = {name: fetch(name) for layer in zip(*words.values(), strict=True) for name in layer}
             for word, names in words.items():
                 parts = [held[name] for name in names]
-                yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
+                if is_expert(names[0]):
+                    yield Fused.of(names, shapes, lora.rank, spec).packed(parts)
+                else:
+                    yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
 
     tensorfile.write(directory / WEIGHTS, wide, dtype, values())
+    chosen, parameters = _targeted(modules, spec)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -95,16 +109,32 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         **_patterns(lora, modules),
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # which PEFT does not have of parameters
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "target_modules": chosen,
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         # Of the model's own layers: A and B are [r, in] and [out, r] in any case.
         "fan_in_fan_out": bool(transposed(spec)),
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _targeted(modules: Iterable[str], spec: ModelSpec) -> tuple[list[str], list[str]]:
+    """Which of them PEFT is told to look for as modules, and which as parameters: those of experts, and what it would
+    else take for them."""
+    chosen, parameters = set(), set()
+    for name in modules:
+        place, _, last = name.rpartition(".")
+        if is_expert(name):
+            parameters.add(f"mlp.experts.{last}")
+        elif spec.family in TAKEN_FOR_EXPERTS and place.endswith(".mlp"):
+            parameters.add(f"mlp.{last}.weight")
+        else:
+            chosen.add(last)
+    return sorted(chosen), sorted(parameters)
 
 
 def _joined(shapes: Sequence[tuple[int, ...]], *, rows: bool, columns: bool) -> tuple[int, ...]:
@@ -123,10 +153,14 @@ def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     found = tensorfile.entries(directory / WEIGHTS)
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
     roles: dict[str, bool] = {}
+    experts = targeted(config.get("target_parameters"))
     for module, words in _linears(spec).items():
         for name in words["lora_a"]:
             kind = role(name.replace(".lora_a", ""))
-            roles[kind] = roles.get(kind, False) or f"{module}.{_WORDS['lora_a']}" in found
+            there = f"{module}.{_WORDS['lora_a']}" in found
+            if is_expert(name):
+                there = module.rpartition(".")[2] in experts
+            roles[kind] = roles.get(kind, False) or there
     targets = [kind for kind, targeted in roles.items() if targeted]
     if targets:
         settings["targets"] = "all-linear" if len(targets) == len(roles) else targets
@@ -159,12 +193,16 @@ def _config(directory: Path) -> dict[str, Any]:
 
 def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
     """Every layer that can have an adapter, by PEFT's name."""
-    weights = (name for name in parameter_shapes(spec) if is_linear(name))
+    weights = (name for name in parameter_shapes(spec) if is_adaptable(name))
     return _modules((name.replace(".weight", ".lora_a.weight") for name in weights), spec)
 
 
-def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, tuple[Entry, int]]:
-    """The stored rows, and the first column, of every adapter parameter in ``names``. Of stacked layers the adapter is
+Found = tuple[Entry, int] | Member
+"""The stored rows of a parameter and the first column, or where it is in a tensor of several."""
+
+
+def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, Found]:
+    """Where every adapter parameter in ``names`` is stored. Of stacked layers the adapter is
     as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises DataError (CKPT002, CKPT003)
     with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
     where = str(directory)
@@ -173,6 +211,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     linears = _linears(spec)
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
+    unserved += _parameters_differ(config, modules, where)
     problems = [*unserved, *_settings_differ(config, lora, where)]
     if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
         what = f"{len(odd)} tensors of the adapter are quantised ({found[odd[0]].dtype}), such as {odd[0]}"
@@ -183,8 +222,16 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
         problems.append(Problem("CKPT003", what, where, _targets(config, linears)))
     if problems:
         raise DataError(*problems)
-    places: dict[str, tuple[Entry, int]] = {}
+    places: dict[str, Found] = {}
     for name, (word, members) in theirs.items():
+        if is_expert(members[0]):
+            shapes_of = _expert_shapes(members, lora, spec)
+            fused = Fused.of(members, shapes_of, lora.rank, spec)
+            _shaped(name, found[name], fused.shape(shared=not blocks), where)
+            if fused.mixed(found[name].mapped()):
+                raise DataError(_not_apart(name, where))
+            places |= {member: Member(found[name], fused) for member in members}
+            continue
         layers = [weights[f"{member.removesuffix('.weight').rpartition('.')[0]}.weight"] for member in members]
         forms = {
             "lora_a": [(lora.rank, wide) for _, wide in layers],
@@ -192,20 +239,50 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
         }
         shapes = forms.get(word, [layer[:1] for layer in layers])
         rows, columns = blocks or word != "lora_a", blocks and word == "lora_b"
-        if found[name].shape != (wanted := _joined(shapes, rows=rows, columns=columns)):
-            what = f"{name} has shape {list(found[name].shape)}, the model takes {list(wanted)}"
-            raise DataError(Problem("CKPT002", what, where, "give an adapter that was trained on this model"))
+        _shaped(name, found[name], _joined(shapes, rows=rows, columns=columns), where)
         row = column = 0
-        for member, shape in zip(members, shapes, strict=True):
-            places[member] = (found[name].rows(row, row + shape[0]), column)
+        pieces: list[tuple[Entry, int]] = []
+        for shape in shapes:
+            pieces.append((found[name].rows(row, row + shape[0]), column))
             row, column = row + shape[0] * rows, column + lora.rank * columns
-        if columns and _mixed([places[member] for member in members], lora.rank):
-            what, fix = (
-                f"{name} is not block-diagonal: trained elsewhere as one layer",
-                "merge it with PEFT, and use that model",
-            )
-            raise DataError(Problem("CKPT003", what, where, fix))
+        if columns and _mixed(pieces, lora.rank):
+            raise DataError(_not_apart(name, where))
+        places |= dict(zip(members, pieces, strict=True))
     return places
+
+
+def _shaped(name: str, entry: Entry, wanted: tuple[int, ...], where: str) -> None:
+    if entry.shape != wanted:
+        what = f"{name} has shape {list(entry.shape)}, the model takes {list(wanted)}"
+        raise DataError(Problem("CKPT002", what, where, "give an adapter that was trained on this model"))
+
+
+def _not_apart(name: str, where: str) -> Problem:
+    what = f"{name} is not block-diagonal: trained elsewhere as one layer"
+    return Problem("CKPT003", what, where, "merge it with PEFT, and use that model")
+
+
+def _expert_shapes(members: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shapes of adapters of experts."""
+    shapes, ranks = parameter_shapes(spec), spec.experts * lora.rank
+    weights = {name: shapes[f"{name.rsplit('.', 2)[0]}.weight"] for name in members}
+    return {
+        name: (ranks, wide) if role(name) == "lora_a" else (tall, lora.rank) for name, (tall, wide) in weights.items()
+    }
+
+
+def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where: str) -> list[Problem]:
+    """Unless the adapter's parameters are those of the experts that the recipe targets."""
+    theirs = config.get("target_parameters") or []
+    own, asked = targeted(theirs), {name.rpartition(".")[2] for name in modules if is_expert(f"{name}.")}
+    if not isinstance(theirs, list) or not all(targeted([name]) or str(name).endswith(".weight") for name in theirs):
+        what = f"the adapter uses target_parameters {theirs}, which is not supported"
+        return [Problem("CKPT003", what, where, "give an adapter of linear layers, and of experts")]
+    if own != asked:
+        had, wanted = (", ".join(sorted(each)) or "none" for each in (own, asked))
+        what = f"of experts the adapter has {had}, the recipe {wanted}"
+        return [Problem("CKPT003", what, where, "leave out lora.targets: they are then the adapter's")]
+    return []
 
 
 def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
@@ -221,7 +298,7 @@ def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapp
 
 def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
     """The ``lora.targets`` that match the adapter, as a fix; or other advice if a recipe cannot express them."""
-    layers = {module.rpartition(".")[2]: words["lora_a"] for module, words in linears.items()}
+    layers = {name.rpartition(".")[2]: words["lora_a"] for name, words in linears.items() if not is_expert(name)}
     theirs = config.get("target_modules")
     if not isinstance(theirs, list) or config.get("layers_to_transform") is not None or set(theirs) - set(layers):
         return "an adapter on every layer of a name, in every block; or merge this one with PEFT and use that model"
@@ -239,8 +316,11 @@ def read_adapter(
     directory: Path, parts: Mapping[str, Sequence[slice]], lora: Lora, spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, its slice as stored) of every adapter parameter among ``parts``; raises as find_adapter."""
-    for name, (entry, column) in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
-        rows, *columns = parts[name]
+    for name, place in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
+        if isinstance(place, Member):
+            yield name, place.read(name, parts[name])
+            continue
+        (entry, column), (rows, *columns) = place, parts[name]
         yield (
             name,
             entry.read_finite(name, (rows, *(slice(column + part.start, column + part.stop) for part in columns))),

@@ -34,6 +34,21 @@ def is_linear(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(".weight") and role(name) not in other
 
 
+def is_stacked(name: str) -> bool:
+    """Whether this parameter is a matrix of all experts of a layer."""
+    return is_expert(name) and name.endswith(".weight") and role(name) in STACKED
+
+
+def is_adaptable(name: str) -> bool:
+    """Whether this parameter is a matrix, or one of all experts, that can have adapters and be kept in 4 bits."""
+    return is_linear(name) or is_stacked(name)
+
+
+def router_of(name: str) -> str:
+    """The weight of the router that chooses among the experts whose parameter this is: it has a row for each."""
+    return name.partition(".experts.")[0] + ".router.weight"
+
+
 MULTIPLIED = ("layers.", "embed.", "head.")
 """Prefixes of weights in matrix products; any other matrix of a model is a table that is looked up."""
 

@@ -179,6 +179,10 @@ class Passes:
         unit, first = local.unit, local.unit is self.stem
         held = unfreed(unit)
         yield from (local.free(tensor) for tensor in (held if self.recomputes and first else held & unit.saved))
+        if unit.recompute:  # what was saved to be taken by a recomputation, which has not come to it
+            reached = len(recomputed(unit))
+            left = {t for i in unit.saved_ops if i >= reached for t in unit.forward[i].allocates}
+            yield from (local.free(tensor) for tensor in sorted(left - (held & unit.saved) - {unit.output}))
         used = any(unit.input in op.frees for op in unit.backward)
         if not first and not used and (unit.recompute or unit.input in unit.saved):
             yield local.free(unit.input)

@@ -89,9 +89,11 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     variants: dict[tuple[int, ...], Traced] = {}
     each = []
     for number in place.blocks:
-        # Unless they are told apart by name, blocks of a kind differ in whether they are the first.
+        # Unless they are told apart by name, or some have no adapters, blocks of a kind differ in whether they are the
+        # first.
         alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number))
-        key = (number,) if plan.frozen or plan.precision.modules else alike
+        some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts > 0
+        key = (number,) if plan.frozen or plan.precision.modules or some_adapted else alike
         if key not in variants:
             variants[key] = chosen(spec, plan, place, number)
         each.append(variants[key])

@@ -1,7 +1,7 @@
 """Where the weights and their gradients are at each moment of a step: whole on every rank, or gathered when needed.
 
 :class:`Sharded` follows FSDP2: a group is gathered into one buffer and copied out of it; in forward the buffer lives
-until the next group's copy-out, in backward the next group is gathered while one computes; after a group's backward
+until the next group is copied out, in backward the next group is gathered while one computes; after a group's backward
 its gradients are copied into one buffer, scattered, and the buffer lives until the next group's. Its streams are
 ``gather``, ``reduce`` and, of a hybrid plan, ``all_reduce``; what waits for what is as in
 torch/distributed/fsdp/_fully_shard.
@@ -251,8 +251,12 @@ class Sharded(Weights):
         if ("weights", group) in self.tape.alive:
             return
         self._gather(group)
-        self._let_go([other for other in self.buffers if other != group])
+        others, several = [other for other in self.buffers if other != group], len(self.groups[group].gathers) > 1
+        # torch lets go of what it gathered before once it has copied out; of several calls the first, a small one.
+        if several:
+            self._let_go(others)
         self._copy_out(group)
+        self._let_go([] if several else others)
 
     def after_forward(self, name: Hashable) -> None:
         group = self.group_of[name]

@@ -28,7 +28,7 @@ from shardwise.methods.pretrain import mask
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
-from shardwise.models.roles import is_adapter
+from shardwise.models.roles import is_adapter, is_stacked
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
@@ -281,8 +281,11 @@ def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
     for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
-        codes, absmax, group_absmax = (weights[layer + kept] for kept in NF4_PARTS)
-        found[f"{layer}weight"] = dequantise(codes, absmax, group_absmax, torch.float64)
+        count = nf4.matrices(f"{layer}weight", lambda other: weights[other].shape[0])
+        each = zip(*(weights[layer + kept].chunk(count) for kept in NF4_PARTS), strict=True)
+        found[f"{layer}weight"] = torch.cat(
+            [dequantise(codes, absmax, groups, torch.float64) for codes, absmax, groups in each]
+        )
     return found
 
 
@@ -350,8 +353,11 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
             value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
         held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
         if job.lora is not None and held:
-            small = job.lora.nf4 and nf4.quantised(name)
-            value = dequantise(*quantise(value), value.dtype) if small else value.to(torch_dtype(job.lora.frozen))
+            if job.lora.nf4 and nf4.quantised(name):
+                each = value.chunk(job.spec.experts if is_stacked(name) else 1)
+                value = torch.cat([dequantise(*quantise(one), one.dtype) for one in each])
+            else:
+                value = value.to(torch_dtype(job.lora.frozen))
         parameters[name] = nn.Parameter(value.to(torch_dtype(job.weights)), requires_grad=not held)
     return parameters
 
@@ -363,7 +369,9 @@ def merged(parameters: Mapping[str, Tensor], job: Workload) -> dict[str, Tensor]
         layer = name.removesuffix("weight")
         if job.lora is not None and f"{layer}lora_a.weight" in parameters:
             factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
-            value = value + factor * (parameters[f"{layer}lora_b.weight"] @ parameters[f"{layer}lora_a.weight"])
+            count = job.spec.experts if is_stacked(name) else 1
+            up, down = (parameters[f"{layer}{word}.weight"].chunk(count) for word in ("lora_b", "lora_a"))
+            value = value + factor * torch.cat([b @ a for b, a in zip(up, down, strict=True)])
             if job.lora.dora:
                 norm = value.detach().norm(dim=1)
                 value = value * (parameters[f"{layer}lora_m"] / norm).unsqueeze(1)

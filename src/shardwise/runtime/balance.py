@@ -114,11 +114,20 @@ def spread(loads: Loads) -> dict[str, list[float]]:
     return found
 
 
-def told(loads: Loads) -> dict[str, Any]:
+def told(loads: Loads, ranks: int = 1) -> dict[str, Any]:
     """What the metrics of a step have of its ``loads``: by layer, and of all layers the lowest entropy, the fullest
-    expert and how many are dead; nothing of a model without experts."""
+    expert and how many are dead; where ``ranks`` have different experts, how many times its share the fullest of them
+    got. Nothing of a model without experts."""
     if not loads:
         return {}
     each = spread(loads)
     worst = {"expert_entropy": min(each["entropy"]), "expert_fullest": max(each["fullest"])}
+    if ranks > 1:
+        worst["expert_imbalance"] = round(max(_imbalance(counts, ranks) for counts in loads.values()), 4)
     return {**worst, "dead_experts": sum(each["dead"]), "experts": each}
+
+
+def _imbalance(counts: Sequence[float], ranks: int) -> float:
+    """The tokens of the fullest of so many ranks, which have as many experts each, over an even share."""
+    own = len(counts) // ranks
+    return max(sum(counts[first : first + own]) for first in range(0, len(counts), own)) * ranks / max(1.0, sum(counts))

@@ -22,10 +22,10 @@ from shardwise.models.blocks import canonical
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
-from shardwise.techniques.states import frozen
+from shardwise.techniques.states import adapted, frozen
 from shardwise.techniques.variant import Traced, parameters
 
 if TYPE_CHECKING:
@@ -92,19 +92,19 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
         made = made.applied(frozen=tuple(told for name, told in made.names(spec).items() if frozen(name, plan)))
     if made.unit == "stem":
         return made
-    first = _first_trained(spec, plan.frozen, adapted=plan.lora is not None)
+    first = _first_trained(spec, plan.frozen, plan.lora)
     here = made.unit if isinstance(made.unit, int) else spec.num_hidden_layers
     return made.told(input_trained=first < here)
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], *, adapted: bool) -> int:
-    """The first block with a trained weight; -1: something before the blocks is."""
-    if adapted:
-        return 0  # where nothing else is trained
+def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], lora: Lora | None) -> int:
+    """The first block with a trained weight, or an adapter; -1: something before the blocks is."""
     for unit in range(-1, spec.num_hidden_layers):
         names = parameters(spec, "stem" if unit < 0 else f"layers.{unit}.")
-        if not all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+        if lora is not None and any(adapted(name, lora) for name in names):
+            return unit
+        if lora is None and not all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
             return unit
     return spec.num_hidden_layers
 
@@ -136,6 +136,6 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
             if frozen(canonical(part, name), plan):
                 parameter.requires_grad_(False)
         if isinstance(part, Decoder) and part.input_trained:
-            first = _first_trained(part.spec, plan.frozen, adapted=plan.lora is not None)
+            first = _first_trained(part.spec, plan.frozen, plan.lora)
             part.input_trained = first < min(part.numbers, default=part.spec.num_hidden_layers)
     return parts

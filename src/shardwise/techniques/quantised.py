@@ -28,10 +28,11 @@ def moment_bytes(shape: tuple[int, ...], local_numel: int) -> int:
     return 2 * (local_numel + 4 * rows * ceil(shape[1] / BLOCK))
 
 
-def nf4_shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
-    """The uint8 parameters that replace a weight [rows, columns] in 4 bits: names and shapes."""
-    groups = ceil(rows * columns // NF4_BLOCK / NF4_GROUP)
-    return dict(zip(NF4_PARTS, ((rows, columns // 2), (rows, columns // NF4_BLOCK), (groups + 1, 4)), strict=True))
+def nf4_shapes(rows: int, columns: int, experts: int = 1) -> dict[str, tuple[int, int]]:
+    """The uint8 parameters that replace a weight [rows, columns] in 4 bits: names and shapes. Of a matrix of so many
+    experts each has groups of its own."""
+    groups = experts * (ceil(rows // experts * columns // NF4_BLOCK / NF4_GROUP) + 1)
+    return dict(zip(NF4_PARTS, ((rows, columns // 2), (rows, columns // NF4_BLOCK), (groups, 4)), strict=True))
 
 
 def nf4_rows_at_once(rows: int, columns: int) -> int:
@@ -40,10 +41,11 @@ def nf4_rows_at_once(rows: int, columns: int) -> int:
 
 
 def dequantise_bytes(rows: int, columns: int) -> int:
-    """The most that fourbit.py's operation holds besides what it is given and returns: the scales of all blocks, and of
-    a round the codes as int32 (two to each), the values, and torch's table of pairs."""
-    blocks = rows * columns // NF4_BLOCK
-    return 4 * blocks + (4 + 2) * nf4_rows_at_once(rows, columns) * columns + 4 * 2 * 256
+    """The most that fourbit.py's operation holds besides what it is given and returns: the scales of all blocks; and of
+    a round the codes as int32 (two to each), the values, and torch's table of pairs, or before them, of matrices of
+    many experts, the groups' scales for all blocks."""
+    scales = 4 * (rows * columns // NF4_BLOCK)
+    return scales + max(scales, (4 + 2) * nf4_rows_at_once(rows, columns) * columns + 4 * 2 * 256)
 
 
 def row_norms_bytes(rows: int, columns: int, rank: int) -> int:

@@ -25,8 +25,8 @@ class MatrixPiece:
 @dataclass(frozen=True)
 class LayerShare:
     """This rank's part of a layer under tensor parallelism. ``rows``: the rows of the layer, and of what an adapter
-    adds to it, that are used of those that this rank holds. ``place`` and ``group``: this rank's number and its
-    group, where ranks hold columns of the layer: their inputs differ, the norms of rows are summed over the group, and
+    adds to it, that are used of those that this rank holds. ``place``: this rank's number, where its inputs are others
+    than those of its group. ``group``, where ranks hold columns of the layer: the norms of rows are summed over it, and
     the bias is added later. ``piece``: which piece of the layer's matrix these rows are; None: all of it."""
 
     rows: slice = field(default_factory=lambda: slice(None))
@@ -44,12 +44,15 @@ WHOLE = LayerShare()
 
 def computed_with_own(module: Any, inside: torch.dtype, outside: torch.dtype) -> Callable[..., Tensor]:
     """The forward of a router, or of a matrix of experts, whose parameters are DTensors: with what of them this rank
-    holds, in the dtype ``inside``."""
+    holds, in the dtype ``inside``. One without a weight reads what it has by itself."""
     from shardwise.models.moe import Router, logits, stacked
 
     def held() -> tuple[Tensor, Tensor | None]:
         return module.weight.to_local(), None if module.bias is None else module.bias.to_local()
 
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        plain = module.forward
+        return lambda x, counts: plain(x.to(inside), counts).to(outside)
     if isinstance(module, Router):
         return lambda x: logits(x, *held())
     return lambda x, counts: stacked(x.to(inside), counts, *held(), module.rows).to(outside)

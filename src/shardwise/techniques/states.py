@@ -14,9 +14,9 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
-from shardwise.models.roles import is_adapter, is_expert
+from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 
 Use = Literal["outputs", "inputs", "own", "stream"]
@@ -40,7 +40,8 @@ TABLE = (
     TableRow("o down", "groups lora_b lora_m", tp="own"),
     TableRow("o down", "bias", tp="stream"),
     TableRow("attention", "sinks", tp="outputs"),
-    TableRow("router shared_gate expert_gate expert_up expert_down", "weight bias", tp="stream"),
+    TableRow("router shared_gate", "weight bias", tp="stream"),
+    TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
     TableRow("embed head", "weight", tp="outputs"),
     TableRow("q_norm k_norm", "weight", tp="own"),
     TableRow("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
@@ -59,6 +60,12 @@ def _indexed(rows: Iterable[TableRow]) -> dict[tuple[str, str], TableRow]:
 
 
 _ROWS, _FEW, _PROJECTION = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PROJECTION_NORMS))
+
+
+def adapted(weight: str, lora: Lora) -> bool:
+    """Whether the linear layer, or the experts, with this weight (canonical name) get an adapter. A router and the gate
+    of a shared MLP never do."""
+    return is_adaptable(weight) and (not lora.targets or role(weight) in lora.targets)
 
 
 def frozen(name: str, plan: Plan) -> bool:

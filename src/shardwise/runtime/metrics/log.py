@@ -142,8 +142,8 @@ def keep_until(path: Path, step: int) -> str:
 class Log:
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
-    and they get only every so many steps; metrics.jsonl has them all. ``unsaved``: why the last save
-    failed."""
+    and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
+    have different experts. ``unsaved``: why the last save failed."""
 
     def __init__(
         self,
@@ -162,6 +162,7 @@ class Log:
         self.skipped = 0
         self.unsaved = ""
         self.log_steps: int | None = None
+        self.expert_ranks = 1
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -207,7 +208,7 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
-        record |= told(stats.loads)
+        record |= told(stats.loads, self.expert_ranks)
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:

@@ -1,5 +1,6 @@
 """LoRA (Hu et al., arXiv 2106.09685): the model's weights are frozen, and the product of two thin, trained matrices is
-added to each chosen linear layer: y = W x + alpha / rank * B A x, with A [rank, in] and B [out, rank].
+added to each chosen linear layer: y = W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]. Each expert of a
+mixture has adapters of its own, which are one matrix for all, one expert's rows after another's, as the weights are.
 
 Shards and sends nothing of its own: A and B are parameters of the block they are in, gathered and reduced with it, and
 everything else is frozen (freeze.py), so gradients, moments and reductions shrink to a few per cent. It pays when the
@@ -18,8 +19,9 @@ from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.families import FAMILIES
-from shardwise.models.roles import is_linear, role
+from shardwise.models.roles import STACKED, is_adaptable, is_stacked, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
@@ -27,6 +29,7 @@ from shardwise.spec.recipe import LoraSection, Recipe
 from shardwise.spec.sheet import At, Op, Sheet, Within
 from shardwise.techniques.dtypes import chosen_dtype
 from shardwise.techniques.quantised import row_norms_bytes
+from shardwise.techniques.states import adapted
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -73,8 +76,9 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def targets(lora: Lora, weight: str) -> bool:
-    """The technique's one fact: whether the linear layer with this weight (canonical name) gets an adapter."""
-    return is_linear(weight) and (not lora.targets or role(weight) in lora.targets)
+    """The technique's one fact: whether the linear layer, or the experts, with this weight (canonical name) get an
+    adapter."""
+    return adapted(weight, lora)
 
 
 def scale(lora: Lora) -> float:
@@ -87,22 +91,23 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
-            shapes |= _added(name.removesuffix(".weight"), shape, lora)
+            ranks = lora.rank * (spec.experts if is_stacked(name) else 1)
+            shapes |= _added(name.removesuffix(".weight"), shape, lora, ranks)
     return shapes
 
 
-def _added(layer: str, shape: tuple[int, ...], lora: Lora) -> dict[str, tuple[int, ...]]:
-    """What an adapter adds to the layer whose weight is [out, in]."""
+def _added(layer: str, shape: tuple[int, ...], lora: Lora, ranks: int) -> dict[str, tuple[int, ...]]:
+    """What an adapter adds to the layer whose weight is [out, in]. A has so many rows."""
     wide_out, wide_in = shape
     sizes: dict[str, tuple[int, ...]] = {f"{layer}.lora_m": (wide_out,)} if lora.dora else {}
-    return sizes | {f"{layer}.lora_a.weight": (lora.rank, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
+    return sizes | {f"{layer}.lora_a.weight": (ranks, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None:
         return []
     problems, stacks = [], _stacks(spec)
-    roles = list(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_linear(name)))
+    roles = list(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_adaptable(name)))
     for name in plan.lora.targets:
         if name not in roles:
             near = get_close_matches(name, roles, 1)
@@ -117,7 +122,18 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         if 0 < len(left) < len(stack):
             what = f"{spec.family} stacks {', '.join(stack)} in one layer: target all of them or none"
             problems.append(Problem("PLAN018", what, "lora.targets", f"add {', '.join(left)}"))
-    least = min(spec.hidden_size, *spec.mlp_sizes, spec.num_key_value_heads * spec.head_dim)
+    of_experts = [name for name in plan.lora.targets or roles if name in STACKED]
+    if plan.lora.dora and of_experts:
+        what = "DoRA has no magnitudes of experts"
+        others = ", ".join(name for name in roles if name not in STACKED)
+        fix = f"`lora.dora: false`, or without experts: `lora.targets: [{others}]`"
+        problems.append(Problem("PLAN018", what, "lora.dora", fix))
+    dense = [name for name in plan.lora.targets or roles if name in ("gate", "up", "down")]
+    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and spec.dense_layers and dense:
+        what = f"PEFT cannot read magnitudes of {', '.join(dense)} in a {spec.family}, whose experts have these names"
+        problems.append(Problem("PLAN018", what, "lora.dora", "false, or only layers of attention in `lora.targets`"))
+    widths = {*spec.mlp_sizes, *([spec.expert_size] if of_experts else [])}
+    least = min(spec.hidden_size, *widths, spec.num_key_value_heads * spec.head_dim)
     if plan.lora.rank > least:
         what = f"rank {plan.lora.rank} exceeds the narrowest layer's {least}: an adapter would be larger than the layer"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))
@@ -139,13 +155,13 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     lora = plan.lora
     if lora is None or made.variant.what != "block":
         return made
-    linear = [name for name in made.names(spec) if is_linear(name)]
+    linear = [name for name in made.names(spec) if is_adaptable(name)]
     chosen = [role(name) for name in linear if targets(lora, name)]
     if made.variant.concrete:
         rank = lora.rank
     else:
         rank, made = RANK, made.told(atoms=(*made.variant.atoms, ("r", RANK))).bound(r=lora.rank)
-    some = tuple(dict.fromkeys(chosen)) if len(chosen) < len(linear) else ()
+    some = tuple(dict.fromkeys(chosen)) or lora.targets if len(chosen) < len(linear) else ()
     dropout = 0.5 if lora.dropout else 0.0
     return made.applied(lora=Lora(rank, 1.0, some, frozen=lora.frozen, nf4=lora.nf4, dropout=dropout, dora=lora.dora))
 
@@ -166,11 +182,12 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         return parts
     from torch import nn
 
+    from shardwise.models.moe import Stacked
     from shardwise.techniques.lora.adapter import attach
 
     for part in parts:
         for name, module in list(part.named_modules()):
-            if isinstance(module, nn.Linear) and targets(plan.lora, f"{name}.weight"):
+            if isinstance(module, nn.Linear | Stacked) and targets(plan.lora, f"{name}.weight"):
                 _HOOKS[module] = attach(module, plan.lora, scale(plan.lora))
     return parts
 

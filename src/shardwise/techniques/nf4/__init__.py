@@ -1,5 +1,6 @@
 """QLoRA (Dettmers et al., arXiv 2305.14314): with adapters, the frozen weights of the blocks' linear layers are stored
-in 4 bits (``lora.frozen: nf4``): 0.52 bytes per weight instead of bf16's 2. Each is dequantised when it is used.
+in 4 bits (``lora.frozen: nf4``): 0.52 bytes per weight instead of bf16's 2. Each is dequantised when it is used. What
+an expert's become does not depend on the others: each has groups of its own.
 
 Sharded like the weights: rows of codes are gathered with their block, a quarter of the bytes of bf16. It pays when the
 frozen model itself does not fit, or the network is slow. It costs the dequantisation, twice per micro-batch (three
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_linear
+from shardwise.models.roles import is_adaptable, is_expert, is_stacked, router_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
+    from shardwise.models.moe import Stacked
 
 
 Slices = tuple[slice, ...]
@@ -47,7 +49,12 @@ INSIDE = (
 
 def quantised(name: str) -> bool:
     """The technique's one fact: whether the parameter with this canonical name is kept in 4 bits."""
-    return is_linear(name)
+    return is_adaptable(name)
+
+
+def matrices(name: str, rows_of: Callable[[str], int]) -> int:
+    """How many matrices the weight with this name is: one for each expert, as many as the router has rows."""
+    return rows_of(router_of(name)) if is_stacked(name) else 1
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -84,8 +91,12 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     shapes, told = parameter_shapes(spec), made.names(spec)
     groups = {name: f"groups of {name.split('.')[-2]}" for name in told if quantised(name)}
     sums = tuple((symbol, f"{told[name].removesuffix('weight')}groups") for name, symbol in groups.items())
-    rows = {symbol: nf4_shapes(*shapes[name])["groups"][0] for name, symbol in groups.items()}
-    return made.told(sums=sums).bound(**rows)
+    numbers = {}
+    for name, symbol in groups.items():
+        (rows, columns), count = shapes[name], matrices(name, lambda other: shapes[other][0])
+        whole = nf4_shapes(rows, columns, count)["groups"][0]
+        numbers[symbol] = whole // plan.layout.ep if is_expert(name) else whole  # a rank has those of its experts
+    return made.told(sums=sums).bound(**numbers)
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
@@ -104,18 +115,29 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         return parts
     from torch import nn
 
+    from shardwise.models.moe import Stacked
+
     for part in parts:
         for name, module in list(part.named_modules()):
-            if isinstance(module, nn.Linear) and quantised(f"{name}.weight"):
+            if isinstance(module, nn.Linear | Stacked) and quantised(f"{name}.weight"):
                 _replace(module)
     return parts
 
 
 def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
-    """It takes the whole weight to find the groups' scales and their mean."""
+    """It takes the whole weight, or all of an expert's, to find the groups' scales and their mean."""
     found = {name: part for name, part in slices.items() if name.rpartition(".")[2] not in NF4_PARTS}
-    weights = (name.removesuffix("codes") + "weight" for name in slices.keys() - found.keys() if name.endswith("codes"))
-    return found | {weight: tuple(slice(0, size) for size in shapes[weight]) for weight in weights}
+    for name in slices.keys() - found.keys():
+        layer, _, word = name.rpartition(".")
+        weight = f"{layer}.weight"
+        rows, columns = shapes[weight]
+        count = matrices(weight, lambda other: shapes[other][0])
+        each, own = nf4_shapes(rows, columns, count)[word][0] // count, slices[name][0]
+        first, last = own.start // each * rows // count, -(-own.stop // each) * rows // count
+        if (other := found.get(weight)) is not None:
+            first, last = min(first, other[0].start), max(last, other[0].stop)
+        found[weight] = (slice(first, last), slice(0, columns))
+    return found
 
 
 def store(
@@ -128,26 +150,59 @@ def store(
     import torch
 
     from shardwise.distributed.slices import local_slice, put
-    from shardwise.techniques.nf4.fourbit import dequantise, quantise
+    from shardwise.techniques.nf4.fourbit import dequantise_each, quantise_each
 
-    kept = quantise(values().to(parameters[f"{layer}codes"].device))
-    for word, whole in zip(NF4_PARTS, kept, strict=True):
-        put(parameters[layer + word], whole[local_slice(parameters[layer + word])])
-    return lambda: dequantise(*kept, torch.float32)
+    codes = parameters[f"{layer}codes"]
+    rows = codes.shape[0] // matrices(name, lambda other: parameters[other].shape[0])
+    first, last = part[0].start // rows, part[0].stop // rows
+    if first == last:
+        return values
+    kept = quantise_each(values().to(codes.device), last - first)
+    for word, made in zip(NF4_PARTS, kept, strict=True):
+        own, *columns = local_slice(parameters[layer + word])
+        before = made.shape[0] // (last - first) * first
+        put(parameters[layer + word], made[(slice(own.start - before, own.stop - before), *columns)])
+    return lambda: dequantise_each(kept, last - first, torch.float32)
 
 
-def _replace(module: nn.Linear) -> None:
+def _replace(module: nn.Linear | Stacked) -> None:
     import torch
     from torch import nn
 
-    from shardwise.distributed.slices import local
-    from shardwise.techniques.nf4.fourbit import dequantise, linear
+    from shardwise.models.moe import Stacked
 
-    device = module.weight.device
-    for name, shape in nf4_shapes(*module.weight.shape).items():
+    device, (rows, columns) = module.weight.device, module.weight.shape
+    experts = module.experts if isinstance(module, Stacked) else 1
+    for name, shape in nf4_shapes(rows, columns, experts).items():
         kept = torch.empty(shape, dtype=torch.uint8, device=device)
         module.register_parameter(name, nn.Parameter(kept, requires_grad=False))
     del module.weight
+    if isinstance(module, Stacked):
+        module.forward = _of_experts(module)  # type: ignore[method-assign, assignment]
+    else:
+        _compute(module)
+
+
+def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The forward of matrices in 4 bits, of the experts that this rank has."""
+    from shardwise.distributed.slices import local
+    from shardwise.models.moe import of_owners, taken
+    from shardwise.techniques.nf4.fourbit import stacked
+
+    def forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
+        out = stacked(taken(x), counts, (codes, absmax, group_absmax), module.rows)
+        return out if module.bias is None else out + of_owners(local(module.bias), counts, out)
+
+    return forward
+
+
+def _compute(module: nn.Linear) -> None:
+    """Has the layer compute with its matrix in 4 bits."""
+    import torch
+
+    from shardwise.distributed.slices import local
+    from shardwise.techniques.nf4.fourbit import dequantise, linear
 
     def used(share: LayerShare) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.distributed.torch_private import outside_modes
+from shardwise.models.grouped import grouped
 from shardwise.techniques.constants import constant
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
 from shardwise.techniques.share import MatrixPiece
@@ -28,7 +29,11 @@ NF4 = (
 # fmt: on
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+Kept = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales and groups of a matrix."""
+
+
+def quantise(weight: Tensor) -> Kept:
     """weight [out, in] -> codes [out, in / 2], two per byte, the first in the high bits; the scales of blocks [out, in
     / 64]; and the bytes [groups + 1, 4] of the groups' fp32 scales, followed by the mean. All are uint8."""
     rows, columns = weight.shape
@@ -49,6 +54,13 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, kept.view_as(absmax), torch.cat([group_absmax, mean.view(1)]).view(-1, 1).view(torch.uint8)
 
 
+def quantise_each(weight: Tensor, experts: int) -> Kept:
+    """As :func:`quantise` of the matrix of each of so many experts, whose rows follow each other in ``weight``, as they
+    do in what is returned."""
+    codes, absmax, groups = zip(*map(quantise, weight.chunk(experts)), strict=True)
+    return torch.cat(codes), torch.cat(absmax), torch.cat(groups)
+
+
 def _nearest(blocks: Tensor, absmax: Tensor, values: Tensor) -> Tensor:
     """For each element of ``blocks`` [.., k], divided by its scale, the index of the nearest value [n]."""
     unit = (blocks * (1.0 / absmax.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
@@ -61,24 +73,34 @@ def dequantise(
     """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
     of the matrix, with the groups of the whole one."""
     place = None if piece is None else (piece.row, piece.column // NF4_BLOCK, piece.columns // NF4_BLOCK)
-    made: Tensor = _dequantise(codes, absmax, group_absmax, dtype, place)
+    made: Tensor = _dequantise(codes, absmax, group_absmax, dtype, place, 1)
+    return made
+
+
+def dequantise_each(kept: Kept, experts: int, dtype: torch.dtype) -> Tensor:
+    """The matrices [E*out, in] from the result of :func:`quantise_each`."""
+    made: Tensor = _dequantise(*kept, dtype, None, experts)
     return made
 
 
 @torch.library.custom_op(
     "shardwise::dequantise",
     mutates_args=(),
-    schema="(Tensor codes, Tensor absmax, Tensor group_absmax, ScalarType dtype, int[]? piece) -> Tensor",
+    schema="(Tensor codes, Tensor absmax, Tensor group_absmax, ScalarType dtype, int[]? piece, int experts) -> Tensor",
 )
-def _dequantise(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+def _dequantise(
+    codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any, experts: int
+) -> Tensor:
     """One operation, since its shape says in how many rounds it runs; quantised.py says what it takes meanwhile."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
-    of_group = group_absmax.contiguous().view(torch.float32).view(-1)
-    wide = functional.embedding(absmax.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(-1)
+    of_group = group_absmax.contiguous().view(torch.float32).view(experts, -1)
+    wide = functional.embedding(absmax.int(), constant(codes, "dynamic", DYNAMIC)[:, None]).view(experts, -1)
     wide.mul_(
-        of_group[:-1].repeat_interleave(NF4_GROUP)[: wide.numel()] if piece is None else _of(absmax, of_group, *piece)
+        of_group[:, :-1].repeat_interleave(NF4_GROUP, 1)[:, : wide.shape[1]]
+        if piece is None
+        else _of(absmax, of_group.view(-1), *piece)
     )
-    wide = wide.add_(of_group[-1]).view(rows, -1, 1)
+    wide = wide.add_(of_group[:, -1:]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     step = nf4_rows_at_once(rows, columns)
     for start in range(0, rows, step):
@@ -90,7 +112,7 @@ def _dequantise(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torc
 
 
 @_dequantise.register_fake
-def _(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any) -> Tensor:
+def _(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: Any, experts: int) -> Tensor:
     return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
 
 
@@ -102,9 +124,7 @@ def _of(absmax: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int)
     return of_group[(place // NF4_GROUP).view(-1)]
 
 
-def linear(
-    x: Tensor, bias: Tensor | None, kept: tuple[Tensor, Tensor, Tensor], piece: MatrixPiece | None = None
-) -> Tensor:
+def linear(x: Tensor, bias: Tensor | None, kept: Kept, piece: MatrixPiece | None = None) -> Tensor:
     """x [.., in] -> [.., out] in x's dtype; ``kept`` is what :func:`quantise` made. The matrix is dequantised when it
     is used, and not stored."""
     made: Tensor = _Linear.apply(x, bias, *kept, piece)
@@ -122,6 +142,34 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         codes, absmax, group_absmax = ctx.saved_tensors
         return grad @ dequantise(codes, absmax, group_absmax, grad.dtype, ctx.piece), None, None, None, None, None
+
+
+def stacked(x: Tensor, counts: Tensor, kept: Kept, rows: int) -> Tensor:
+    """x [R, in], sorted by expert, of which each has so many of its rows (``counts`` [E]) -> [R, out]; ``kept`` is what
+    :func:`quantise_each` made of matrices with so many ``rows``. All are dequantised when they are used."""
+    made: Tensor = _ProductOfExperts.apply(x, counts, rows, *kept)
+    return made
+
+
+class _ProductOfExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, rows: int, *kept: Any) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(counts, *kept)
+        return grouped(x, _matrices(kept, rows, x.dtype), counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts, *kept = ctx.saved_tensors
+        made = grouped(grad, _matrices(kept, ctx.rows, grad.dtype).transpose(1, 2), counts)
+        return made, None, None, None, None, None
+
+
+def _matrices(kept: Any, rows: int, dtype: torch.dtype) -> Tensor:
+    """[E, out, in]."""
+    codes, absmax, group_absmax = kept
+    whole = dequantise_each((codes, absmax, group_absmax), codes.shape[0] // rows, dtype)
+    return whole.unflatten(0, (-1, rows))
 
 
 def _dynamic() -> tuple[float, ...]:

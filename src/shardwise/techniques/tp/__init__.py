@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_expert, is_linear
+from shardwise.models.roles import is_adaptable, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
@@ -114,7 +114,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 def _names(spec: ModelSpec, adapted: bool) -> list[str]:
     """The parameters of a model, of whose blocks one stands for all, and those that adapters and 4 bits may add."""
     names = list(parameter_shapes(replace(spec, num_hidden_layers=1)))
-    linear = [name.removesuffix("weight") for name in names if is_linear(name) and adapted]
+    linear = [name.removesuffix("weight") for name in names if is_adaptable(name) and adapted]
     added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
     return names + [layer + word for layer in linear for word in added]
 
@@ -325,6 +325,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Router | Stacked):
             module.forward = computed_with_own(module, inside, outside)  # type: ignore[method-assign]
+            module.share = LayerShare(place=meshes.index("tp") if sequence_parallel else None)  # type: ignore[assignment]
         elif isinstance(module, MoE) and sequence_parallel:
             share_rows(module, shape, meshes)
         elif isinstance(module, Attention):
