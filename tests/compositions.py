@@ -16,7 +16,7 @@ from shardwise.spec.plan import Lora, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
 from tests.models.hf_models import spec_of
-from tests.parity import cases, pairwise, pipes, rings
+from tests.parity import cases, mixtures, pairwise, pipes, rings
 from tests.parity import test_dpo as parity_dpo
 from tests.parity import test_fp32_bf16 as parity_types
 from tests.parity import test_frozen as parity_frozen
@@ -45,6 +45,8 @@ FEATURES: dict[str, Holds] = {
     "Ulysses": lambda spec, plan: plan.layout.ulysses > 1,
     "gather": lambda spec, plan: plan.layout.cp > 1 and plan.cp_kind == "gather",
     **{name: (lambda spec, plan, name=name: _staged(plan, name)) for name in SCHEDULES},
+    "experts": lambda spec, plan: spec.experts > 0,
+    "ep": lambda spec, plan: plan.layout.ep > 1,
     "selective": lambda spec, plan: plan.remat.mode == "selective",
     "full": lambda spec, plan: plan.remat.mode == "full",
     "accumulation": lambda spec, plan: plan.batch.accumulation > 1 and plan.layout.pp == 1,
@@ -68,6 +70,8 @@ MEANING = {
     "sp": "sequence parallelism",
     "ring": "context parallelism whose keys go round a ring; with Ulysses: nested",
     "gather": "context parallelism whose keys are gathered",
+    "experts": "a mixture of experts",
+    "ep": "expert parallelism, of a mixture of experts",
     "selective": "selective recomputation",
     "full": "full recomputation",
     "accumulation": "several micro-batches without a pipeline",
@@ -92,6 +96,7 @@ EXCLUSIVE = (
     ("bf16", "fp16"),
     ("8-bit moments", "bf16 moments"),
     ("accumulation", *SCHEDULES),
+    ("experts", "HF modules"),
 )
 """Of each a plan has one, or none."""
 
@@ -158,6 +163,7 @@ def sources() -> list[Source]:
         Source("tests/parity/test_tp_pairwise.py", [(case.spec, case.plan) for case in pairwise.CASES]),
         Source("tests/parity/test_pp_pairwise.py", [(case.spec, case.plan) for case in pipes.CASES]),
         Source("tests/parity/test_cp_pairwise.py", [(case.spec, case.plan) for case in rings.CASES]),
+        Source("tests/parity/test_ep_pairwise.py", [(case.spec, case.plan) for case in mixtures.CASES]),
         Source("tests/parity/test_lora.py", adapters),
         Source("tests/parity/test_frozen.py", frozen),
         Source("tests/parity/test_dpo.py", pairs),
@@ -212,6 +218,8 @@ def _drift() -> Iterator[Source]:
     yield Source("tests/drift/test_pp.py", staged, drift=True)
     compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
     yield Source("tests/drift/test_compile.py", compiled, drift=True)
+    spread = [(case.spec, replace(case.plan, precision=BF16)) for case in mixtures.CASES]
+    yield Source("tests/drift/test_ep.py", spread, drift=True)
     hf = [(spec_of("gpt2"), plan) for plan in test_hf_models.PLANS.values()]
     yield Source("tests/drift/test_hf_models.py", hf, drift=True)
 

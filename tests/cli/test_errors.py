@@ -345,12 +345,6 @@ def test_products_that_torch_does_not_know(shardwise: Run) -> None:
     assert code == 78 and err.startswith("error[CFG005]: `precision.matmul` ") and " of highest, high, medium" in err
 
 
-def test_axes_that_are_not_there_yet(shardwise: Run) -> None:
-    Path("plan.yaml").write_text(dump_plan(replace(Plan(), layout=Layout(dp_shard=2, ep=2, ranks_per_node=2))))
-    code, _, err = shardwise("train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run")
-    assert code == 78 and "error[PLAN016]: " in err and "expert" in err
-
-
 def test_a_plan_is_written_over_nothing(shardwise: Run) -> None:
     Path("mine.yaml").write_text("train: {seq_len: 256}\n")
     code, _, err = shardwise("plan", "-o", "mine.yaml")

@@ -28,6 +28,8 @@ MODEL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+EXPERTS = MODEL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""In its place where ranks have different experts."""
 
 
 def write_text(directory: Path) -> None:
@@ -41,7 +43,7 @@ def write_text(directory: Path) -> None:
 def plan(strategy: str = "zero3", world: int = 2) -> Plan:
     """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2. ``tp-zero3``: pairs of
     ranks share each layer; ``pp-zero1``: a pipeline of two stages, each on half of the ranks; ``cp-zero3``: pairs of
-    ranks share each row in a ring."""
+    ranks share each row in a ring; ``ep-zero3``: pairs of ranks share the experts."""
     if strategy == "tp-zero3":
         layout = Layout(dp_shard=world // 2, tp=2)
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), sequence_parallel=True)
@@ -52,6 +54,8 @@ def plan(strategy: str = "zero3", world: int = 2) -> Plan:
         layout, stages = Layout(dp_shard=world // 2, pp=2), Pipeline("1f1b", 1, (1, 1))
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero1"), pipeline=stages)
     batch = Batch(2, ROWS // (2 * world), SEQ_LEN, 64)
+    if strategy == "ep-zero3":
+        return Plan(Layout(dp_shard=world, ep=2), batch, Shard("zero3"))
     if strategy == "hsdp":
         return Plan(layout=Layout(dp_replicate=2, dp_shard=world // 2), batch=batch, shard=Shard("zero3"))
     return Plan(layout=Layout(dp_shard=world), batch=batch, shard=Shard(strategy))  # type: ignore[arg-type]
@@ -81,7 +85,7 @@ class Job:
         sections: dict[str, dict[str, Any]] = {
             "run": {"name": self.name, "out": str(self.root / "runs"), "device": "cpu", "timeout_s": 60.0},
             "data": {"path": str(self.root / "text"), "cache": str(self.root / "cache"), "num_proc": 1},
-            "model": {"config": MODEL},
+            "model": {"config": EXPERTS if self.strategy.startswith("ep") else MODEL},
             "train": {"seq_len": SEQ_LEN, "global_batch_size": ROWS, "max_steps": STEPS},
             "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
             "checkpoint": {"save_steps": SAVE, "asynchronous": False},

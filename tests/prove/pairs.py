@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
+from shardwise.techniques.shard.degrees import least_dp_shard
 from tests.models.hf_models import spec_of
 from tests.parity.pipes import stages_per_rank
 
@@ -57,6 +58,9 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
         "8-bit moments": {"optim": Optim("adamw8bit")},
         "bf16 moments": {"optim": Optim(moments="bf16")},
     }
+    if name in ("experts", "ep"):
+        mixed = replace(spec, experts=8, experts_per_token=2, expert_size=128) if spec.hf_model is None else spec
+        return mixed, _spread(plan) if name == "ep" else plan
     if name == "tied":
         return replace(spec, tie_word_embeddings=True), plan
     if name == "HF modules":
@@ -64,10 +68,18 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
     return spec, replace(plan, **changed[name])
 
 
+def _spread(plan: Plan) -> Plan:
+    """With experts spread over the ranks that there are, or over two that read other rows."""
+    layout = replace(plan.layout, ep=2)
+    if not plan.sharded:
+        layout = replace(layout, dp_shard=least_dp_shard(layout))
+    return replace(plan, layout=layout, sequence_parallel=layout.tp > 1)
+
+
 def with_all(*names: str) -> Row:
-    """The case with all of these."""
+    """The case with all of these: first what a model is, last what is spread over the ranks of all others."""
     spec, plan = SPEC, Plan(batch=Batch(1, 8, 32, 64))
-    for name in sorted(names, key=lambda name: name != "HF modules"):
+    for name in sorted(names, key=lambda name: (name == "ep") - (name == "HF modules")):
         spec, plan = on(name, spec, plan)
     return spec, plan
 
@@ -108,6 +120,11 @@ ROWS = (
     ("gather", "gpipe"),
     ("gather", "interleaved"),
     ("gather", "interleaved_zb"),
+    ("ep", "ZeRO-2", "interleaved", "frozen", "DPO", "tied", "fp16", "8-bit moments"),
+    ("ep", "ZeRO-3", "zbv", "DoRA", "4 bits", "bf16 moments"),
+    ("ep", "ZeRO-1", "gpipe", "modules", "fp16"),
+    ("ep", "interleaved_zb"),
+    ("ep", "dualpipev"),
 )
 COMPILED = (
     ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
@@ -116,4 +133,5 @@ COMPILED = (
     ("compile", "HF modules", "ZeRO-2", "frozen"),
     ("compile", "ring", "Ulysses", "ZeRO-3", "bf16"),
     ("compile", "gather", "tp", "sp"),
+    ("compile", "experts", "ZeRO-3"),
 )

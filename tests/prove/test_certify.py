@@ -26,7 +26,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Method, Recipe
 from shardwise.techniques.pp.actions import SCHEDULES
-from tests.parity import test_cp_faults, test_faults, test_pp_faults, test_tp_faults
+from tests.parity import test_cp_faults, test_ep_faults, test_faults, test_pp_faults, test_tp_faults
 from tests.parity.cases import FP64, GEMMA, QWEN, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
 from tests.parity.test_tp import EVEN
@@ -83,13 +83,20 @@ NEEDS = {
     "the norm is of one stage": ("pp 2",),
     **dict.fromkeys(test_cp_faults.FAULTS, ("cp 2",)),
     "keys are those of the step before": ("cp 2", "ring"),
+    "gradients of experts are summed over the ranks of all tokens": ("ep 2",),
+    "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
+    "E1: gradients of experts are means": ("ep 2", "zero3"),
+    "T1: gradients of routers are not summed over tokens": ("tp 2", "sequence parallelism", "experts"),
+    "what ranks of tp make of the MLP that all share is not summed": ("tp 2", "shared expert", "experts"),
 }
-"""Without what a fault is not seen. Those that are not here are wrong in one process too."""
+"""Without what a fault is not seen. Those that are not here are wrong in one process too, or are faults of experts that
+these five stand for."""
 CASES: dict[str, tuple[ModelSpec, Plan]] = {
     **{name: (UNTIED, plan) for name, (_, plan) in test_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_tp_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_pp_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_cp_faults.FAULTS.items()},
+    **{name: (spec, plan) for name, (_, spec, plan) in test_ep_faults.FAULTS.items() if name in NEEDS},
     **{name: (UNTIED, plan_of("zero3", 2, FP64)) for name in RESUME},
 }
 
@@ -200,6 +207,10 @@ def staged(schedule: str, each: int, split: tuple[int, ...], micro: int = 8, **d
 
 
 BF16, LLAMA = Precision("bf16"), load_spec("Llama-3.2-1B")
+QWEN_MOE, GPT_OSS, SHARED = (
+    replace(load_spec(name), num_hidden_layers=layers)
+    for name, layers in (("Qwen3-30B-A3B", 8), ("gpt-oss-20b", 24), ("Qwen1.5-MoE-A2.7B", 24))
+)
 GEMMAS = replace(GEMMA, num_hidden_layers=8, layer_types=("sliding_attention", "full_attention") * 4)
 COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
     "tp x zero3 x replicas, selective": (
@@ -254,6 +265,23 @@ COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
     "fewer key heads than ranks x zero2": (
         replace(TIED, intermediate_size=32),
         Plan(Layout(dp_shard=2, tp=4), Batch(1, 1, 256), Shard("zero2"), Precision("fp16")),
+    ),
+    "ep x tp x replicas, sinks and biases": (
+        GPT_OSS,
+        Plan(Layout(dp_replicate=2, tp=4, ep=4), Batch(1, 2, 4096), precision=BF16, sequence_parallel=True),
+    ),
+    "ep over all axes x 1f1b, a shared expert": (
+        SHARED,
+        replace(
+            staged("1f1b", 1, (12, 12), dp_shard=2, cp=2, ep=4),
+            shard=Shard("zero2"),
+            remat=Remat("selective"),
+            cp_kind="ring",
+        ),
+    ),
+    "ep x zero3, ranks with the same experts": (
+        QWEN_MOE,
+        Plan(Layout(dp_shard=64, ep=8), Batch(1, 2, 4096), Shard("zero3"), BF16, Remat("full")),
     ),
     "four axes": (
         LLAMA,

@@ -31,7 +31,8 @@ def test_it_is_legal_small_and_of_the_same_kinds(name: str) -> None:
     assert not techniques.check(few.spec, few.plan, parse_cluster(f"{few.plan.layout.world}xCPU"))
     assert parameter_count(few.spec) < 2_000_000 and few.plan.layout.world <= 16
     for axis, degree in plan.layout.axes():
-        assert few.plan.layout.degree(axis) == min(2, degree)
+        least = min(2, degree)
+        assert few.plan.layout.degree(axis) in ((least, 2 * least) if plan.layout.ep > 1 else (least,))
     assert (few.plan.shard.strategy, few.plan.remat.mode, few.plan.loss) == (
         plan.shard.strategy,
         plan.remat.mode,
@@ -83,6 +84,48 @@ def test_fewer_key_heads_than_ranks_stay_fewer(tp: int, key_heads: int) -> None:
     few = shrink(SPEC, Plan(Layout(tp=tp), Batch(1, 1, 4096)))
     assert few.spec.num_key_value_heads == key_heads and few.spec.num_attention_heads % 2 == 0
     assert few.spec.num_attention_heads > few.spec.num_key_value_heads
+
+
+MOE = load_spec("Qwen3-30B-A3B")
+SHARED = replace(load_spec("Qwen1.5-MoE-A2.7B"), dense_layers=(0, 5))
+SPREAD = {
+    "all ranks have others": (MOE, Layout(dp_shard=8, ep=8), (2, 2, 1)),
+    "some have the same": (MOE, Layout(dp_shard=64, ep=8), (4, 2, 2)),
+    "one expert a rank": (MOE, Layout(dp_shard=128, ep=128), (2, 2, 1)),
+    "over several axes": (MOE, Layout(dp_shard=4, cp=2, tp=2, ep=16), (8, 8, 1)),
+    "over some of several axes": (MOE, Layout(dp_shard=4, cp=2, tp=2, ep=4), (8, 2, 4)),
+    "over tp alone": (SHARED, Layout(dp_replicate=2, tp=4, ep=4), (2, 2, 1)),
+    "over half of tp": (SHARED, Layout(dp_replicate=2, tp=4, ep=2), (4, 2, 2)),
+    "over half of a ring": (SHARED, Layout(cp=4, ep=2), (4, 2, 2)),
+    "over half of ulysses": (SHARED, Layout(cp=4, ep=2, ulysses=4), (4, 2, 2)),
+    "over more than tp, replicated": (SHARED, Layout(dp_shard=2, tp=2, ep=4), (4, 4, 1)),
+    "not at all": (SHARED, Layout(dp_shard=8), (2, 1, 2)),
+}
+"""A model, a layout, and of what is left of it the ranks of a replica, ep, and how many have the same experts."""
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_experts_can_be_shared_by_the_ranks_that_are_left(name: str) -> None:
+    spec, layout, (ranks, ep, same) = SPREAD[name]
+    strategy = "zero3" if layout.dp_shard > 2 else "ddp"
+    kind = "ulysses" if layout.ulysses > 1 else "ring"
+    plan = Plan(layout, Batch(1, 1, 4096), Shard(strategy), sequence_parallel=layout.tp > 1, cp_kind=kind)  # type: ignore[arg-type]
+    few = shrink(spec, plan)
+    left = few.plan.layout
+    assert (left.fsdp * left.tp, left.ep, left.degree("expert_fsdp")) == (ranks, ep, same)
+    assert few.spec.experts % ep == 0 and 1 < few.spec.experts_per_token < few.spec.experts <= 8
+    assert {few.spec.has_experts(block) for block in range(len(few.blocks))} == {
+        spec.has_experts(block) for block in range(spec.num_hidden_layers)
+    }
+    assert [few.spec.has_experts(place) for place in range(len(few.blocks))] == [*map(spec.has_experts, few.blocks)]
+    assert len(few.spec.mlp_sizes) == len(spec.mlp_sizes) and few.spec.shared_expert_gate == spec.shared_expert_gate
+    assert any(line.startswith("experts ") for line in few.changed)
+
+
+@pytest.mark.parametrize(("chosen", "left"), [(1, 1), (2, 2), (8, 2), (128, 4)])
+def test_a_token_goes_to_one_some_or_all_experts(chosen: int, left: int) -> None:
+    few = shrink(replace(MOE, experts_per_token=chosen), Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3")))
+    assert (few.spec.experts, few.spec.experts_per_token) == (4, left)
 
 
 @pytest.mark.parametrize(("window", "cuts"), [(512, True), (8192, False)])

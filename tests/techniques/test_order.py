@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,19 +11,12 @@ import torch
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.models.load import load_spec
-from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import shard, tp
 
 SPEC = load_spec("SmolLM2-135M")
 PLAN = Plan(Layout(dp_shard=4), shard=Shard("zero3"))
-
-
-def test_an_axis_that_is_not_there_yet_is_refused() -> None:
-    """An ``ep`` folds into the ranks there are: it makes the world no larger."""
-    plan = replace(PLAN, layout=replace(PLAN.layout, ep=2))
-    assert [problem.code for problem in techniques.check(SPEC, plan, parse_cluster("8xH100"))] == ["PLAN016"]
 
 
 def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 Every degree above 1 becomes 2 (or 4), and every size the smallest that the techniques' own ``check`` admits with those
 degrees, so what must divide does, and what need not does not. Each block stands for one of the model: of a stage the
-first, the last, and one of each kind (its window, the width of its MLP, what of it is frozen). What a property rests on
-is kept: a window shorter than a row, fewer key heads than tensor-parallel ranks, an uneven split, a loss in several
-chunks.
+first, the last, and one of each kind (its window, the width of its MLP or whether it has experts, what of it is
+frozen). What a property rests on is kept: a window shorter than a row, fewer key heads than tensor-parallel ranks, an
+uneven split, a loss in several chunks, ranks that have the same experts or none that do.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
 from shardwise.models.load import read_spec
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.layout import MESH, Layout
+from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.rows import parts_of
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.pp.actions import illegal
 from shardwise.techniques.states import frozen
 
+AXES: tuple[Axis, ...] = (*MESH, "ep")
 VOCABULARY = 67
 """A prime: no number of ranks divides it."""
 HEAD_DIMS = (8, 16, 32, 64)
 WIDTHS = ((20, 28), (64, 128), (128, 256), (256, 512))
 """Of hidden states and MLPs."""
+EXPERTS, CHOSEN = 4, 2
+"""At least so many of a layer; of which a token goes to so many, unless it goes to one, or to all."""
 BLOCKS = 3
 """Of a model that is not split, unless more kinds of block ask for more."""
 WINDOW, FAR, TEXT, PAIRS = 5, 8, 12, 24
 """Tokens that a sliding layer sees, or one that reaches beyond two pieces of a row; of a row of text; of a row of pairs
 of answers."""
+WIDE = ("intermediate_size", "shared_expert_size")
+"""Of MLPs: where they differ, what is made of them differs."""
 DEVIATION = 1.3
 """Of what a matrix makes of normed hidden states: large, so that no gradient is lost in rounding."""
 BUCKET_BYTES = 4096
@@ -93,7 +98,23 @@ def _layout(layout: Layout, most: int) -> Layout:
     exchanging = min(most, layout.ulysses)
     few = Layout(**degrees, ep=min(most, layout.ep), v_shaped=layout.v_shaped, ulysses=exchanging)
     few = replace(few, cp=min(2, layout.ring) * exchanging) if 1 < layout.ulysses < layout.cp else few
+    few = _shared(few, layout) if layout.ep > 1 else few
     return replace(few, ranks_per_node=few.world)
+
+
+def _shared(few: Layout, layout: Layout) -> Layout:
+    """``few`` with ranks of a replica that have the same experts where ``layout`` has such, else with none: of fewer
+    ranks all may be one group of ``ep``, or several."""
+    ranks, same = few.fsdp * few.tp, layout.degree("expert_fsdp") > 1
+    if not same:
+        return replace(few, ep=ranks)
+    if ranks > few.ep:
+        return few
+    if few.dp_shard > 1:
+        return replace(few, dp_shard=2 * few.dp_shard)
+    if few.tp > 1:
+        return replace(few, tp=2 * few.tp)
+    return replace(few, cp=2 * few.cp, ulysses=few.ulysses * (2 if few.ring == 1 else 1))
 
 
 def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
@@ -143,11 +164,11 @@ def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> list[list[int]]:
 def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
     """``count`` blocks of a stage, or as many as it has kinds of."""
     _, kinds = layer_kinds(spec)
-    parts = {name.removeprefix("layers.0.") for name in parameter_shapes(spec) if name.startswith("layers.0.")}
+    parts = {name.split(".", 2)[2] for name in parameter_shapes(spec) if name.startswith("layers.")}
     of_kind: dict[object, int] = {}
     for block in stage:
         held = frozenset(part for part in parts if plan.frozen and frozen(f"layers.{block}.{part}", plan))
-        of_kind.setdefault((kinds[block], spec.mlp_size(block), held), block)
+        of_kind.setdefault((kinds[block], spec.mlp_size(block), spec.has_experts(block), held), block)
     chosen = set(of_kind.values())
     for block in (stage[-1], stage[0], *stage):
         if len(chosen) < count:
@@ -161,7 +182,8 @@ def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> I
         yield _theirs(spec, plan, blocks)
         return
     for sizes in _sizes(spec, plan.layout, small.layout):
-        yield _spec(spec, blocks, _window(spec, plan, small.batch.seq_len), sizes)
+        own = sizes | _experts(spec, small.layout.ep, sizes["intermediate_size"])
+        yield _spec(spec, blocks, _window(spec, plan, small.batch.seq_len), own)
 
 
 def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
@@ -207,6 +229,15 @@ def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, A
         yield {**counts, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
 
 
+def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
+    """As many experts as ``ranks`` can share."""
+    if not spec.experts:
+        return {}
+    count = -(-EXPERTS // ranks) * ranks
+    chosen = count if spec.experts_per_token == spec.experts else min(CHOSEN, spec.experts_per_token)
+    return {"experts": count, "experts_per_token": chosen, "expert_size": width // 2}
+
+
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
     """What a sliding layer sees of a row of ``length``: less than it where it does, and more than two of the pieces
     that ranks share it in, where it does."""
@@ -219,6 +250,7 @@ def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
 def _spec(spec: ModelSpec, blocks: Sequence[int], window: int | None, sizes: dict[str, Any]) -> ModelSpec:
     width = sizes["intermediate_size"]
     widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
+    sizes = sizes | {key: widths[vars(spec)[key]] for key in WIDE if vars(spec)[key] in widths}
     few = replace(
         spec,
         name=f"{spec.name} (shrunk)",
@@ -226,6 +258,7 @@ def _spec(spec: ModelSpec, blocks: Sequence[int], window: int | None, sizes: dic
         num_hidden_layers=len(blocks),
         sliding_window=window,
         layer_types=tuple(spec.layer_types[block] for block in blocks) if spec.layer_types else (),
+        dense_layers=tuple(place for place, block in enumerate(blocks) if block in spec.dense_layers),
         nope_layers=tuple(place for place, block in enumerate(blocks) if block in spec.nope_layers),
         intermediate_sizes=tuple(widths[spec.mlp_size(block)] for block in blocks) if spec.intermediate_sizes else (),
         initializer_range=DEVIATION * sizes["hidden_size"] ** -0.5,
@@ -267,11 +300,12 @@ def real_name(name: str, blocks: Sequence[int]) -> str:
 
 def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterator[str]:
     """What is smaller, in words."""
-    for axis in MESH:
+    for axis in AXES:
         if (before := plan.layout.degree(axis)) != (after := small.layout.degree(axis)):
             yield f"{axis} {before:,} -> {after}"
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    for key in (*keys, "num_hidden_layers", "sliding_window"):
+    counts = ("experts", "experts_per_token", "expert_size", "shared_expert_size")
+    for key in (*keys, *counts, "num_hidden_layers", "sliding_window"):
         if (before := getattr(spec, key)) != (after := getattr(few, key)):
             yield f"{key} {before:,} -> {after}"
     for key in ("seq_len", "micro_batch_size", "accumulation"):
@@ -285,7 +319,7 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
 
 def _unseen(plan: Plan, most: int) -> Iterator[str]:
     """What proofs on CPUs, in float64 and at these sizes do not show."""
-    if large := [axis for axis in MESH if plan.layout.degree(axis) > most]:
+    if large := [axis for axis in AXES if plan.layout.degree(axis) > most]:
         yield f"what goes wrong only with more than {most} ranks along {', '.join(large)}"
     if plan.compile:
         yield "compiled blocks: they compute as they are written here"

@@ -11,6 +11,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis
 from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques.shard.degrees import least_dp_shard
 
 Case = tuple[ModelSpec, Plan]
 
@@ -103,8 +104,25 @@ def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
     )
 
 
+def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
+    """The same ranks, which have all experts."""
+    whole = replace(plan, layout=replace(plan.layout, ep=1))
+    return spec, whole if plan.sharded else _ddp(spec, whole)[1]
+
+
+def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
+    """An MLP in their place in every layer."""
+    dense = {"experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
+    return replace(_no_shared_expert(spec, plan)[0], dense_layers=(), **dense), plan  # type: ignore[arg-type]
+
+
+def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
+    return replace(spec, shared_expert_size=0, shared_expert_gate=False), plan
+
+
 def _ddp(spec: ModelSpec, plan: Plan) -> Case:
-    layout = replace(plan.layout, dp_replicate=plan.layout.dp, dp_shard=1)
+    least = least_dp_shard(plan.layout)
+    layout = replace(plan.layout, dp_replicate=plan.layout.dp // least, dp_shard=least)
     return spec, replace(plan, layout=layout, shard=Shard("ddp", bucket_bytes=plan.shard.bucket_bytes))
 
 
@@ -120,6 +138,7 @@ def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
 
 
 SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
+    "ep": _no_ep,
     "dp_replicate": _alone("dp_replicate"),
     "dp_shard": _alone("dp_shard"),
     "tp": _no_tp,
@@ -137,9 +156,18 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "dtypes": _one_dtype,
     "moments": lambda spec, plan: (spec, replace(plan, optim=Optim())),
     "chunks of the loss": _one_chunk,
+    "shared expert": _no_shared_expert,
+    "experts": _no_experts,
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
     "biases": lambda spec, plan: (
-        replace(spec, attention_bias=False, mlp_bias=False, attention_output_bias=None),
+        replace(
+            spec,
+            attention_bias=False,
+            mlp_bias=False,
+            attention_output_bias=None,
+            expert_bias=False,
+            router_bias=False,
+        ),
         plan,
     ),
 }
@@ -152,6 +180,7 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
     values = {
         "dp_replicate": f"dp_replicate {layout.dp_replicate}",
         "dp_shard": f"dp_shard {layout.dp_shard}",
+        "ep": f"ep {layout.ep}",
         "tp": f"tp {layout.tp}",
         "cp": f"cp {layout.cp}",
         "kind of context parallelism": plan.cp_kind,

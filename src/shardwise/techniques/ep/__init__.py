@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -73,15 +74,20 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         return []
     if not spec.experts:
         return [Problem("PLAN027", f"{spec.name} has no experts", "parallel.ep", "`parallel.ep=1`")]
-    problems = []
-    legal = [str(n) for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0]
+    problems, could, axes = [], ranks, "dp_shard x cp x tp"
+    if not plan.sharded:  # ddp can arrange its replicas as the experts need them
+        could, axes = ranks * layout.dp_replicate, "dp x cp x tp"
+    legal = [str(n) for n in range(1, spec.experts + 1) if spec.experts % n == 0 and could % n == 0]
     if str(layout.ep) not in legal:
         what = f"ep {layout.ep} does not divide the {spec.experts} experts of a layer"
         if spec.experts % layout.ep == 0:
-            what = (
-                f"ep {layout.ep} does not divide the {ranks} ranks of dp_shard x cp x tp, over which experts are spread"
-            )
+            what = f"ep {layout.ep} does not divide the {could} ranks of {axes}, over which experts are spread"
         problems.append(Problem("PLAN027", what, "parallel.ep", f"one of {', '.join(legal)}"))
+    elif ranks % layout.ep:
+        what = f"ep {layout.ep} does not divide the {ranks} ranks of dp_shard x cp x tp, over which experts are spread"
+        shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp)
+        fix = f"dp_replicate {layout.dp // shards} and dp_shard {shards}, or `parallel.ep=1`"
+        problems.append(Problem("PLAN027", what, "parallel.dp_shard", fix))
     if layout.tp > 1 and not plan.sequence_parallel:
         what = (
             "with ep and tp each rank sends its own tokens to their experts, but without sequence parallelism all of "

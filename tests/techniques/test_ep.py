@@ -1,0 +1,146 @@
+"""What expert parallelism cannot do, and what is said instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise import techniques
+from shardwise.cli.app import main
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import dump_plan
+from shardwise.spec.plan import Batch, Plan, Shard
+from tests.parity.mixtures import MIXTRAL
+from tests.parity.pairwise import DENSE
+
+TWELVE = replace(MIXTRAL, experts=12)
+BATCH = Batch(1, 1, 256)
+REFUSED: dict[str, tuple[ModelSpec, Plan, str, str]] = {
+    "a degree that does not divide the experts": (
+        TWELVE,
+        Plan(Layout(dp_shard=8, ep=8), BATCH, Shard("zero3")),
+        "ep 8 does not divide the 12 experts of a layer",
+        "one of 1, 2, 4",
+    ),
+    "more than there are experts": (
+        MIXTRAL,
+        Plan(Layout(dp_shard=16, ep=16), BATCH, Shard("zero3")),
+        "ep 16 does not divide the 8 experts",
+        "one of 1, 2, 4, 8",
+    ),
+    "more than the ranks of a replica": (
+        MIXTRAL,
+        Plan(Layout(dp_replicate=4, dp_shard=2, ep=4), BATCH, Shard("zero3")),
+        "ep 4 does not divide the 2 ranks of dp_shard x cp x tp",
+        "one of 1, 2",
+    ),
+    "ranks that none of it can be": (
+        TWELVE,
+        Plan(Layout(dp_shard=4, ep=3), BATCH, Shard("zero3")),
+        "ep 3 does not divide the 4 ranks",
+        "one of 1, 2, 4",
+    ),
+    "all ranks replicas, which ddp may arrange otherwise": (
+        MIXTRAL,
+        Plan(Layout(dp_replicate=8, ep=4), BATCH),
+        "ep 4 does not divide the 1 ranks of dp_shard x cp x tp",
+        "dp_replicate 2 and dp_shard 4, or `parallel.ep=1`",
+    ),
+    "more than all ranks under ddp": (
+        MIXTRAL,
+        Plan(Layout(dp_replicate=2, tp=2, ep=8), BATCH, sequence_parallel=True),
+        "ep 8 does not divide the 4 ranks of dp x cp x tp",
+        "one of 1, 2, 4",
+    ),
+    "tp without sequence parallelism": (
+        MIXTRAL,
+        Plan(Layout(dp_shard=2, tp=2, ep=2), BATCH, Shard("zero3")),
+        "without sequence parallelism all of a tp group have the same",
+        "`parallel.sequence_parallel=true`, or `parallel.ep=1`",
+    ),
+    "a model without experts": (
+        DENSE,
+        Plan(Layout(dp_shard=2, ep=2), BATCH, Shard("zero3")),
+        "tiny-tp has no experts",
+        "`parallel.ep=1`",
+    ),
+    "less than an even share": (
+        MIXTRAL,
+        Plan(Layout(dp_shard=2, ep=2), BATCH, Shard("zero3"), expert_imbalance=0.5),
+        "expert_imbalance is 0.5",
+        "1.0 or more",
+    ),
+    "compiled blocks": (
+        MIXTRAL,
+        Plan(Layout(dp_shard=2, ep=2), BATCH, Shard("zero3"), compile=True),
+        "differs in every step, which compiled blocks cannot do",
+        "false, or `parallel.ep=1`",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_with_what_can(what: str) -> None:
+    spec, plan, words, fix = REFUSED[what]
+    [problem] = techniques.check(spec, plan, parse_cluster("8xH100"))
+    assert problem.code == "PLAN027" and words in problem.what and problem.fix == fix
+
+
+PINS = {
+    "parallel.ep=3": ("ep 3 does not divide the 128 experts of a layer", "one of 1, 2, 4, 8"),
+    "parallel.ep=16": ("ep 16 does not divide the 8 ranks", "one of 1, 2, 4, 8"),
+    "parallel.ep=2 parallel.tp=2 parallel.sequence_parallel=false": ("with ep and tp", "sequence_parallel=true"),
+    "parallel.ep=2 compile=true": ("compiled blocks cannot do", "false, or `parallel.ep=1`"),
+    "parallel.ep=2 model.path=Llama-3.1-8B": ("Llama-3.1-8B has no experts", "`parallel.ep=1`"),
+}
+
+
+@pytest.mark.parametrize("pins", PINS)
+def test_a_pin_that_cannot_be_ends_with_78_and_what_can(
+    pins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """However many ways there are to split the devices, nothing is called legal that is not."""
+    monkeypatch.chdir(tmp_path)
+    what, fix = PINS[pins]
+    code = main(["plan", "--cluster", "8xH100", "model.path=Qwen3-30B-A3B", *pins.split()])
+    err = capfd.readouterr().err
+    assert code == 78 and "error[PLAN027]: " in err and what in err
+    fixes = [line.removeprefix("fix:   ") for line in err.splitlines() if line.startswith("fix:")]
+    assert fixes and all(fix in line for line in fixes)
+
+
+@pytest.mark.parametrize(
+    ("pin", "code", "what"),
+    [
+        ("parallel.expert_imbalance=0.5", "CFG005", "a number ≥ 1"),
+        ("parallel.ep=0", "CFG005", "`parallel.ep`"),
+        ("parallel.ep=some", "CFG002", "`parallel.ep`"),
+    ],
+)
+def test_numbers_that_are_none(
+    pin: str,
+    code: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--cluster", "8xH100", "model.path=Qwen3-30B-A3B", pin]) == 78
+    err = capfd.readouterr().err
+    assert f"error[{code}]" in err and what in err
+
+
+def test_an_edited_plan_of_a_model_without_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layout = Layout(dp_shard=2, ep=2, ranks_per_node=2)
+    Path("plan.yaml").write_text(dump_plan(Plan(layout, shard=Shard("zero3"))))
+    assert main(["train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run"]) == 78
+    err = capfd.readouterr().err
+    assert "error[PLAN027]: " in err and "has no experts" in err
