@@ -38,6 +38,9 @@ def ordinary() -> dict[Variant, None]:
 def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
     for name, (types, sharded), lora in product(configs(), TYPES, ADAPTERS):
         spec = load_spec(name)
+        if spec.experts:
+            yield from _mixtures(spec, types) if sharded and lora is None else ()
+            continue
         _, order = layer_kinds(spec)
         later = {
             kind: number for number, kind in reversed([*enumerate(order)][1:])
@@ -51,12 +54,26 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
             held = spec.num_key_value_heads // ranks
-            for exchanging in {1, 2, held} if sharded and held else ():  # a ring; tokens for some heads, and for one
+            long_rows = sharded and held and not (lora and lora.nf4)
+            for exchanging in {1, 2, held} if long_rows else ():  # a ring; tokens for some heads, and for one
                 cut = replace(layout, cp=max(2, exchanging), ulysses=exchanging)
                 long = replace(plan, layout=cut, batch=Batch(ranks, 1, 64 * cut.cp))
                 yield from ((spec, long, unit) for unit in (0, *later.values()))
             yield from ((spec, plan, unit) for unit in units)
             yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
+
+
+def _mixtures(spec: ModelSpec, types: Precision) -> Iterator[tuple[ModelSpec, Plan, int | str]]:
+    """Of mixtures of experts, whose units are large, only what is planned most: all weights trained and cut over ranks,
+    in bf16."""
+    order = layer_kinds(spec)[1]
+    kinds = {(order[n], spec.has_experts(n)): n for n in range(spec.num_hidden_layers - 1, 0, -1)}
+    units: list[int | str] = ["stem", "tail", 0, *kinds.values()]
+    for ranks, spread in product((1, 2), (1, 2)):
+        layout = Layout(dp_shard=2 * spread, tp=ranks, ep=spread)
+        plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3"), types)
+        plan = replace(plan, sequence_parallel=ranks > 1)
+        yield from ((spec, plan, unit) for unit in units)
 
 
 def make(variants: Iterable[Variant]) -> dict[str, list[Any]]:
