@@ -122,5 +122,17 @@ class AddTiedGradients(NamedTuple):
     """Autograd adds the two gradients of a tied weight."""
 
 
-WeightsCall = GradientReady | HeadGradientReady | AddTiedGradients
+class ExpertsBegin(NamedTuple):
+    """The experts of a block begin: their forward, their backward, or their forward ``again``, within a backward."""
+
+    which: Literal["forward", "again", "backward"]
+
+
+class ExpertsEnd(NamedTuple):
+    """They end."""
+
+    which: Literal["forward", "again", "backward"]
+
+
+WeightsCall = GradientReady | HeadGradientReady | AddTiedGradients | ExpertsBegin | ExpertsEnd
 """A point in the pass of a unit at which planner/weights.py adds events of its own."""

@@ -18,6 +18,8 @@ from shardwise.planner.events import (
     AddTiedGradients,
     Compute,
     Event,
+    ExpertsBegin,
+    ExpertsEnd,
     Free,
     GradientReady,
     HeadGradientReady,
@@ -45,7 +47,7 @@ class Passes:
     ``kind``, with the workspaces of its kernels; rows are ``cut`` among ranks. ``recomputes``: some block does.
     ``trains``: a backward follows, as it does not in a stage that has nothing to train, nor any before it. ``rates``:
     how fast the device is, where seconds are asked for. ``loss``: what the loss does in its forward and in its
-    backward."""
+    backward. ``apart``: experts are gathered and reduced apart from the rest of their block."""
 
     stem: Unit
     tail: Unit
@@ -60,6 +62,7 @@ class Passes:
     rates: Rates | None
     cut: Cut
     loss: tuple[tuple[Piece, ...], tuple[Piece, ...]] = field(hash=False)  # many, of a long sequence
+    apart: bool = False
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
@@ -78,15 +81,19 @@ class Passes:
             rates=rates,
             cut=Cut(plan.batch.seq_len, plan.layout.ring, sheet.place.coordinate("ring"), plan.cp_kind == "gather"),
             loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
+            apart=plan.sharded and plan.layout.ep > 1,
         )
 
     def forward(self, unit: Unit) -> Iterator[Piece]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
         local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
+        begin, end = self._experts(unit, unit.forward)
         for i, op in enumerate(unit.forward_plain if unit.recompute else unit.forward):
+            yield from _calls(i, {begin: ExpertsBegin("forward"), end: ExpertsEnd("forward")})
             yield from local.runs(op, local.forward[i])
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
+        yield from _calls(len(unit.forward), {end: ExpertsEnd("forward")})
         # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
         if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
             yield local.free(unit.input)
@@ -104,7 +111,10 @@ class Passes:
         """Forward again, until all that backward reads is there."""
         local = _Local(self, unit)
         made: set[int] = set()
+        begin, end = self._experts(unit, unit.forward)
+        calls = {begin: ExpertsBegin("again"), end: ExpertsEnd("again")} if self._again(unit) else {}
         for i, op in enumerate(recomputed(unit)):
+            yield from _calls(i, calls)
             if i not in unit.saved_ops:
                 yield from local.runs(op, local.forward[i])
             made.update(op.allocates)
@@ -153,9 +163,16 @@ class Passes:
         local, first, held = _Local(self, unit), unit is self.stem, _held(unit, later)
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
+        begin, end = self._experts(unit, unit.backward)
+        calls: dict[int, WeightsCall] = {begin: ExpertsBegin("backward"), end: ExpertsEnd("backward")}
         if unit.recompute:
+            # It begins where backward first reads what was not saved: in the experts, unless something comes after.
+            first_read = {} if self._again(unit) else calls
+            yield from _calls(begin, first_read)
             yield from self.recompute(unit)
+            calls = calls if self._again(unit) else {end: calls[end]}
         for i, op in enumerate(unit.backward):
+            yield from _calls(i, calls)
             if i in later:
                 yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
                 continue
@@ -171,7 +188,17 @@ class Passes:
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
+        yield from _calls(len(unit.backward), {end: calls[end]})
         yield from self._end_of_graph(local)
+
+    def _experts(self, unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
+        """Between which of these operations the experts of a block run, where their weights come and go by themselves;
+        -1 where not."""
+        return experts_among(unit, ops) if self.apart and unit.name == "block" else (-1, -1)
+
+    def _again(self, unit: Unit) -> bool:
+        """Whether a recomputation runs through all experts, for what comes after them, before their own backward."""
+        return len(recomputed(unit)) > self._experts(unit, unit.forward)[1]
 
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
         """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
@@ -286,6 +313,26 @@ def put_off(unit: Unit) -> frozenset[int]:
         if ways[-1] >= 0 and unit.backward[ways[-1]].kind == "matmul":
             found.update(ways)
     return frozenset(found)
+
+
+@lru_cache(maxsize=2 * KEPT_UNITS)
+def experts_among(unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
+    """From after the last operation with another weight before those with weights of experts to before the next: all
+    that experts do is within. (-1, -1) where there are none."""
+    named = {tensor: name for name, tensor in unit.weight_gradients}
+    weights = [[op.weight] * bool(op.weight) + [named[t] for t in op.allocates if t in named] for op in ops]
+    own = [i for i, names in enumerate(weights) if any(map(is_expert, names))]
+    if not own:
+        return -1, -1
+    others = [i for i, names in enumerate(weights) if names and not any(map(is_expert, names))]
+    before = max((i + 1 for i in others if i < own[0]), default=0)
+    return before, min((i for i in others if i > own[-1]), default=len(ops))
+
+
+def _calls(place: int, at: dict[int, WeightsCall]) -> Iterator[WeightsCall]:
+    """The call of this place, if there is one."""
+    if place in at:
+        yield at[place]
 
 
 def _held(unit: Unit, later: frozenset[int]) -> set[int]:

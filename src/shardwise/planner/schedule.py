@@ -15,6 +15,8 @@ from shardwise.planner.events import (
     AddTiedGradients,
     Begin,
     Event,
+    ExpertsBegin,
+    ExpertsEnd,
     GradientReady,
     HeadGradientReady,
     Mark,
@@ -260,6 +262,10 @@ class Step:
                 self.weights.head_gradient()
             elif isinstance(piece, AddTiedGradients):
                 self.weights.add_tied()
+            elif isinstance(piece, ExpertsBegin):
+                self.weights.experts_begin(piece.which, self.names[at.unit])
+            elif isinstance(piece, ExpertsEnd):
+                self.weights.experts_end(piece.which, self.names[at.unit])
             else:
                 self.tape.play(piece, at)
 

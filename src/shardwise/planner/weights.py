@@ -13,13 +13,14 @@ from collections.abc import Hashable, Iterable, Iterator, Set
 from math import prod
 from typing import Any
 
+from shardwise.models.roles import is_expert
 from shardwise.planner.events import Copy, Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import buckets
-from shardwise.techniques.shard.unit_bytes import groups
+from shardwise.techniques.shard.unit_bytes import ExpertsOf, groups
 from shardwise.techniques.states import summed_over
 
 HEAD = "gradient of the tied output layer"
@@ -53,6 +54,8 @@ class Weights:
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
+    def experts_begin(self, which: str, name: Hashable) -> None: ...
+    def experts_end(self, which: str, name: Hashable) -> None: ...
 
     def kept(self) -> Hashable:
         """Where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
@@ -207,6 +210,13 @@ class Sharded(Weights):
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
         self.before = dict(zip(order[1:], order, strict=False))
+        for experts in [one for one in self.groups if isinstance(one, ExpertsOf)]:
+            order.append(experts)
+            # What ran before a block as a whole are its experts; of a pipeline each unit but these is told what to ask
+            # for.
+            staged = plan.layout.pp > 1
+            self.before[experts] = experts if staged else self.before[experts.block]
+            self.before[experts.block] = self.before[experts.block] if staged else experts
         self.group_of = {name: name if name in self.groups else "tail" for name in order}
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
         self.unreduced = {group: Unreduced(tape, plan, group) for group in self.groups}
@@ -217,8 +227,8 @@ class Sharded(Weights):
     def _gather(self, group: Hashable) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size, again = self.groups[group], ("post forward", group) in self.tape.alive
-        self.tape.make(("slice", group), "buffers", 0 if again else size.cast_bytes)
-        self.tape.make(("gather", group), "buffers", size.wire_bytes)
+        self.tape.make(("slice", group), "buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
+        self.tape.make(("gather", group), "buffers", size.buffer_bytes)
         if again:
             self.tape.wait("gather", ("kept", group))
         if not again:
@@ -263,7 +273,7 @@ class Sharded(Weights):
         if name == "tail":
             self._let_go([*self.buffers])
         elif self.reshard is not False and group != "tail":
-            if self.reshard is not True and group not in self.once:
+            if self.reshard is not True and group not in self.once and not isinstance(group, ExpertsOf):
                 self.tape.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
                 self.tape.record("compute", ("kept", group))
             self.tape.drop(("weights", group))
@@ -279,8 +289,29 @@ class Sharded(Weights):
         if ahead in needed and ("weights", ahead) not in self.tape.alive:
             self._gather(ahead)
 
+    def experts_begin(self, which: str, name: Hashable) -> None:
+        experts = ExpertsOf(name)  # type: ignore[arg-type]  # a block's number
+        if which == "forward":
+            self.before_forward(experts)
+        elif which == "backward":
+            self.before_backward(experts)
+        elif ("weights", experts) not in self.tape.alive:
+            if experts not in self.buffers:
+                self._gather(experts)
+            self._copy_out(experts)
+
+    def experts_end(self, which: str, name: Hashable) -> None:
+        experts = ExpertsOf(name)  # type: ignore[arg-type]
+        if which == "forward":
+            self.after_forward(experts)
+        elif which == "backward":
+            self.after_backward(experts)
+        elif experts in self.buffers:
+            self._let_go([experts])
+
     def gradient(self, weight: Tensor, name: Hashable) -> None:
-        self.unreduced[self.group_of[name]].add(weight)
+        apart = self.plan.layout.ep > 1 and is_expert(weight.name)
+        self.unreduced[ExpertsOf(name) if apart else self.group_of[name]].add(weight)  # type: ignore[arg-type]
 
     def head_gradient(self) -> None:
         assert self.output is not None
@@ -314,12 +345,14 @@ class Sharded(Weights):
             self.unreduced[group].made, self.unreduced[group].kept = dict(made), dict(unreduced)
 
     def after_weight_gradients(self, name: Hashable) -> None:
-        group = self.group_of[name]
-        if self.last:
-            self.tape.drop(("weights", group))
-        self.unreduced[group].keep()
-        if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
-            self._reduce(group, summed=True)
+        for group in (ExpertsOf(name), self.group_of[name]):  # type: ignore[arg-type]
+            if group not in self.groups:
+                continue
+            if self.last:
+                self.tape.drop(("weights", group))
+            self.unreduced[group].keep()
+            if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
+                self._reduce(group, summed=True)
 
     def end(self) -> None:
         if self.half:
@@ -348,6 +381,9 @@ class Sharded(Weights):
         self.reduced = "scattered"
         self.unreduced[group].free()
         self.tape.make(("scattered", group), "buffers", share)
+        if share == total:  # of no other rank: torch divides it, by one
+            self.tape.make(("divided", group), "buffers", total)
+            self.tape.free(("divided", group))
         if replicas > 1 and not summed:
             self.tape.hold(("partial", group), "gradients", share)
         else:

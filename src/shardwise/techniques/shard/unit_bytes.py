@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from shardwise.models.roles import is_expert
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
@@ -52,12 +53,35 @@ class UnitBytes:
     def wire_bytes(self) -> int:
         return sum(call.bytes for call in self.gathers)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of what is gathered, what comes from other ranks."""
+        return sum(call.bytes for call in self.gathers if call.part < call.bytes)
+
+
+class ExpertsOf(NamedTuple):
+    """The name of what the experts of a block are as a unit of their own, where ranks have different ones."""
+
+    block: int
+
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
-    """The units of a sharded plan: blocks by number, and the two ends."""
-    kinds = [_group(block.weights, plan, sheet.place) for block in sheet.blocks]
-    found: dict[Hashable, UnitBytes] = {index: kinds[kind] for index, kind in enumerate(sheet.order)}
+    """The units of a sharded plan: blocks by number, their experts, and the two ends."""
+    found: dict[Hashable, UnitBytes] = {}
+    kinds = [_apart(block.weights, plan) for block in sheet.blocks]
+    sizes = [[_group(weights, plan, sheet.place) for weights in kind] for kind in kinds]
+    for index, kind in enumerate(sheet.order):
+        found[index] = sizes[kind][0]
+        if kinds[kind][1]:
+            found[ExpertsOf(index)] = sizes[kind][1]
     return found | {name: _group(weights, plan, sheet.place) for name, weights in _ends(sheet).items()}
+
+
+def _apart(weights: tuple[Tensor, ...], plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Those of a block, and those that are cut over other ranks."""
+    spread = plan.layout.ep > 1
+    own = tuple(weight for weight in weights if not (spread and is_expert(weight.name)))
+    return own, tuple(weight for weight in weights if spread and is_expert(weight.name))
 
 
 def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
