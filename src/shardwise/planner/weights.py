@@ -212,11 +212,7 @@ class Sharded(Weights):
         self.before = dict(zip(order[1:], order, strict=False))
         for experts in [one for one in self.groups if isinstance(one, ExpertsOf)]:
             order.append(experts)
-            # What ran before a block as a whole are its experts; of a pipeline each unit but these is told what to ask
-            # for.
-            staged = plan.layout.pp > 1
-            self.before[experts] = experts if staged else self.before[experts.block]
-            self.before[experts.block] = self.before[experts.block] if staged else experts
+            self.before[experts] = experts
         self.group_of = {name: name if name in self.groups else "tail" for name in order}
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
         self.unreduced = {group: Unreduced(tape, plan, group) for group in self.groups}
@@ -260,13 +256,22 @@ class Sharded(Weights):
             self.tape.wait("gather", "start of forward")
         if ("weights", group) in self.tape.alive:
             return
-        self._gather(group)
+        if group not in self.buffers:
+            self._gather(group)
         others, several = [other for other in self.buffers if other != group], len(self.groups[group].gathers) > 1
         # torch lets go of what it gathered before once it has copied out; of several calls the first, a small one.
         if several:
             self._let_go(others)
         self._copy_out(group)
         self._let_go([] if several else others)
+        for experts in self._experts_of(group):
+            if ("weights", experts) not in self.tape.alive:
+                self._gather(experts)
+
+    def _experts_of(self, group: Hashable) -> list[Hashable]:
+        """What is gathered with a block, before it is needed: its experts, where these are units."""
+        experts = ExpertsOf(group) if isinstance(group, int) else None
+        return [experts] if experts in self.groups else []
 
     def after_forward(self, name: Hashable) -> None:
         group = self.group_of[name]
@@ -286,8 +291,9 @@ class Sharded(Weights):
                 self._gather(group)
             self._copy_out(group)
             self._let_go([group])
-        if ahead in needed and ("weights", ahead) not in self.tape.alive:
-            self._gather(ahead)
+        for one in (ahead, *self._experts_of(ahead)) if ahead in needed else ():
+            if ("weights", one) not in self.tape.alive and one not in self.buffers:
+                self._gather(one)
 
     def experts_begin(self, which: str, name: Hashable) -> None:
         experts = ExpertsOf(name)  # type: ignore[arg-type]  # a block's number
