@@ -39,7 +39,8 @@ class Weights:
     def before_waiting(self, names: Iterable[Hashable]) -> None:
         """What stays whole for a step is gathered before its first forward, where that comes from another rank."""
         for name in names if self.plan.sharded and self.plan.shard.strategy != "zero3" else ():
-            self.before_forward(name)
+            for one in (name, *self.experts_of(name)):
+                self.before_forward(one)
             self.after_forward("tail")
 
     def begin(self, *, last: bool, half: bool = False) -> None:
@@ -54,6 +55,9 @@ class Weights:
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
+    def experts_of(self, group: Hashable) -> list[Hashable]:
+        return []
+
     def experts_begin(self, which: str, name: Hashable) -> None: ...
     def experts_end(self, which: str, name: Hashable) -> None: ...
 
@@ -264,11 +268,11 @@ class Sharded(Weights):
             self._let_go(others)
         self._copy_out(group)
         self._let_go([] if several else others)
-        for experts in self._experts_of(group):
+        for experts in self.experts_of(group):
             if ("weights", experts) not in self.tape.alive:
                 self._gather(experts)
 
-    def _experts_of(self, group: Hashable) -> list[Hashable]:
+    def experts_of(self, group: Hashable) -> list[Hashable]:
         """What is gathered with a block, before it is needed: its experts, where these are units."""
         experts = ExpertsOf(group) if isinstance(group, int) else None
         return [experts] if experts in self.groups else []
@@ -291,7 +295,7 @@ class Sharded(Weights):
                 self._gather(group)
             self._copy_out(group)
             self._let_go([group])
-        for one in (ahead, *self._experts_of(ahead)) if ahead in needed else ():
+        for one in (ahead, *self.experts_of(ahead)) if ahead in needed else ():
             if ("weights", one) not in self.tape.alive and one not in self.buffers:
                 self._gather(one)
 
