@@ -7,18 +7,18 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_480,
-    "models": 3_070,
+    "spec": 2_490,
+    "models": 3_790,
     "data": 3_220,
     "distributed": 410,
     "methods": 350,
-    "techniques": 3_620,
-    "planner": 3_950,
-    "runtime": 5_100,
-    "prove": 1_725,
+    "techniques": 4_090,
+    "planner": 4_160,
+    "runtime": 5_220,
+    "prove": 1_820,
     "launch": 1_210,
-    "interop": 680,
-    "cli": 2_480,
+    "interop": 720,
+    "cli": 2_520,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write
@@ -26,7 +26,8 @@ them, 300 to planner and 270 to cli, which tell the seconds of a plan; of techni
 100, of launch's 90, of distributed's 50 and of prove's 30 went to planner, runtime, cli and spec, which run and tell
 pipelines; 250 more of techniques', 50 of prove's and 40 of distributed's to planner, which chooses them, and 30 of
 models' to interop, which reads those that were measured. Decision 17 gave 770 to prove and 40 to cli, for certificates,
-beyond the sum, decision 18 another 485 for context parallelism."""
+beyond the sum, decision 18 another 485 for context parallelism, decision 20
+1,705 for mixtures of experts."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -122,17 +122,13 @@ class AddTiedGradients(NamedTuple):
     """Autograd adds the two gradients of a tied weight."""
 
 
-class ExpertsBegin(NamedTuple):
-    """The experts of a block begin: their forward, their backward, or their forward ``again``, within a backward."""
+class ExpertsRun(NamedTuple):
+    """The experts of a block begin, or end: their forward, their backward, or their forward ``again``, within a
+    backward."""
 
     which: Literal["forward", "again", "backward"]
+    begins: bool
 
 
-class ExpertsEnd(NamedTuple):
-    """They end."""
-
-    which: Literal["forward", "again", "backward"]
-
-
-WeightsCall = GradientReady | HeadGradientReady | AddTiedGradients | ExpertsBegin | ExpertsEnd
+WeightsCall = GradientReady | HeadGradientReady | AddTiedGradients | ExpertsRun
 """A point in the pass of a unit at which planner/weights.py adds events of its own."""

@@ -18,8 +18,7 @@ from shardwise.planner.events import (
     AddTiedGradients,
     Compute,
     Event,
-    ExpertsBegin,
-    ExpertsEnd,
+    ExpertsRun,
     Free,
     GradientReady,
     HeadGradientReady,
@@ -90,10 +89,10 @@ class Passes:
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
         begin, end = self._experts(unit, unit.forward)
         for i, op in enumerate(unit.forward_plain if unit.recompute else unit.forward):
-            yield from _calls(i, {begin: ExpertsBegin("forward"), end: ExpertsEnd("forward")})
+            yield from _calls(i, {begin: ExpertsRun("forward", begins=True), end: ExpertsRun("forward", begins=False)})
             yield from local.runs(op, local.forward[i])
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
-        yield from _calls(len(unit.forward), {end: ExpertsEnd("forward")})
+        yield from _calls(len(unit.forward), {end: ExpertsRun("forward", begins=False)})
         # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
         if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
             yield local.free(unit.input)
@@ -112,8 +111,8 @@ class Passes:
         local = _Local(self, unit)
         made: set[int] = set()
         begin, end = self._experts(unit, unit.forward)
-        calls: dict[int, WeightsCall] = {begin: ExpertsBegin("again"), end: ExpertsEnd("again")}
-        calls = calls if self._again(unit) else {}
+        begins, ends = (ExpertsRun("again", begins=first) for first in (True, False))
+        calls: dict[int, WeightsCall] = {begin: begins, end: ends} if self._again(unit) else {}
         for i, op in enumerate(recomputed(unit)):
             yield from _calls(i, calls)
             if i not in unit.saved_ops:
@@ -165,7 +164,8 @@ class Passes:
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         begin, end = self._experts(unit, unit.backward)
-        calls: dict[int, WeightsCall] = {begin: ExpertsBegin("backward"), end: ExpertsEnd("backward")}
+        begins, ends = (ExpertsRun("backward", begins=first) for first in (True, False))
+        calls: dict[int, WeightsCall] = {begin: begins, end: ends}
         if unit.recompute:
             # It begins where backward first reads what was not saved: in the experts, unless something comes after.
             first_read = {} if self._again(unit) else calls

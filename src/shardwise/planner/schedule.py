@@ -15,8 +15,7 @@ from shardwise.planner.events import (
     AddTiedGradients,
     Begin,
     Event,
-    ExpertsBegin,
-    ExpertsEnd,
+    ExpertsRun,
     GradientReady,
     HeadGradientReady,
     Mark,
@@ -25,10 +24,11 @@ from shardwise.planner.events import (
     UnitName,
 )
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
+from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Apart, Folding, Tape
-from shardwise.planner.weights import Replicated, Sharded, Weights
+from shardwise.planner.weights import Sharded, Weights, add_tied
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import Stage
 from shardwise.spec.plan import Plan
@@ -261,11 +261,9 @@ class Step:
             elif isinstance(piece, HeadGradientReady):
                 self.weights.head_gradient()
             elif isinstance(piece, AddTiedGradients):
-                self.weights.add_tied()
-            elif isinstance(piece, ExpertsBegin):
-                self.weights.experts_begin(piece.which, self.names[at.unit])
-            elif isinstance(piece, ExpertsEnd):
-                self.weights.experts_end(piece.which, self.names[at.unit])
+                add_tied(self.weights)
+            elif isinstance(piece, ExpertsRun):
+                self.weights.experts(piece, self.names[at.unit])
             else:
                 self.tape.play(piece, at)
 

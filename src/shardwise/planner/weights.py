@@ -9,19 +9,16 @@ torch/distributed/fsdp/_fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Set
+from collections.abc import Container, Hashable, Iterable, Set
 from math import prod
 from typing import Any
 
 from shardwise.models.roles import is_expert
-from shardwise.planner.events import Copy, Send
+from shardwise.planner.events import Copy, ExpertsRun, Send
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
-from shardwise.techniques.shard import gradient_bytes
-from shardwise.techniques.shard.replicas import buckets
 from shardwise.techniques.shard.unit_bytes import ExpertsOf, groups
-from shardwise.techniques.states import summed_over
 
 HEAD = "gradient of the tied output layer"
 
@@ -39,8 +36,8 @@ class Weights:
     def before_waiting(self, names: Iterable[Hashable]) -> None:
         """What stays whole for a step is gathered before its first forward, where that comes from another rank."""
         for name in names if self.plan.sharded and self.plan.shard.strategy != "zero3" else ():
-            for one in (name, *self.experts_of(name)):
-                self.before_forward(one)
+            self.before_forward(name)
+            self.experts(ExpertsRun("forward", begins=True), name)
             self.after_forward("tail")
 
     def begin(self, *, last: bool, half: bool = False) -> None:
@@ -55,11 +52,7 @@ class Weights:
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
-    def experts_of(self, group: Hashable) -> list[Hashable]:
-        return []
-
-    def experts_begin(self, which: str, name: Hashable) -> None: ...
-    def experts_end(self, which: str, name: Hashable) -> None: ...
+    def experts(self, run: ExpertsRun, name: Hashable) -> None: ...
 
     def kept(self) -> Hashable:
         """Where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
@@ -72,94 +65,14 @@ class Weights:
         """``size`` bytes are copied into a flat buffer, or out of one."""
         self.tape.add(Copy("device", "device", size, stream))
 
-    def add_tied(self) -> None:
-        """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
-        _, size, _ = self.tape.alive[HEAD]
-        if self.plan.layout.tp > 1:
-            self.tape.make("sum of tied gradients", "gradients", size)
-            self.tape.free("sum of tied gradients")
-        self.tape.free(HEAD)
 
-
-class Queue:
-    """Buckets of gradients that are summed over one group, in the order in which they are sent."""
-
-    def __init__(self, buckets: list[list[str]], over: str) -> None:
-        self.buckets, self.over, self.sent = buckets, over, 0
-        self.missing = [len(names) for names in buckets]
-        self.bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
-
-    def arrived(self, name: str) -> Iterator[int]:
-        """The numbers of the buckets that are sent once the gradient of this name is there."""
-        self.missing[self.bucket_of[name]] -= 1
-        while self.sent < len(self.buckets) and self.missing[self.sent] == 0:
-            yield self.sent
-            self.sent += 1
-
-
-class Replicated(Weights):
-    """Every rank holds all weights. The last micro-batch flattens gradients bucket by bucket."""
-
-    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
-        super().__init__(tape, sheet, plan)
-        self.bytes = BYTES[plan.precision.weights]
-        self.size = gradient_bytes(sheet, plan)
-        over = ["loss", *["expert_loss"] * (plan.layout.ep > 1)]
-        self.queues = [Queue(self._of(group), group) for group in over if plan.layout.size(group) > 1]
-        self.queue_of = {name: queue for queue in self.queues for names in queue.buckets for name in names}
-        self.last_sent: Hashable = None
-
-    def _of(self, group: str) -> list[list[str]]:
-        """The buckets of gradients that are summed over a group."""
-        sizes = [(name, size) for name, size in self.size.items() if summed_over(name, self.plan) == group]
-        return buckets(sizes, self.plan.shard.bucket_bytes)
-
-    def kept(self) -> Hashable:
-        return super().kept(), tuple((tuple(queue.missing), queue.sent) for queue in self.queues), self.last_sent
-
-    def restore(self, kept: Any) -> None:
-        alive, queues, self.last_sent = kept
-        super().restore(alive)
-        for queue, (missing, sent) in zip(self.queues, queues, strict=True):
-            queue.missing, queue.sent = [*missing], sent
-
-    def gradient(self, weight: Tensor, name: Hashable) -> None:
-        self._arrived(f"layers.{name}.{weight.name}" if isinstance(name, int) else weight.name)
-
-    def head_gradient(self) -> None:
-        if self.tied:
-            assert self.output is not None
-            self.tape.make(HEAD, "gradients", self.size[self.output.name])
-        else:
-            self._arrived("head.weight")
-
-    def _arrived(self, name: str) -> None:
-        self.tape.hold(("grad", name), "gradients", self.size[name])
-        if self.last and (queue := self.queue_of.get(name)):
-            for index in queue.arrived(name):
-                self._send(queue, index)
-
-    def _send(self, queue: Queue, number: int) -> None:
-        names, index = queue.buckets[number], (queue.over, number)
-        total = sum(self.size[name] for name in names)
-        if len(names) > 1:
-            self.tape.make(("bucket", index), "gradients", total)
-            for name in names:
-                self.tape.free(("grad", name))
-            self.copy(total)
-        wire = BYTES[self.plan.precision.reduce]
-        if self.plan.precision.reduce != self.plan.precision.weights:
-            self.tape.make(("wire", index), "buffers", total // self.bytes * wire)
-            self.copy(total)
-        self.tape.record("compute", ("bucket", index))
-        self.tape.wait("reduce", ("bucket", index))
-        self.tape.add(Send("all_reduce", queue.over, "gradients", total // self.bytes * wire, "reduce"))
-        self.last_sent = ("summed", index)
-        self.tape.record("reduce", self.last_sent)
-
-    def end(self) -> None:
-        if self.last and self.last_sent:  # behind all others in their stream
-            self.tape.wait("compute", self.last_sent)
+def add_tied(weights: Weights) -> None:
+    """Autograd adds the two gradients of a tied weight in place, but those of a DTensor into a third."""
+    _, size, _ = weights.tape.alive[HEAD]
+    if weights.plan.layout.tp > 1:
+        weights.tape.make("sum of tied gradients", "gradients", size)
+        weights.tape.free("sum of tied gradients")
+    weights.tape.free(HEAD)
 
 
 class Unreduced:
@@ -247,12 +160,6 @@ class Sharded(Weights):
         self.tape.record("compute", ("copied out", group))
         self.tape.drop(("post forward", group))
 
-    def _let_go(self, buffers: list[Hashable]) -> None:
-        for group in buffers:
-            self.tape.wait("gather", ("copied out", group))
-            self.tape.free(("gather", group))
-            self.buffers.remove(group)
-
     def before_forward(self, name: Hashable) -> None:
         group = self.group_of[name]
         if name == "stem":  # the optimizer has written the slices that are gathered
@@ -265,22 +172,17 @@ class Sharded(Weights):
         others, several = [other for other in self.buffers if other != group], len(self.groups[group].gathers) > 1
         # torch lets go of what it gathered before once it has copied out; of several calls the first, a small one.
         if several:
-            self._let_go(others)
+            _let_go(self, others)
         self._copy_out(group)
-        self._let_go([] if several else others)
-        for experts in self.experts_of(group):
+        _let_go(self, [] if several else others)
+        for experts in _experts_of(self.groups, group):
             if ("weights", experts) not in self.tape.alive:
                 self._gather(experts)
-
-    def experts_of(self, group: Hashable) -> list[Hashable]:
-        """What is gathered with a block, before it is needed: its experts, where these are units."""
-        experts = ExpertsOf(group) if isinstance(group, int) else None
-        return [experts] if experts in self.groups else []
 
     def after_forward(self, name: Hashable) -> None:
         group = self.group_of[name]
         if name == "tail":
-            self._let_go([*self.buffers])
+            _let_go(self, [*self.buffers])
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once and not isinstance(group, ExpertsOf):
                 self.tape.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
@@ -294,30 +196,24 @@ class Sharded(Weights):
             if group not in self.buffers:
                 self._gather(group)
             self._copy_out(group)
-            self._let_go([group])
-        for one in (ahead, *self.experts_of(ahead)) if ahead in needed else ():
+            _let_go(self, [group])
+        for one in (ahead, *_experts_of(self.groups, ahead)) if ahead in needed else ():
             if ("weights", one) not in self.tape.alive and one not in self.buffers:
                 self._gather(one)
 
-    def experts_begin(self, which: str, name: Hashable) -> None:
-        experts = ExpertsOf(name)  # type: ignore[arg-type]  # a block's number
-        if which == "forward":
-            self.before_forward(experts)
-        elif which == "backward":
-            self.before_backward(experts)
-        elif ("weights", experts) not in self.tape.alive:
-            if experts not in self.buffers:
-                self._gather(experts)
-            self._copy_out(experts)
-
-    def experts_end(self, which: str, name: Hashable) -> None:
-        experts = ExpertsOf(name)  # type: ignore[arg-type]
-        if which == "forward":
-            self.after_forward(experts)
-        elif which == "backward":
-            self.after_backward(experts)
-        elif experts in self.buffers:
-            self._let_go([experts])
+    def experts(self, run: ExpertsRun, name: Hashable) -> None:
+        """Where these are units: their weights come and go with their forward and their backward."""
+        for experts in _experts_of(self.groups, name):
+            if run.which == "forward":
+                (self.before_forward if run.begins else self.after_forward)(experts)
+            elif run.which == "backward":
+                (self.before_backward if run.begins else self.after_backward)(experts)
+            elif run.begins and ("weights", experts) not in self.tape.alive:
+                if experts not in self.buffers:
+                    self._gather(experts)
+                self._copy_out(experts)
+            elif not run.begins and experts in self.buffers:
+                _let_go(self, [experts])
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         apart = self.plan.layout.ep > 1 and is_expert(weight.name)
@@ -406,3 +302,17 @@ class Sharded(Weights):
             self.tape.drop(("partial", group))
             self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
         self.tape.free(("scattered", group))
+
+
+def _experts_of(groups: Container[Hashable], group: Hashable) -> list[ExpertsOf]:
+    """What is gathered with a block, before it is needed: its experts, where these are units."""
+    experts = ExpertsOf(group) if isinstance(group, int) else None
+    return [experts] if experts in groups and experts else []
+
+
+def _let_go(weights: Sharded, groups: list[Hashable]) -> None:
+    """Free the buffers of these groups, which have been copied out of."""
+    for group in groups:
+        weights.tape.wait("gather", ("copied out", group))
+        weights.tape.free(("gather", group))
+        weights.buffers.remove(group)
