@@ -81,6 +81,8 @@ def with_all(*names: str) -> Row:
     spec, plan = SPEC, Plan(batch=Batch(1, 8, 32, 64))
     for name in sorted(names, key=lambda name: (name == "ep") - (name == "HF modules")):
         spec, plan = on(name, spec, plan)
+    if spec.experts and plan.lora is not None and plan.lora.dora:  # whose magnitudes are of attention alone
+        plan = replace(plan, lora=replace(plan.lora, targets=("q", "k", "v", "o")))
     return spec, plan
 
 
