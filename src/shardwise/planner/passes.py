@@ -112,7 +112,8 @@ class Passes:
         local = _Local(self, unit)
         made: set[int] = set()
         begin, end = self._experts(unit, unit.forward)
-        calls = {begin: ExpertsBegin("again"), end: ExpertsEnd("again")} if self._again(unit) else {}
+        calls: dict[int, WeightsCall] = {begin: ExpertsBegin("again"), end: ExpertsEnd("again")}
+        calls = calls if self._again(unit) else {}
         for i, op in enumerate(recomputed(unit)):
             yield from _calls(i, calls)
             if i not in unit.saved_ops:

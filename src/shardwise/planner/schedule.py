@@ -37,6 +37,7 @@ from shardwise.techniques import optim, pp
 from shardwise.techniques.pp.actions import SCHEDULES, Action
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
+from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 PERIODS = 4
 """How many periods of blocks are simulated: the first and the last, which differ by what is before and after them, and
@@ -262,12 +263,18 @@ class Step:
                 self.weights.head_gradient()
             elif isinstance(piece, AddTiedGradients):
                 self.weights.add_tied()
-            elif isinstance(piece, ExpertsBegin):
-                self.weights.experts_begin(piece.which, self.names[at.unit])
-            elif isinstance(piece, ExpertsEnd):
-                self.weights.experts_end(piece.which, self.names[at.unit])
+            elif isinstance(piece, ExpertsBegin | ExpertsEnd):
+                self._experts(piece, at.unit - 1)
             else:
                 self.tape.play(piece, at)
+
+    def _experts(self, piece: ExpertsBegin | ExpertsEnd, block: int) -> None:
+        experts, weights = ExpertsOf(block, again=piece.which == "again"), self.weights
+        if piece.which == "backward":
+            call = weights.before_backward if isinstance(piece, ExpertsBegin) else weights.after_backward
+        else:
+            call = weights.before_forward if isinstance(piece, ExpertsBegin) else weights.after_forward
+        call(experts)
 
 
 def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> Span:

@@ -54,8 +54,6 @@ class Weights:
     def end(self) -> None: ...
     def gradient(self, weight: Tensor, name: Hashable) -> None: ...
     def head_gradient(self) -> None: ...
-    def experts_begin(self, which: str, name: Hashable) -> None: ...
-    def experts_end(self, which: str, name: Hashable) -> None: ...
 
     def kept(self) -> Hashable:
         """Where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
@@ -210,14 +208,13 @@ class Sharded(Weights):
         self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
         order: list[Hashable] = ["stem", *range(len(sheet.order)), "tail"]
         self.before = dict(zip(order[1:], order, strict=False))
-        for experts in [one for one in self.groups if isinstance(one, ExpertsOf)]:
-            order.append(experts)
-            # What ran before a block as a whole are its experts; of a pipeline each unit but these is told what to ask
-            # for.
-            staged = plan.layout.pp > 1
-            self.before[experts] = experts if staged else self.before[experts.block]
-            self.before[experts.block] = self.before[experts.block] if staged else experts
         self.group_of = {name: name if name in self.groups else "tail" for name in order}
+        for experts in [one for one in self.groups if isinstance(one, ExpertsOf)]:
+            self.group_of |= {experts: experts, experts._replace(again=True): experts}
+            # Before a block as a whole its experts ran; the units of a pipeline, but for these, are told what to ask
+            # for in their stead.
+            before = self.before[experts.block]
+            self.before |= {experts: experts} if plan.layout.pp > 1 else {experts: before, experts.block: experts}
         self.buffers: list[Hashable] = []  # groups whose gathered buffer is there; one, or two as the next arrives
         self.unreduced = {group: Unreduced(tape, plan, group) for group in self.groups}
         self.reduced = ""  # the mark behind what was reduced last
@@ -260,7 +257,8 @@ class Sharded(Weights):
             self.tape.wait("gather", "start of forward")
         if ("weights", group) in self.tape.alive:
             return
-        self._gather(group)
+        if group not in self.buffers:
+            self._gather(group)
         others, several = [other for other in self.buffers if other != group], len(self.groups[group].gathers) > 1
         # torch lets go of what it gathered before once it has copied out; of several calls the first, a small one.
         if several:
@@ -272,6 +270,8 @@ class Sharded(Weights):
         group = self.group_of[name]
         if name == "tail":
             self._let_go([*self.buffers])
+        elif isinstance(name, ExpertsOf) and name.again:
+            self._let_go([one for one in self.buffers if one == group])
         elif self.reshard is not False and group != "tail":
             if self.reshard is not True and group not in self.once and not isinstance(group, ExpertsOf):
                 self.tape.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
@@ -288,26 +288,6 @@ class Sharded(Weights):
             self._let_go([group])
         if ahead in needed and ("weights", ahead) not in self.tape.alive:
             self._gather(ahead)
-
-    def experts_begin(self, which: str, name: Hashable) -> None:
-        experts = ExpertsOf(name)  # type: ignore[arg-type]  # a block's number
-        if which == "forward":
-            self.before_forward(experts)
-        elif which == "backward":
-            self.before_backward(experts)
-        elif ("weights", experts) not in self.tape.alive:
-            if experts not in self.buffers:
-                self._gather(experts)
-            self._copy_out(experts)
-
-    def experts_end(self, which: str, name: Hashable) -> None:
-        experts = ExpertsOf(name)  # type: ignore[arg-type]
-        if which == "forward":
-            self.after_forward(experts)
-        elif which == "backward":
-            self.after_backward(experts)
-        elif experts in self.buffers:
-            self._let_go([experts])
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         apart = self.plan.layout.ep > 1 and is_expert(weight.name)

@@ -60,9 +60,11 @@ class UnitBytes:
 
 
 class ExpertsOf(NamedTuple):
-    """The name of what the experts of a block are as a unit of their own, where ranks have different ones."""
+    """The name of the experts of a block, a unit of their own where ranks have different ones; ``again``: where their
+    forward runs again."""
 
     block: int
+    again: bool = False
 
 
 def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
