@@ -22,7 +22,7 @@ from tests.parity.mixtures import CASES, Case
 BF16 = Precision(compute="bf16")
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.rare(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_setting_that_they_meet(case: Case) -> None:
     world, plan = case.plan.layout.world, replace(case.plan, precision=BF16)
@@ -40,17 +40,14 @@ PEAKS: dict[str, tuple[ModelSpec, Layout, str, str, int]] = {
     "zero3, recomputed": (LARGE, SPREAD, "zero3", "full", 2),
     "zero3, a shared expert, recomputed": (SHARED, SPREAD, "zero3", "full", 2),
     "zero2, biases": (BIASED, SPREAD, "zero2", "none", 2),
-    "zero1, selective": (LARGE, SPREAD, "zero1", "selective", 2),
-    "ddp": (SHARED, Layout(dp_replicate=2, dp_shard=2, ep=2), "ddp", "none", 2),
     "no rank has the same": (BIASED, Layout(dp_shard=4, ep=4), "zero3", "none", 2),
-    "hybrid, selective": (SHARED, Layout(dp_replicate=2, dp_shard=4, ep=2), "zero3", "selective", 2),
     "1f1b": (SHARED, STAGES, "zero3", "none", 4),
     "zbv": (BIASED, ZBV, "zero2", "none", 4),
 }
 """A model, a layout, a strategy, recomputation, and micro-batches; of more than a GiB, from where on peaks count."""
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", PEAKS)
 def test_peaks_of_the_first_and_the_last_rank(name: str) -> None:
     """Within a hundredth, where 3 % are allowed elsewhere: when experts come and go by themselves is told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from tests.parity.test_fp64 import holds
 
 STEPS = 2
 LENGTH = 15
+proved, big = partial(pytest.param, marks=pytest.mark.prove), partial(pytest.param, marks=pytest.mark.big)
 
 
 def plan(layout: Layout, strategy: str = "ddp", rows: int = 4, **more: Any) -> Plan:
@@ -73,7 +75,7 @@ CASES: dict[str, tuple[ModelSpec, tuple[Plan, ...]]] = {
 }
 
 
-@pytest.mark.rare(2)
+@pytest.mark.rare(3)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_one_process(ranks: RankPool, case: str) -> None:
     """Loss, norm, every first gradient, and weights after two steps."""
@@ -84,7 +86,7 @@ def test_it_is_one_process(ranks: RankPool, case: str) -> None:
 @pytest.mark.prove
 def test_a_rank_of_tp_without_a_token(ranks: RankPool) -> None:
     """Three tokens for four ranks, all with labels: of one row the first row's rule would leave one."""
-    plans = [plan(Layout(tp=4, ep=ep), batch=THREE) for ep in (1, 2, 4)]
+    plans = [plan(Layout(tp=4, ep=ep), batch=THREE) for ep in (1, 4)]
     setting = Setting(rows=SomeLabels(0, 3), draw=random_everywhere)
     holds(parity.prove(ranks, MIXTRAL, plans, STEPS, setting), plans)
 
@@ -93,7 +95,7 @@ def test_a_rank_of_tp_without_a_token(ranks: RankPool) -> None:
 def test_E1_E2_gradients_of_experts_and_routers_after_plain_descent_too(ranks: RankPool) -> None:
     """AdamW would hide a factor: the last step is one of SGD. Each layer's gradients are there, and are not zero."""
     setting = Setting(draw=random_everywhere, sgd=True)
-    holds(parity.prove(ranks, GPT_OSS, ALIKE, 1, setting), [*ALIKE])
+    holds(parity.prove(ranks, GPT_OSS, ALIKE[:2], 1, setting), [*ALIKE[:2]])
     right = parity.plain(parity.job_of(GPT_OSS, ALIKE[0], 1, setting)).gradients
     of_experts = [name for name in right if ".mlp." in name]
     assert len(of_experts) == 2 * 8 and all(right[name].abs().max() > 1e-6 for name in of_experts)
@@ -133,7 +135,7 @@ def test_E3_an_expert_with_no_token_has_gradients_of_zeros_and_decays(ranks: Ran
 @pytest.mark.prove
 def test_E4_S10_norm_and_clipping_are_one_on_every_rank_and_in_every_layout(ranks: RankPool) -> None:
     """Bit by bit on the ranks, to 1e-12 in layouts: sums are taken in another order, in float64."""
-    plans = [*ALIKE[:3], SPREAD[1], WHOLE[2]]
+    plans = [*ALIKE[:2], SPREAD[1]]
     right = drawn.plain(parity.job_of(QWEN2, plans[0], STEPS))
     assert all(norm > 2 * OPTIM.max_grad_norm for norm in right.norms)
     answers = ranks.run(mixture_ranks.traces, QWEN2, plans, STEPS, drawn.RANDOM, world=4)
@@ -144,7 +146,7 @@ def test_E4_S10_norm_and_clipping_are_one_on_every_rank_and_in_every_layout(rank
         assert factors == pytest.approx([OPTIM.max_grad_norm / (norm + 1e-6) for norm in right.norms], rel=1e-12), of
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("mode", [proved("full"), big("selective")])
 def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) -> None:
     """Bit by bit, in bf16, where scores are as near to one another as they come."""
     of = replace(SPREAD[2], precision=Precision("bf16"), remat=Remat(mode))  # type: ignore[arg-type]
@@ -154,7 +156,7 @@ def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) 
         assert all(torch.equal(ids[layer], ids[-1 - layer]) for layer in layers)
 
 
-@pytest.mark.parametrize("of", [ALIKE[0], pytest.param(SPREAD[2], marks=pytest.mark.prove)], ids=["dp", "tp"])
+@pytest.mark.parametrize("of", [proved(ALIKE[0]), big(SPREAD[2])], ids=["dp", "tp"])
 def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: Plan) -> None:
     """Labels are the first row's alone. However ranks lag, none waits for ever, and the numbers are the same."""
     setting = Setting(rows=SomeLabels(2, 9, rows=1), draw=random_everywhere)
@@ -167,7 +169,7 @@ def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: 
     ("spec", "of"),
     [
         pytest.param(GPT_OSS, ALIKE[2], id="E14 replicas of experts that are spread"),
-        pytest.param(QWEN2, ALIKE[1], id="E14 replicas that are sharded over nothing", marks=pytest.mark.prove),
+        pytest.param(QWEN2, ALIKE[1], id="E14 replicas that are sharded over nothing", marks=pytest.mark.big),
         pytest.param(GPT_OSS, REPLICATED, id="T1 replicas, and routers of ranks of tp", marks=pytest.mark.prove),
     ],
 )
@@ -183,10 +185,10 @@ def test_replicas_are_alike_after_each_of_twenty_steps(ranks: RankPool, spec: Mo
             assert before.keys() == after.keys() and all(before[piece] != after[piece] for piece in before)
 
 
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=pytest.mark.big)])
+@pytest.mark.parametrize("compute", [proved("bf16"), big("fp32")])
 def test_S13_the_same_steps_twice(ranks: RankPool, compute: str) -> None:
     """The same bits: of losses, gradients, and weights after two steps."""
-    plans = [replace(of, precision=Precision(compute=compute)) for of in (ALIKE[0], SPREAD[2])]  # type: ignore[arg-type]
+    plans = [replace(of, precision=Precision(compute=compute)) for of in (SPREAD[2],)]  # type: ignore[arg-type]
     for answer in ranks.run(mixture_ranks.twice, QWEN2, plans, world=4):
         for first, again in answer:
             assert (first.losses, first.norms, first.held) == (again.losses, again.norms, again.held)
@@ -212,7 +214,7 @@ def calls_of(rank: int, of: Plan) -> Calls:
     return found
 
 
-@pytest.mark.parametrize("of", [SPREAD[2], pytest.param(ALIKE[2], marks=pytest.mark.prove)], ids=["tp", "hybrid"])
+@pytest.mark.parametrize("of", [proved(SPREAD[2]), big(ALIKE[2])], ids=["tp", "hybrid"])
 def test_S14_ranks_use_the_groups_that_they_share_in_one_order(of: Plan) -> None:
     """Two ranks that are in two groups and begin with different ones wait for each other for ever under NCCL."""
     calls = [calls_of(rank, replace(of, precision=Precision("bf16"))) for rank in range(of.layout.world)]
