@@ -131,9 +131,9 @@ def test_13_experts_are_spread_within_a_node() -> None:
         layout = Layout(dp_shard=32, ep=degree, ranks_per_node=8)
         plan = Plan(layout, Batch(2, 4, 4096, 512), Shard("zero1"), Precision("bf16"), Remat("full"), model=spec.name)
         found[degree] = seconds(timed(spec, plan, cluster))
-    assert found[8].step_s < found[1].step_s < found[16].step_s < found[32].step_s
+    assert found[8].step_s < found[1].step_s < 0.8 * min(found[16].step_s, found[32].step_s)
     assert found[16].exposed_s["ep"] > 0.5 * found[16].step_s > 5 * found[8].exposed_s["ep"]
-    assert found[8].exposed_s["expert_fsdp"] < 0.7 * found[1].exposed_s["dp_shard"]
+    assert found[8].exposed_s["expert_fsdp"] < 0.9 * found[1].exposed_s["dp_shard"]
 
 
 def test_15_what_fits_one_device_takes_no_technique() -> None:

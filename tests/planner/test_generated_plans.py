@@ -64,7 +64,8 @@ SMALL = {
     "two blocks, biases": small(attention_bias=True, num_hidden_layers=2),
     "odd width": small(hidden_size=100, head_dim=16, num_hidden_layers=13, vocab_size=50257),
 }
-MODELS = (*configs(), *SMALL, *SMALL, *SMALL)
+DENSE = [name for name in configs() if not load_spec(name).experts]
+MODELS = (*DENSE, *SMALL, *SMALL, *SMALL)
 RARELY = (None, None, None)
 DIALS: dict[str, tuple[Any, ...]] = {
     "train.seq_len": (128, 1000, 2048, 4096, 8192),

@@ -80,7 +80,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = "compiled, selective recompute does not work with sharded modules that have their own compute dtype"
         problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or `compile=false`"))
     if precision.modules and _beyond_llama(spec):
-        what = f"{spec.name} has norms or multipliers that Llama does not have: precision.modules does not support them"
+        what = f"{spec.name} has norms, sinks or multipliers that Llama has not: precision.modules does not support them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
     head = compute_dtype(precision, "head")
     if head != precision.compute:
@@ -100,7 +100,8 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     """Whether blocks, stem or tail have operations that no test has seen under it."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
-    return norms or set(multipliers) != {1.0} or bool(spec.nope_layers) or spec.hf_model is not None
+    other = spec.attention_sinks or bool(spec.nope_layers) or spec.hf_model is not None
+    return norms or set(multipliers) != {1.0} or other
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

@@ -170,7 +170,7 @@ def test_a_report_counts_every_row() -> None:
     assert sum(report["skipped"].values()) == 3 and report["skipped"]["unknown GPU"] == 1
     groups = report["groups"]
     assert {name: groups[name]["n"] for name in groups} == {
-        "dense_16bit": 3, "dense_16bit_stated": 3, "fine_tune": 0, "long": 0,
+        "dense_16bit": 3, "dense_16bit_stated": 3, "fine_tune": 0, "long": 0, "experts": 0, "experts_fine_tune": 0,
         "memory": 3, "memory_allocated": 1, "memory_reserved": 1, "memory_smi": 1, "fit": 5, "pairs": 0,
     }  # fmt: skip
     assert groups["fit"] == {"n": 5, "right": 4, "false_does_not_fit": 0, "oom": 2, "missed_oom": 1}

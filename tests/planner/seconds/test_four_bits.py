@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_operation() -> None:
     weight = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
     kept, counted = fourbit.quantise(weight), Moved()
     with counted:
-        fourbit._dequantise._init_fn(*kept, torch.bfloat16, None)
+        fourbit._dequantise._init_fn(*kept, torch.bfloat16, None, 1)
     one_pass = 0.5 + 2
     assert counted.bytes / weight.numel() == pytest.approx(DEQUANTISED_BYTES + one_pass)
     assert counted.kernels == 2 * kernels.DEQUANTISE_KERNELS

@@ -83,14 +83,14 @@ class Rates:
     gap_s: float
     fill_k: float
     misaligned: float
-    grouped: float
-    experts_s: float
     blocks: Blocks
     bytes_share: float
     multiprocessors: int
     measured: Measured | None = None
     logits: float = 1.0
     dequantised: float = 0.0
+    grouped: float = 1.0
+    experts_s: float = 0.0
 
     @property
     def best_flops_per_s(self) -> float:
