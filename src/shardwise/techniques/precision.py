@@ -80,7 +80,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = "compiled, selective recompute does not work with sharded modules that have their own compute dtype"
         problems.append(Problem("PLAN016", what, "recompute.mode", "full or none; or `compile=false`"))
     if precision.modules and _beyond_llama(spec):
-        what = f"{spec.name} has norms, sinks or multipliers that Llama has not: precision.modules does not support them"
+        what = f"{spec.name} has norms, sinks or multipliers that Llama lacks: precision.modules does not support them"
         problems.append(Problem("PLAN016", what, "precision.modules", "leave out precision.modules"))
     head = compute_dtype(precision, "head")
     if head != precision.compute:
