@@ -85,7 +85,8 @@ def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for send, calls in span.sent.items():
-        category = "control" if send.bytes <= CONTROL_BYTES else send.category
+        control = send.bytes <= CONTROL_BYTES and send.kind != "all_to_all"  # which has the counts of experts' rows
+        category = "control" if control else send.category
         name = (plan.layout.called(send.axis), send.kind, category)
         total[name] += send.bytes * calls
         count[name] += calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,9 +93,11 @@ def holders_of(parameters: Mapping[str, Tensor]) -> Holders:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The full value on the host. All ranks of a DTensor's mesh call this alike."""
+    """The full value on the host. All ranks of a DTensor's mesh call this alike. Of a dim that is cut twice torch warns
+    that it gathers twice."""
     value = parameter.detach()
     if isinstance(value, DTensor):
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         value = value.full_tensor()
     return value.cpu()
 
