@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import parameter_shapes
 from shardwise.models.hf_names import locations, tensors, to_hf_name
 from shardwise.models.load import load_spec
+from tests.models.growth import grown
 from tests.models.llama import pair, random_config, random_model, tokens
 from tests.models.test_decoder import SPEC
 
@@ -101,23 +100,9 @@ def test_reading_a_slice_allocates_the_slice_alone(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process grows by less than 8 MiB when 1 MiB of a 256 MiB tensor is read."""
     shape = (2**16, 2**10)
     tensorfile.write(tmp_path / "big.safetensors", {"x": shape}, torch.float32, [torch.ones(shape)])
-    code = f"""
-from pathlib import Path
-from shardwise.models import tensorfile
-def anonymous():
-    text = Path('/proc/self/smaps_rollup').read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith('Anonymous:'))
-entry = tensorfile.entries(Path({str(tmp_path / "big.safetensors")!r}))['x']
-before = anonymous()
-part = entry.read([slice(5000, 5256), slice(0, 1024)])
-print(anonymous() - before, float(part.sum()))
-"""
-    environment = {"PYTHONPATH": str(Path(hf.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    grown_kib, total = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment
-    ).stdout.split()
-    assert int(grown_kib) < 8 * 1024 and float(total) == 256 * 1024
+    read = "entry.read([slice(5000, 5256), slice(0, 1024)])"
+    grown_bytes, total = grown(tmp_path / "big.safetensors", read)
+    assert grown_bytes < 8 * 2**20 and total == 256 * 1024
 
 
 def test_a_misaligned_tensor_is_read(tmp_path: Path) -> None:

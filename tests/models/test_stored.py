@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.hf_names import locations, tensors
 from shardwise.models.stored import dequantised
 from tests.models.families import LENGTH, config_of, in_memory, pair, random_model, spec_of
+from tests.models.growth import grown
 from tests.models.llama import relative, tokens
 
 EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
@@ -178,27 +177,13 @@ def test_reading_a_slice_of_a_stack_allocates_the_slice_alone(tmp_path: Path) ->
     """Anonymous memory of a fresh process grows by less than 8 MiB when 1 MiB of a stack of 256 MiB is read."""
     shape = (8, 2048, 4096)
     tensorfile.write(tmp_path / "big.safetensors", {"x": shape}, torch.float32, [torch.ones(shape)])
-    code = f"""
-from pathlib import Path
-from shardwise.models import tensorfile
-from shardwise.models.hf_names import Location
-from shardwise.models.stored import StoredRows, StoredParameter
-def anonymous():
-    text = Path('/proc/self/smaps_rollup').read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith('Anonymous:'))
-entry = tensorfile.entries(Path({str(tmp_path / "big.safetensors")!r}))['x']
+    first = """
 locations = [Location(2048 * e, 2048 * (e + 1), 'x', entry.shape, 1, 2, e, True) for e in range(8)]
 stored = StoredParameter(tuple(StoredRows(location, entry) for location in locations))
-before = anonymous()
-part = stored.read_finite([slice(2000, 2128), slice(0, 2048)])
-print(anonymous() - before, float(part.sum()))
 """
-    environment = {"PYTHONPATH": str(Path(hf.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    grown_kib, total = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment
-    ).stdout.split()
-    assert int(grown_kib) < 8 * 1024 and float(total) == 128 * 2048
+    read = "stored.read_finite([slice(2000, 2128), slice(0, 2048)])"
+    grown_bytes, total = grown(tmp_path / "big.safetensors", read, first)
+    assert grown_bytes < 8 * 2**20 and total == 128 * 2048
 
 
 Change = Callable[[dict[str, Tensor]], None]

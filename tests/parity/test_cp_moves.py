@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Shard
-from tests.parity import drawn
 from tests.parity.cases import FP64
+from tests.parity.moving import goes_on
 from tests.parity.rings import DENSE
 
 ROWS, LENGTH = 4, 16
@@ -60,19 +58,5 @@ SIDES = (
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, place: int) -> None:
     """From each to the next and the one after that, so that every two neighbours are met."""
-    source = SIDES[place]
-    right = drawn.plain(parity.job_of(UNEVEN, source.plan, 2 * moves.STEPS)).losses
-    run, world = moves.SavedRun(str(tmp_path)), source.plan.layout.world
-    begun = eight.run(moves.go, UNEVEN, source.plan, run, drawn.RANDOM, world=world)
-    saved = {name: value for rank in begun for name, value in rank.after.items()}
-    assert any("exp_avg_sq" in name for name in saved)
-    for rank in begun:
-        assert all(torch.equal(saved[name], value) for name, value in rank.after.items()), source
-    for step in (1, 2):
-        target = SIDES[(place + step) % len(SIDES)]
-        again, world = moves.SavedRun(str(tmp_path), moves.STEPS), target.plan.layout.world
-        found = eight.run(moves.go, UNEVEN, target.plan, again, drawn.RANDOM, world=world)
-        assert {name for rank in found for name in rank.before} == saved.keys()
-        for rank in found:
-            assert all(torch.equal(value, saved[name]) for name, value in rank.before.items()), (source, target)
-            assert [*begun[0].losses, *rank.losses] == pytest.approx(right, rel=1e-9), (source, target)
+    targets = [SIDES[(place + step) % len(SIDES)].plan for step in (1, 2)]
+    goes_on(eight, tmp_path, UNEVEN, SIDES[place].plan, targets)

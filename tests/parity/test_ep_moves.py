@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.models.config import parameter_shapes
-from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.checkpoint import manifest
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Shard
-from tests.parity import drawn
 from tests.parity.cases import FP64
 from tests.parity.mixtures import GPT_OSS
+from tests.parity.moving import goes_on
 
 ROWS, LENGTH = 4, 15
 SPEC = replace(GPT_OSS, hidden_size=18, expert_size=10, num_hidden_layers=3, layer_types=(), dense_layers=(0,))
@@ -56,23 +54,10 @@ SIDES = (
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_K1_K2_a_run_goes_on_under_another_layout(ranks: RankPool, tmp_path: Path, place: int) -> None:
     """From each to itself, to the next and to the one after that, so that every two neighbours are met."""
-    source = SIDES[place]
-    right = drawn.plain(parity.job_of(SPEC, source.plan, 2 * moves.STEPS)).losses
-    run, world = moves.SavedRun(str(tmp_path)), source.plan.layout.world
-    begun = ranks.run(moves.go, SPEC, source.plan, run, drawn.RANDOM, world=world)
-    saved = {name: value for rank in begun for name, value in rank.after.items()}
-    for rank in begun:
-        assert all(torch.equal(saved[name], value) for name, value in rank.after.items()), source
+    targets = [SIDES[(place + step) % len(SIDES)].plan for step in (0, 1, 2)]
+    saved = goes_on(ranks, tmp_path, SPEC, SIDES[place].plan, targets)
     [written] = (manifest.check(path) for path in tmp_path.rglob("step-*") if path.is_dir())
     for name, shape in parameter_shapes(SPEC).items():
         kept = [key for key in saved if key.endswith(f".{name}")]
         assert len(kept) == 3 and {written.tensors[key].shape for key in kept} == {shape}, name
         assert all(saved[key].shape == shape for key in kept), name
-    for step in (0, 1, 2):
-        target = SIDES[(place + step) % len(SIDES)]
-        again, world = moves.SavedRun(str(tmp_path), moves.STEPS), target.plan.layout.world
-        found = ranks.run(moves.go, SPEC, target.plan, again, drawn.RANDOM, world=world)
-        assert {name for rank in found for name in rank.before} == saved.keys()
-        for rank in found:
-            assert all(torch.equal(value, saved[name]) for name, value in rank.before.items()), (source, target)
-            assert [*begun[0].losses, *rank.losses] == pytest.approx(right, rel=1e-9), (source, target)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
-from tests.parity import drawn, pipes
+from tests.parity import pipes
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
+from tests.parity.moving import goes_on
 
 SPEC = pipes.spec_of("tied", 4)
 
@@ -43,16 +42,4 @@ SIDES = [Staged(name) for name in ("zero1", "1f1b", "interleaved", "zbv", "1f1b 
 def test_K3_a_run_goes_on_under_every_layout(ranks: RankPool, tmp_path: Path, source: Staged) -> None:
     """Its own among them. Weights and moments are what was saved, bit by bit, each by its name in the whole model;
     losses those of a run that nothing has cut, to 1e-9."""
-    right = drawn.plain(parity.job_of(SPEC, source.plan, 2 * moves.STEPS)).losses
-    run, world = moves.SavedRun(str(tmp_path)), source.plan.layout.world
-    begun = ranks.run(moves.go, SPEC, source.plan, run, drawn.RANDOM, world=world)
-    saved = {name: value for rank in begun for name, value in rank.after.items()}
-    assert any("exp_avg_sq" in name for name in saved)
-    assert all(torch.equal(value, saved[name]) for rank in begun for name, value in rank.after.items())
-    for target in SIDES:
-        of, run = target.plan, moves.SavedRun(str(tmp_path), moves.STEPS)
-        there = ranks.run(moves.go, SPEC, of, run, drawn.RANDOM, world=of.layout.world)
-        assert {name for rank in there for name in rank.before} == saved.keys()
-        for rank in there:
-            assert all(torch.equal(value, saved[name]) for name, value in rank.before.items()), target
-            assert [*begun[0].losses, *rank.losses] == pytest.approx(right, rel=1e-9), target
+    goes_on(ranks, tmp_path, SPEC, source.plan, [target.plan for target in SIDES])

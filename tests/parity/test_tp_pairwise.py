@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwise.models.config import ModelSpec
-from shardwise.prove import moves, parity
+from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.parity import drawn, test_dpo
 from tests.parity.cases import BF16, FP32, FP64, ROWS, SEQ_LEN
+from tests.parity.moving import goes_on
 from tests.parity.pairwise import CASES, EVERY, LORA, MODELS, Case
 from tests.parity.test_fp64 import holds
 
@@ -135,7 +135,8 @@ ODD = replace(MODELS["biased"], hidden_size=17, intermediate_size=28)
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp: int) -> None:
     """Of a biased model with two key heads and sizes that ranks do not divide."""
     for source in [Side(tp, strategy) for strategy in STRATEGIES]:
-        goes_on(eight, tmp_path / source.strategy, ODD, source, [after for before, after in MOVES if before == source])
+        targets = [after.plan for before, after in MOVES if before == source]
+        goes_on(eight, tmp_path / source.strategy, ODD, source.plan, targets)
 
 
 @pytest.mark.prove
@@ -148,22 +149,5 @@ def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp:
 def test_adapters_go_on_under_another_layout(eight: RankPool, tmp_path: Path, spec: ModelSpec, lora: Lora) -> None:
     """From both axes to either and neither, and back; the frozen model, which is made anew, is the same too."""
     both, others = Side(2, "zero3", lora), [Side(1, "ddp", lora), Side(4, "ddp", lora), Side(4, "zero3", lora)]
-    goes_on(eight, tmp_path / "from", spec, both, others)
-    goes_on(eight, tmp_path / "to", spec, Side(1, "zero3", lora), [both])
-
-
-def goes_on(eight: RankPool, directory: Path, spec: ModelSpec, source: Side, targets: list[Side]) -> None:
-    """Weights and moments are what was saved, bit by bit; losses those of a run that nothing has cut, to 1e-9."""
-    right = drawn.plain(parity.job_of(spec, source.plan, 2 * moves.STEPS)).losses
-    run, world = moves.SavedRun(str(directory)), source.plan.layout.world
-    begun = eight.run(moves.go, spec, source.plan, run, drawn.RANDOM, world=world)
-    saved = begun[0].after
-    assert any("exp_avg_sq" in name for name in saved)
-    for other in begun:
-        assert all(torch.equal(other.after[name], value) for name, value in saved.items()), source
-    for target in targets:
-        run, world = moves.SavedRun(str(directory), moves.STEPS), target.plan.layout.world
-        for found in eight.run(moves.go, spec, target.plan, run, drawn.RANDOM, world=world):
-            assert found.before.keys() == saved.keys()
-            assert all(torch.equal(found.before[name], value) for name, value in saved.items()), (source, target)
-            assert [*begun[0].losses, *found.losses] == pytest.approx(right, rel=1e-9), (source, target)
+    goes_on(eight, tmp_path / "from", spec, both.plan, [other.plan for other in others])
+    goes_on(eight, tmp_path / "to", spec, Side(1, "zero3", lora).plan, [both.plan])

@@ -8,7 +8,6 @@ from typing import Any
 from shardwise.models.config import ModelSpec
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
-from shardwise.techniques.shard.degrees import least_dp_shard
 from tests.models.hf_models import spec_of
 from tests.parity.pipes import stages_per_rank
 
@@ -72,7 +71,7 @@ def _spread(plan: Plan) -> Plan:
     """With experts spread over the ranks that there are, or over two that read other rows."""
     layout = replace(plan.layout, ep=2)
     if not plan.sharded:
-        layout = replace(layout, dp_shard=least_dp_shard(layout))
+        layout = replace(layout, dp_shard=layout.least_dp_shard)
     return replace(plan, layout=layout, sequence_parallel=layout.tp > 1)
 
 

@@ -24,6 +24,12 @@ def owners(counts: Tensor, rows: int) -> Tensor:
     return torch.repeat_interleave(counts, output_size=rows)
 
 
+def sorting(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by their group [R], in which rows of one stay as they were, and its inverse."""
+    order = groups.argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
 def served(x: Tensor, columns: int) -> bool:
     """Whether one call computes x [R,k] times matrices of so many columns."""
     whole = all(size * x.element_size() % ALIGNMENT_BYTES == 0 for size in (x.shape[-1], columns))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.models.balance import Routing, RowPlaces, Tally, balanced
 from shardwise.models.config import ModelSpec
-from shardwise.models.grouped import grouped, owners
+from shardwise.models.grouped import grouped, owners, sorting
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
 
 
@@ -157,8 +157,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted."""
         k = routing.ids.shape[1]
-        order = routing.ids.flatten().argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        order, inverse = sorting(routing.ids.flatten())
         rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts)
         return _Combined.apply(rows, routing.weights, order, inverse)
 

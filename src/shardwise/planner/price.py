@@ -19,7 +19,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
-from shardwise.spec.sheet import CONTROL_BYTES, EXPERT_ROWS, Sheet
+from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
@@ -85,8 +85,7 @@ def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for send, calls in span.sent.items():
-        control = send.bytes <= CONTROL_BYTES and send.kind != "all_to_all"  # which has the counts of experts' rows
-        category = "control" if control else send.category
+        category = "control" if is_control(send.kind, send.bytes) else send.category
         name = (plan.layout.called(send.axis), send.kind, category)
         total[name] += send.bytes * calls
         count[name] += calls

@@ -11,7 +11,6 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis
 from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
-from shardwise.techniques.shard.degrees import least_dp_shard
 
 Case = tuple[ModelSpec, Plan]
 
@@ -121,7 +120,7 @@ def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _ddp(spec: ModelSpec, plan: Plan) -> Case:
-    least = least_dp_shard(plan.layout)
+    least = plan.layout.least_dp_shard
     layout = replace(plan.layout, dp_replicate=plan.layout.dp // least, dp_shard=least)
     return spec, replace(plan, layout=layout, shard=Shard("ddp", bucket_bytes=plan.shard.bucket_bytes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ring", "ulysses", "expert_fsdp", "ep"]
@@ -76,6 +76,12 @@ class Layout:
     def fsdp(self) -> int:
         """Ranks over which a sharded strategy cuts the weights."""
         return self.size("fsdp")
+
+    @property
+    def least_dp_shard(self) -> int:
+        """What ``dp_shard`` is under ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and
+        tp."""
+        return self.ep // gcd(self.ep, self.cp * self.tp)
 
     @property
     def ring(self) -> int:

@@ -69,8 +69,13 @@ SEND = "send"
 
 
 CONTROL_BYTES = 64
-"""A collective of at most this many bytes counts as ``control``: it carries counts, norms or votes, not tensors of the
-model."""
+"""Collectives of at most this many bytes carry counts, norms or votes, not tensors of the model."""
+
+
+def is_control(kind: str, size: int) -> bool:
+    """Whether a collective of so many bytes counts as ``control``; an all-to-all never does, which has the counts of
+    experts' rows."""
+    return size <= CONTROL_BYTES and kind != "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
-from shardwise.spec.sheet import CONTROL_BYTES
+from shardwise.spec.sheet import is_control
 from shardwise.techniques.compile import suspended
 
 
@@ -40,8 +40,7 @@ def by_axis(calls: Iterable[Call], axes: Mapping[str, str]) -> dict[tuple[str, s
     """(axis, kind) -> (bytes, count). ``axes`` maps a group's name to its axis; small ones count as ``control``."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for call in calls:
-        control = call.bytes <= CONTROL_BYTES and call.kind != "all_to_all"  # which has the counts of experts' rows
-        axis = "control" if control else axes.get(call.group, "world")
+        axis = "control" if is_control(call.kind, call.bytes) else axes.get(call.group, "world")
         total, count = found.get((axis, call.kind), (0, 0))
         found[axis, call.kind] = total + call.bytes, count + 1
     return found

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -85,14 +84,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         problems.append(Problem("PLAN027", what, "parallel.ep", f"one of {', '.join(legal)}"))
     elif ranks % layout.ep:
         what = f"ep {layout.ep} does not divide the {ranks} ranks of dp_shard x cp x tp, over which experts are spread"
-        shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp)
-        fix = f"dp_replicate {layout.dp // shards} and dp_shard {shards}, or `parallel.ep=1`"
+        least = layout.least_dp_shard
+        fix = f"dp_replicate {layout.dp // least} and dp_shard {least}, or `parallel.ep=1`"
         problems.append(Problem("PLAN027", what, "parallel.dp_shard", fix))
     if layout.tp > 1 and not plan.sequence_parallel:
-        what = (
-            "with ep and tp each rank sends its own tokens to their experts, but without sequence parallelism all of "
-        )
-        what += "a tp group have the same"
+        what = "ep with tp needs sequence parallelism: without it the ranks of a tp group would send the same tokens"
         fix = "`parallel.sequence_parallel=true`, or `parallel.ep=1`"
         problems.append(Problem("PLAN027", what, "parallel.sequence_parallel", fix))
     if plan.expert_imbalance < 1:

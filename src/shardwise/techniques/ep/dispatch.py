@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.distributed.torch_private import group_named
-from shardwise.models.grouped import owners
+from shardwise.models.grouped import owners, sorting
 
 Products = Callable[[Tensor, Tensor], Tensor]
 """What the experts of this rank make of rows [R,d], sorted by expert, of which each has so many ([E])."""
@@ -40,8 +40,7 @@ def computed_elsewhere(products: Products, how: Dispatch, rows: Tensor, counts: 
         there = torch.tensor(each, device=there.device)
     of_rank = there.view(how.ranks, -1)
     own = exchange_rows(rows, how.group, sent, come)
-    order = (owners(of_rank.flatten(), own.shape[0]) % of_rank.shape[1]).argsort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    order, inverse = sorting(owners(of_rank.flatten(), own.shape[0]) % of_rank.shape[1])
     own = _Permuted.apply(own, order, inverse)
     own = _Permuted.apply(products(own, of_rank.sum(0)), inverse, order)
     back: Tensor = exchange_rows(own, how.group, come, sent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec.cluster import Cluster
@@ -13,11 +12,6 @@ from shardwise.spec.plan import Plan, Strategy
 from shardwise.spec.recipe import Recipe
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
-
-
-def least_dp_shard(layout: Layout) -> int:
-    """What ``dp_shard`` is under ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and tp."""
-    return layout.ep // gcd(layout.ep, layout.cp * layout.tp)
 
 
 def grouped(cluster: Cluster, plan: Plan) -> Cluster:

@@ -1,4 +1,4 @@
-"""RowPlaces whose tokens sequence-parallel ranks share, for what is counted of them by row."""
+"""Rows whose tokens sequence-parallel ranks share, for what is counted of them by row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from shardwise.models.moe import MoE
 def share_rows(module: MoE, shape: Sequence[int], meshes: Meshes) -> None:
     """Tell a layer with experts, which is given a rank's own tokens [n,d], in which rows they are. ``shape``: [b,s] of
     the pass; of b * s tokens each rank has as many, rounded up, one rank's after another's."""
-
     rank, group = meshes.index("tp"), meshes.groups["tp"]
 
     def rows_of(x: Tensor) -> RowPlaces:
