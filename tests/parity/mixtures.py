@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 
 from shardwise.models.config import ModelSpec
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, least_dp_shard
 from shardwise.spec.plan import Batch, Pipeline, Plan, Remat, Shard
 from tests.covering import Pair, covering, pairs
 from tests.parity.cases import FP64
@@ -98,7 +98,7 @@ class Case:
         """None where it would take one rank, or more than 8, or a strategy has nothing to shard over."""
         ulysses = self.cp if CP_KINDS.get(self.model) == "ulysses" else 1
         few = Layout(pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, ulysses=ulysses)
-        shards, ddp = few.least_dp_shard, self.strategy == "ddp"
+        shards, ddp = least_dp_shard(few), self.strategy == "ddp"
         replicas = 2 if self.strategy == "hsdp" else self.alike if ddp else 1
         found = replace(few, dp_replicate=replicas, dp_shard=shards if ddp else shards * self.alike)
         return found if 1 < found.world <= 8 and (ddp or found.fsdp > 1) else None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.models.config import ModelSpec
+from shardwise.spec.layout import least_dp_shard
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.models.hf_models import spec_of
@@ -71,7 +72,7 @@ def _spread(plan: Plan) -> Plan:
     """With experts spread over the ranks that there are, or over two that read other rows."""
     layout = replace(plan.layout, ep=2)
     if not plan.sharded:
-        layout = replace(layout, dp_shard=layout.least_dp_shard)
+        layout = replace(layout, dp_shard=least_dp_shard(layout))
     return replace(plan, layout=layout, sequence_parallel=layout.tp > 1)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.layout import Axis
+from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
 
 Case = tuple[ModelSpec, Plan]
@@ -120,7 +120,7 @@ def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _ddp(spec: ModelSpec, plan: Plan) -> Case:
-    least = plan.layout.least_dp_shard
+    least = least_dp_shard(plan.layout)
     layout = replace(plan.layout, dp_replicate=plan.layout.dp // least, dp_shard=least)
     return spec, replace(plan, layout=layout, shard=Shard("ddp", bucket_bytes=plan.shard.bucket_bytes))
 

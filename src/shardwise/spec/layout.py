@@ -78,12 +78,6 @@ class Layout:
         return self.size("fsdp")
 
     @property
-    def least_dp_shard(self) -> int:
-        """What ``dp_shard`` is under ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and
-        tp."""
-        return self.ep // gcd(self.ep, self.cp * self.tp)
-
-    @property
     def ring(self) -> int:
         """Ranks that keys and values go round, or are gathered from."""
         return self.cp // self.ulysses
@@ -150,6 +144,11 @@ def mesh_axes(layout: Layout) -> tuple[tuple[str, int], ...]:
     """The axes larger than 1, in mesh order, where those over which weights are cut are one."""
     sizes = {name: layout.size(name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
     return tuple((layout.called(name), size) for name, size in sizes.items() if size > 1)
+
+
+def least_dp_shard(layout: Layout) -> int:
+    """What ``dp_shard`` is under ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and tp."""
+    return layout.ep // gcd(layout.ep, layout.cp * layout.tp)
 
 
 def stage_rank(layout: Layout, stage: int) -> int:

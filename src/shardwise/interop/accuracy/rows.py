@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, from_hf, parameter_count, problems
 from shardwise.spec.cluster import Cluster, Device, find_device
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, least_dp_shard
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.pp import even
 
@@ -239,7 +239,7 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
         shard = int(found[1]) if dp % int(found[1]) == 0 else dp
     ep = whole(text, "ep") or 1
     if strategy == "ddp":
-        shard = Layout(cp=cp, tp=tp, ep=ep).least_dp_shard
+        shard = least_dp_shard(Layout(cp=cp, tp=tp, ep=ep))
     if dp % shard or shard * cp * tp % ep:
         raise _Skipped("ep does not divide dp x cp x tp")
     layout = Layout(dp // shard, shard, pp, cp, tp, ep)  # cp as a ring, Megatron's default

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import least_dp_shard
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -84,7 +85,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         problems.append(Problem("PLAN027", what, "parallel.ep", f"one of {', '.join(legal)}"))
     elif ranks % layout.ep:
         what = f"ep {layout.ep} does not divide the {ranks} ranks of dp_shard x cp x tp, over which experts are spread"
-        least = layout.least_dp_shard
+        least = least_dp_shard(layout)
         fix = f"dp_replicate {layout.dp // least} and dp_shard {least}, or `parallel.ep=1`"
         problems.append(Problem("PLAN027", what, "parallel.dp_shard", fix))
     if layout.tp > 1 and not plan.sequence_parallel:

@@ -29,6 +29,7 @@ from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import least_dp_shard
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
@@ -71,7 +72,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
         layout = dataclasses.replace(
             plan.layout, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, ranks_per_node=each
         )
-        if strategy == "ddp" and degrees.dp_replicate % (least := layout.least_dp_shard) == 0:
+        if strategy == "ddp" and degrees.dp_replicate % (least := least_dp_shard(layout)) == 0:
             layout = dataclasses.replace(layout, dp_replicate=degrees.dp_replicate // least, dp_shard=least)
         dial = Shard(strategy, True if again is None or strategy != "zero3" else again)
         yield dataclasses.replace(plan, layout=layout, shard=dial, why=why)
@@ -91,7 +92,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     layout, problems = plan.layout, []
-    least = layout.least_dp_shard
+    least = least_dp_shard(layout)
     if plan.shard.strategy == "ddp" and layout.dp_shard != least and layout.dp_shard > 1:
         what = f"ddp shards nothing, but dp_shard is {layout.dp_shard}"
         fix = f"dp_replicate {layout.dp // least} and dp_shard {least}, or strategy zero1, zero2 or zero3"
