@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[ModelSpec, Plan, str, str]] = {
     "tp without sequence parallelism": (
         MIXTRAL,
         Plan(Layout(dp_shard=2, tp=2, ep=2), BATCH, Shard("zero3")),
-        "without sequence parallelism all of a tp group have the same",
+        "ep with tp needs sequence parallelism",
         "`parallel.sequence_parallel=true`, or `parallel.ep=1`",
     ),
     "a model without experts": (
@@ -93,7 +93,10 @@ def test_what_cannot_be_is_refused_with_what_can(what: str) -> None:
 PINS = {
     "parallel.ep=3": ("ep 3 does not divide the 128 experts of a layer", "one of 1, 2, 4, 8"),
     "parallel.ep=16": ("ep 16 does not divide the 8 ranks", "one of 1, 2, 4, 8"),
-    "parallel.ep=2 parallel.tp=2 parallel.sequence_parallel=false": ("with ep and tp", "sequence_parallel=true"),
+    "parallel.ep=2 parallel.tp=2 parallel.sequence_parallel=false": (
+        "ep with tp needs sequence parallelism",
+        "sequence_parallel=true",
+    ),
     "parallel.ep=2 compile=true": ("compiled blocks cannot do", "false, or `parallel.ep=1`"),
     "parallel.ep=2 model.path=Llama-3.1-8B": ("Llama-3.1-8B has no experts", "`parallel.ep=1`"),
 }

@@ -93,7 +93,7 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
     groups = {"world": dist.group.WORLD} | {axis: axes.get_group(axis) for axis, _ in large}
     for name in groups_of(layout):
         alike = layout.called(name)
-        if alike not in groups and layout.size(name) == layout.world and name != "ep":
+        if alike not in groups and layout.size(name) == layout.world and name != "ep":  # what it sends is told apart
             groups[alike] = groups["world"]
         elif alike not in groups:
             groups[alike] = dist.new_subgroups_by_enumeration(layout.members(name))[0]
