@@ -18,7 +18,7 @@ from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.runtime.step import draw_anew, step
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Plan, Precision
+from shardwise.spec.plan import Offload, Plan, Precision
 from shardwise.spec.recipe import OptimSection
 from tests.runtime import part_ranks, rank_work
 from tests.runtime.rank_work import CPU
@@ -77,7 +77,14 @@ def test_a_method_reports_figures_beside_its_loss() -> None:
     assert not any(torch.equal(old, new) for old, new in zip(before, state.trained(), strict=True))
 
 
-@pytest.mark.parametrize("plan", [plan_of(Layout(dp_replicate=2), "ddp"), plan_of(Layout(dp_shard=2), "zero3", 2)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(Layout(dp_replicate=2), "ddp"),
+        plan_of(Layout(dp_shard=2), "zero3", 2),
+        replace(plan_of(Layout(dp_shard=2), "zero3", 2), offload=Offload("host")),
+    ],
+)
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(ranks: RankPool, plan: Plan) -> None:
     """The last step is poisoned on one rank only: weights and moments are bitwise those of a run without that step."""
     clean = ranks.run(rank_work.few_steps, plan, rank_work.STEPS, world=2)

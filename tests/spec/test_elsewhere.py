@@ -303,10 +303,11 @@ zero_optimization: {stage: 3, overlap_comm: true, reduce_bucket_size: 5e8, offlo
     assert {problem.what for problem in raised.value.problems} == {
         "unknown key `scheduler.type`",
         "unknown key `scheduler.params.warmup_num_steps`",
-        "unknown key `zero_optimization.offload_optimizer.device`",
     }
     kept = "".join(line for line in text.splitlines(True) if not line.startswith("scheduler"))
-    recipe = read(tmp_path, kept.replace("device: cpu", "device: none")).recipe
+    recipe = read(tmp_path, kept).recipe
+    assert recipe.offload.optimizer == "host"
+    assert read(tmp_path, kept.replace("device: cpu", "device: none")).recipe.offload.optimizer == "none"
     assert (recipe.parallel.strategy, recipe.precision.compute, recipe.optim.name) == ("zero3", "bf16", "adamw")
     assert (recipe.train.gradient_accumulation_steps, recipe.optim.learning_rate) == (4, 1e-4)
 

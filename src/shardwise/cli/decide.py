@@ -74,6 +74,12 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
         peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
         what = f"needs {peak} per rank, {capacity} available: {parts}"
+    elif estimate.share > 1 and estimate.host_capacity_bytes:
+        held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
+        what = f"needs {held} of a node's memory beside its GPUs, {capacity} available"
+    else:
+        what = ""
+    if what:
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan

@@ -67,6 +67,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
     order = [*MEMORY_CATEGORIES, *(name for name in estimate.memory if name not in MEMORY_CATEGORIES)]
     held = {name: size for name in order if (size := estimate.memory.get(name))}
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
+    rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
     return ["  " + line for line in columns(rows, "<><")]
 
 
@@ -85,7 +86,15 @@ def verdict(estimate: Estimate) -> str:
         return "memory of the device unknown"
     word, share = _fit(estimate)
     peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
-    return coloured(f"{word}: {peak} of {capacity} ({share:.0%})", COLOURS[word])
+    return coloured(f"{word}: {peak} of {capacity} ({share:.0%}){_on_host(estimate)}", COLOURS[word])
+
+
+def _on_host(estimate: Estimate) -> str:
+    """What a node's ranks hold on their host, if anything."""
+    if not estimate.host_bytes:
+        return ""
+    held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
+    return f", and {held} of {capacity} on the host ({estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%})"
 
 
 def sentence(plan: Plan) -> str:
@@ -94,6 +103,7 @@ def sentence(plan: Plan) -> str:
     word, share = _fit(estimate)
     found = {"fits": "It fits", "tight": "It is tight", "does not fit": "It does not fit"}[word]
     size = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)} a rank ({share:.0%})"
+    size += _on_host(estimate)
     step = f", {show_seconds(estimate.seconds.step_s)} a step" if estimate.seconds else ""
     if word == "does not fit":
         return coloured(f"{found}: the smallest plan, {label(plan)}, needs {size}{step}.", COLOURS[word])
@@ -101,9 +111,11 @@ def sentence(plan: Plan) -> str:
 
 
 def _fit(estimate: Estimate) -> tuple[str, float]:
-    """Whether it fits, and the share of the memory (0 where that is unknown)."""
-    share = estimate.peak_bytes / estimate.capacity_bytes if estimate.capacity_bytes else 0.0
-    return "fits" if share <= MARGIN else "tight" if share <= 1 else "does not fit", share
+    """Whether it fits, and the share of the device's memory (0 where that is unknown)."""
+    if not estimate.capacity_bytes:
+        return "fits", 0.0
+    word = "fits" if estimate.share <= MARGIN else "tight" if estimate.share <= 1 else "does not fit"
+    return word, estimate.peak_bytes / estimate.capacity_bytes
 
 
 def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
@@ -143,9 +155,9 @@ def sent_by_link(plan: Plan) -> Counter[str]:
 def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
     """What would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
     closest."""
-    enough = all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
+    enough = all(remedy.plan.estimate.share <= 1 for remedy in found)
     rows = change_rows(found)
-    made = "makes it fit" if _fit(estimate)[1] > 1 else "leaves more room"
+    made = "makes it fit" if estimate.share > 1 else "leaves more room"
     head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
     return [head, *("  " + line for line in columns(rows, "<><<<<"))]
 
@@ -176,7 +188,7 @@ def remedy_words(found: list[Remedy]) -> str:
         return "`shardwise plan` shows every setting; more or larger devices, or a smaller model"
     head = (
         ""
-        if all(_fit(remedy.plan.estimate)[1] <= 1 for remedy in found)
+        if all(remedy.plan.estimate.share <= 1 for remedy in found)
         else "no single change is enough; the closest are "
     )
     named = (remedy.price if remedy.change.startswith("--") else f"`{remedy.change}`" for remedy in found)

@@ -52,7 +52,7 @@ def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
 def parts(found: Seconds) -> list[tuple[str, float]]:
     """What a step's seconds are made of; they add up to it."""
     waits = [(f"waits for {axis}", part) for axis, part in found.exposed_s.items() if part >= 0.0005 * found.step_s]
-    others = [("optimizer", found.optimizer_s), ("host", found.host_s)]
+    others = [("optimizer", found.optimizer_s), ("waits for copies", found.offload_s), ("host", found.host_s)]
     return [("computes", found.compute_s), *waits, *((name, part) for name, part in others if part)]
 
 
@@ -100,6 +100,8 @@ def time_lines(plan: Plan) -> list[str]:
     for axis in sorted({*found.exposed_s, *found.sent_s}):
         waits_s, sent_s = found.exposed_s.get(axis, 0.0), found.sent_s.get(axis, 0.0)
         rows.append((f"waits for {axis}", waits_s, f"of {show_seconds(max(sent_s, waits_s))} of sending"))
+    if found.copied_s:
+        rows.append(("waits for copies", found.offload_s, f"of {show_seconds(found.copied_s)} of copying to the host"))
     rows += [("optimizer", found.optimizer_s, ""), ("host, once a step", found.host_s, "")]
     rows.append(("a step", found.step_s, f"{show_seconds(found.low_s)} to {show_seconds(found.high_s)}"))
     shown = [(name, show_seconds(part), f"{part / found.step_s:.0%}", more) for name, part, more in rows]

@@ -191,6 +191,16 @@ def end_backward(module: torch.nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def placed_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``values`` as this rank's piece of a tensor that is cut as ``like`` is, wherever they are: ``DTensor.from_local``
+    would move them to the devices of the mesh. Without it nothing of a sharded weight could stay on the host."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return values
+    return DTensor(values, like._spec, requires_grad=False)
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread, so that a forward is one that recomputation runs again. What
     counts in forward would else count twice."""

@@ -25,7 +25,7 @@ from shardwise.spec.layout import stage_rank
 from shardwise.spec.place import stages_of
 from shardwise.spec.plan import BYTES, Batch, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
-from shardwise.techniques import optim
+from shardwise.techniques import offload, optim
 from shardwise.techniques.pp.actions import SCHEDULES
 
 
@@ -125,10 +125,12 @@ class LowerBounds:
         models need no more to be ruled out."""
         key, whole = (plan.layout.fsdp, _alike(plan)), unstaged(plan)
         if key not in self.states:
-            self.states[key] = sum(optim.state_bytes(self._costed(whole), whole).values())
+            self.states[key] = sum(_on_device(optim.state_bytes(self._costed(whole), whole), plan).values())
         sizes, slices = self._sizes(whole), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
+        if offload.leave_early(plan) and plan.batch.accumulation == 1:
+            gradients = 0
         room = share * self.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.cluster).values())
         held = self.states[key] + max(gradients, gathered)
         return held <= room * plan.layout.pp and (plan.layout.pp == 1 or self._first_rank_bytes(plan) <= room)
@@ -142,7 +144,7 @@ class LowerBounds:
             least = min(
                 range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens)
             )
-            state = sum(optim.state_bytes(costed.with_ends(stem=False, head=False), whole).values())
+            state = sum(_on_device(optim.state_bytes(costed.with_ends(stem=False, head=False), whole), plan).values())
             weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
             trained = sum(prod(map(int, weight.shape)) for weight in weights if weight.trained)
             gradients = trained * BYTES[plan.precision.weights] // (plan.layout.fsdp if plan.sharded else 1)
@@ -272,6 +274,11 @@ class LowerBounds:
         return max(sliced_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
 
 
+def _on_device(state: dict[str, int], plan: Plan) -> dict[str, int]:
+    """What of weights and moments the device holds."""
+    return state if plan.offload.optimizer == "none" else {**state, "moments": 0}
+
+
 def _alive(plan: Plan) -> int:
     """How many forwards of a stage the first rank of a pipeline has done at some time before it does a backward."""
     ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, plan.batch.accumulation
@@ -306,7 +313,7 @@ def _kept_bytes(block: Unit, b: int, s: int) -> int:
 
 def _alike(plan: Plan) -> object:
     """What plans have in common that compute the same in micro-batches of another size, and shard it over others."""
-    return plan.remat, plan.compile, replace(techniques.inside(plan), batch=Batch())
+    return plan.remat, plan.compile, plan.offload, replace(techniques.inside(plan), batch=Batch())
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)

@@ -41,12 +41,12 @@ SIMPLER = (
 
 def fits(plan: Plan) -> bool:
     """Whether the plan stays below the margin."""
-    return plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes
+    return plan.estimate.share <= MARGIN
 
 
 def peak_share(plan: Plan) -> float:
-    """The share of the memory that the fullest rank takes."""
-    return plan.estimate.peak_bytes / max(1, plan.estimate.capacity_bytes)
+    """The share of the memory that the fullest rank takes, or a node's ranks of the host's."""
+    return plan.estimate.share
 
 
 def seconds(plan: Plan) -> Seconds:
@@ -84,6 +84,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
     rows = plan.layout.cp, CP_KINDS.index(plan.cp_kind)
     return (
+        plan.offload.optimizer != "none",
         *piped,
         plan.layout.tp,
         *rows,
@@ -95,7 +96,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
 
 
 def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
-    return plan.layout, plan.cp_kind, plan.batch, plan.shard, plan.pipeline, plan.compile
+    return plan.layout, plan.cp_kind, plan.batch, plan.shard, plan.pipeline, plan.compile, plan.offload
 
 
 def simplest(plans: list[Plan]) -> Plan:
@@ -108,7 +109,7 @@ def smallest_ones(plans: list[Plan]) -> list[Plan]:
     """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch."""
     found: dict[object, Plan] = {}
     for plan in plans:
-        alike = plan.layout, plan.cp_kind, plan.shard, plan.remat
+        alike = plan.layout, plan.cp_kind, plan.shard, plan.remat, plan.offload
         other = found.get(alike, plan)
         found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
     return list(found.values())
@@ -156,7 +157,7 @@ class Comparison:
 
     def smallest(self, plans: list[Plan]) -> Plan:
         """The plan whose fullest rank holds the least."""
-        return min(map(self.priced, smallest_ones(plans)), key=lambda plan: plan.estimate.peak_bytes)
+        return min(map(self.priced, smallest_ones(plans)), key=peak_share)
 
     def priced(self, plan: Plan, most: float = float("inf")) -> Plan:
         """The plan with its estimate of memory and traffic, made once; of a pipeline that takes more than ``most`` of

@@ -35,12 +35,23 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
         if rows := span.top.get(EXPERT_ROWS, 0):
             memory["activations"] += rows
             memory["expert reserve"] = round((plan.expert_imbalance - 1) * rows)
-        sent = traffic(span, plan)
-        size = sum(memory.values())
-        found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
-        if size > most * cluster.device.memory_bytes:
-            return replace(plan, estimate=found[-1])
-    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+        host = {name: size for name, size in span.on("host").top.items() if size}
+        if cluster.kind == "cpu":  # the device is the host
+            memory["offloaded"], host = sum(host.values()), {}
+        estimate = Estimate(
+            memory,
+            sum(memory.values()),
+            cluster.device.memory_bytes,
+            traffic(span, plan),
+            flops([span], plan.layout),
+            host=host,
+            host_bytes=sum(host.values()) * cluster.devices_per_node,
+            host_capacity_bytes=cluster.host_memory_bytes if host else 0,
+        )
+        found.append(estimate)
+        if estimate.share > most:
+            return replace(plan, estimate=estimate)
+    fullest = max(found, key=lambda estimate: estimate.share)
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=fullest)

@@ -14,6 +14,7 @@ from math import lcm
 from shardwise.planner.events import (
     AddTiedGradients,
     Begin,
+    Copy,
     Event,
     ExpertsRun,
     GradientReady,
@@ -33,7 +34,7 @@ from shardwise.spec.cluster import Kind
 from shardwise.spec.place import Stage
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
-from shardwise.techniques import optim, pp
+from shardwise.techniques import offload, optim, pp
 from shardwise.techniques.pp.actions import SCHEDULES, Action
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
@@ -59,7 +60,7 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None =
             step.backward(index, last=index == plan.batch.accumulation - 1)
     tape.ended()
     tape.add(Mark("end of backward"))
-    _end(tape, sheet)
+    _end(tape, sheet, plan)
     return tape.events
 
 
@@ -110,6 +111,8 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
                     run(step, "W", micro, last=last)
     for sent in leaving:
         tape.leaves(sent, size)
+    for step in steps.values():
+        step.weights.leave_rest()
 
 
 Known = dict[object, tuple[Span, object]]
@@ -156,7 +159,12 @@ def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
-    for category, size in optim.state_bytes(sheet, plan).items():
+    state = optim.state_bytes(sheet, plan)
+    for category, size in offload.host_bytes(sheet, plan, state["moments"]).items():
+        tape.make(("on the host", category), category, size, "host")
+    if plan.offload.optimizer != "none":
+        del state["moments"]
+    for category, size in state.items():
         tape.make(("state", category), category, size)
     # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of; of
     # rows that are cut, how long its document is.
@@ -164,10 +172,12 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     tape.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
 
 
-def _end(tape: Tape, sheet: Sheet) -> None:
-    """What is sent once, after the last backward pass."""
+def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
+    """What is sent once, after the last backward pass, and the weights that the host has updated."""
     for sent in sheet.step:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    if plan.offload.optimizer != "none":
+        tape.add(Copy("host", "device", offload.trained_bytes(sheet, plan), "home"))
 
 
 class Step:
@@ -210,6 +220,8 @@ class Step:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
+        if last and self.weights.plan.layout.pp == 1:
+            self.weights.leave_rest()
 
     def input_gradients(self, micro_batch: int, *, last: bool) -> None:
         """The first half of a backward that comes in two. ``last``: its second half is the last of this step."""
@@ -278,7 +290,7 @@ def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
     share those."""
     begin, end = Folding(), Folding()
     _begin(begin, sheet, plan)
-    _end(end, sheet)
+    _end(end, sheet, plan)
     return joined([*begin.taken().values(), passes, *end.taken().values()])
 
 

@@ -109,7 +109,8 @@ class Search:
             raise ConfigError(*dict.fromkeys(refused))
         if not fitting:
             smallest = self.known.smallest(self.all)
-            share = f"{show_bytes(smallest.estimate.peak_bytes)} of {show_bytes(smallest.estimate.capacity_bytes)}"
+            estimate = smallest.estimate
+            share = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)}"
             reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
             return self._explained(self.known.timed(smallest), reason)
         best = simplest(fitting)

@@ -43,6 +43,8 @@ class Drift:
         for name, want in self.predicted.state.items():
             if want != self.measured.state[name]:
                 found.append(f"{name}: {want:,} bytes predicted, {self.measured.state[name]:,} measured")
+        if self.predicted.copied != self.measured.copied:
+            found.append(f"copied between tiers: {self.predicted.copied} predicted, {self.measured.copied} measured")
         saved, real = self.predicted.saved_bytes, self.measured.saved_bytes
         if saved != real and not (self.plan.compile and real < saved):
             found.append(f"saved for backward: {saved:,} bytes predicted, {real:,} measured")
@@ -71,8 +73,15 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
         start = end
     state = optim.state_bytes(costed, plan)
+    if plan.offload.optimizer != "none":
+        state["host"] = span.on("host").top_bytes
+    copied: dict[tuple[str, str], int] = {}
+    for copy, times in span.copied.items():
+        if copy.source != copy.target:
+            between = copy.source, copy.target
+            copied[between] = copied.get(between, 0) + times * copy.bytes
     state["gradients"] = at["end of backward"].get("gradients", 0)
-    return StepBytes(sent, state, end - start, span.top_bytes)
+    return StepBytes(sent, state, end - start, span.top_bytes + span.on("host").top_bytes, copied)
 
 
 def drift(spec: ModelSpec, plan: Plan, rank: int = 0) -> Drift:

@@ -259,9 +259,11 @@ def take_steps(
             norms.append(stats.grad_norm)
         else:
             accumulate(state, batches, terms, rules)
-            if trained := state.trained():  # of which a stage may have none
+            if trained := [state.updated(each) for each in state.trained()]:  # of which a stage may have none
                 torch.optim.SGD(trained, OPTIM.learning_rate, foreach=False).step()
             state.optimizer.zero_grad(set_to_none=True)
+            if state.host:
+                state.host.give_back()
         pieces.append(held(state))
     weights = whole({name: full(parameter.detach()) for name, parameter in state.parameters().items()})
     return Trace(tuple(losses), tuple(norms), gradients, weights, tuple(pieces))
@@ -291,7 +293,8 @@ def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def full_gradients(state: TrainState) -> dict[str, Tensor]:
     """Every gradient, whole, before anything is done with it. Collective."""
-    return {name: full(p.grad) for name, p in state.parameters().items() if p.grad is not None}
+    gradients = {name: state.updated(parameter).grad for name, parameter in state.parameters().items()}
+    return {name: full(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.sheet import CONTROL_BYTES
-from shardwise.techniques import optim
+from shardwise.techniques import offload, optim
 
 SMALL = 2**20
 """Up to this many parameters, real tensors are faster than fake ones."""
@@ -55,12 +55,13 @@ Sent = Counter[tuple[str, str, int]]
 class StepBytes:
     """One step of one rank, as the runtime did it or as the planner says. ``state`` are bytes by category;
     ``saved_bytes`` is what the first micro-batch's forward leaves for its backward, gathered weights included;
-    ``peak_bytes`` the most alive at any moment."""
+    ``peak_bytes`` the most alive at any moment, on the host too; ``copied``, bytes by (from, to)."""
 
     sent: Sent = field(default_factory=Counter)
     state: dict[str, int] = field(default_factory=dict)
     saved_bytes: int = 0
     peak_bytes: int = 0
+    copied: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class WorldCounter(TorchDispatchMode):
@@ -142,7 +143,9 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
         with watch_resizes(tracker.resize), patch.object(Sending, "left", lambda sending: True):
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
-                state = TrainState(parts, optim.build(parts, settings, plan))
+                host = offload.host_weights(parts, plan)
+                made = optim.build(parts, settings, plan, 0, *([host.of] if host else []))
+                state = TrainState(parts, made, host=host)
                 method = Method(name="dpo") if plan.loss == "dpo" else Method()
                 rules = StepRules(plan, groups, settings, 100, finish_of(method, plan))
                 _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # in it FSDP2 sets itself up
@@ -176,6 +179,8 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
             gradients = [p.grad for p in state.trained() if p.grad is not None]
             result.state["gradients"] = _storage_bytes(gradients)
 
+    if state.host:
+        state.host.copied.clear()
     _step(state, replace(rules, enter=enter), rules.plan.batch.accumulation)
     for (axis, kind, size), calls in tracker.sent.items():
         result.sent[rules.plan.layout.called(axis), kind, size] += calls
@@ -183,6 +188,9 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     result.state["weights"] = _storage_bytes([parameter for _, parameter in each_named(state.parts)])
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
+    if state.host:
+        result.state["host"] = _storage_bytes([*state.host.tensors(), *moments])
+        result.copied = dict(state.host.copied)
     return result
 
 

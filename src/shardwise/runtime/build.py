@@ -22,7 +22,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import optim, pp
+from shardwise.techniques import offload, optim, pp
 
 
 def build(
@@ -32,8 +32,10 @@ def build(
     parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    state = TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed), scale=scale)
-    state.follow_ties()
+    host = offload.host_weights(parts, plan)
+    made = optim.build(parts, recipe.optim, plan, recipe.run.seed, *([host.of] if host else []))
+    state = TrainState(parts, made, scale=scale, host=host)
+    state.weights_filled()
     return state
 
 

@@ -27,8 +27,8 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     batches = [longest_batch(rules.plan, vocab_size, device)] * (count if rules.plan.layout.pp > 1 else min(2, count))
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     for parameter in state.trained():
-        if parameter.grad is not None:
-            local(parameter.grad).zero_()
+        if (gradient := state.updated(parameter).grad) is not None:
+            local(gradient).zero_()
     optim.set_learning_rate(state.optimizer, 0.0, rules.optim)
     state.optimizer.step()
     optim.set_updates(state.optimizer, state.updates)

@@ -18,6 +18,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
 from shardwise.spec.record import Count
 from shardwise.techniques import optim
+from shardwise.techniques.offload.host import HostWeights
 
 COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
 """The numbers of a :class:`TrainState` that a checkpoint keeps."""
@@ -93,7 +94,8 @@ class TrainState:
 
     ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
     input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
-    steps skipped since the last good one (those of a search for the loss scale do not count). ``lowest``: the lowest
+    steps skipped since the last good one (those of a search for the loss scale do not count). ``host``: the copies of
+    weights that are updated on the host, if they are. ``lowest``: the lowest
     validation loss so far, and ``stale``: validations since it was found; of runs that may stop early.
     """
 
@@ -105,12 +107,17 @@ class TrainState:
     cursor: int = 0
     skipped_in_row: int = 0
     scale: LossScale = field(default_factory=LossScale)
+    host: HostWeights | None = None
     lowest: float | None = None
     stale: int = 0
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name; a tied one once."""
         return named(self.parts)
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates: the parameter, or its copy on the host."""
+        return self.host.of(parameter) if self.host and parameter.requires_grad else parameter
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters that get gradients, each once; of a tied weight that is in two parts both copies."""
@@ -121,7 +128,13 @@ class TrainState:
         copy = tied_copy(self.parts)
         return [parameter for parameter in self.trained() if parameter is not copy]
 
-    def follow_ties(self) -> None:
+    def weights_filled(self) -> None:
+        """Call when weights, and moments, were drawn or read: what follows from them takes their values."""
+        self._follow_ties()
+        if self.host:
+            self.host.read()
+
+    def _follow_ties(self) -> None:
         """Where this rank has both copies of a tied weight, the output layer's takes the values and moments of the
         embedding's: those alone are drawn, read and saved."""
         copy, first = tied_copy(self.parts), self.parameters().get("embed.weight")
@@ -129,8 +142,8 @@ class TrainState:
             return
         with torch.no_grad():
             local(copy).copy_(local(first))
-            for key, value in self.optimizer.state.get(copy, {}).items():
-                local(value).copy_(local(self.optimizer.state[first][key]))
+            for key, value in self.optimizer.state.get(self.updated(copy), {}).items():
+                local(value).copy_(local(self.optimizer.state[self.updated(first)][key]))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
@@ -140,7 +153,7 @@ class TrainState:
         parameters = adapters or parameters
         found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self.optimizer.state.get(self.updated(parameter), {}).items():
                 if key != "step":
                     found[f"optim.{key}.{name}"] = value
         return found
@@ -180,4 +193,4 @@ class TrainState:
         if self.scale.enabled and facts["loss_scale"]["enabled"]:
             self.scale = LossScale(**facts["loss_scale"])
         optim.set_updates(self.optimizer, self.updates)
-        self.follow_ties()
+        self.weights_filled()

@@ -90,8 +90,8 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
         draw_anew(rules.seed, state.step, meshes)
     loss, counted = accumulate(state, batches, supervised, rules)
     rules.enter("clip")
-    parameters = state.trained()
-    squares, device = reduce.local_squares(state.counted(), meshes.size("stage")), loss.value.device
+    parameters, counted_ones = ([state.updated(each) for each in ones] for ones in (state.trained(), state.counted()))
+    squares, device = reduce.local_squares(counted_ones, meshes.size("stage")), loss.value.device
     figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values(), counted=counted)
     finite = figures[:2].isfinite().all()
     scale = state.scale.on(device)[0].double()
@@ -99,11 +99,16 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     rules.enter("optimizer")
     rate = optim.learning_rate(rules.optim, state.step, rules.max_steps)
     optim.set_learning_rate(state.optimizer, rate, rules.optim)
-    multiply = device.type == "cpu" or plan.precision.weights == "fp64"
+    skip, kept_on = ~finite, "cpu" if state.host else device.type
+    if state.host:  # the host takes part in the decision, so it waits for it
+        skip, factor = skip.cpu(), factor.cpu()
+    multiply = kept_on == "cpu" or plan.precision.weights == "fp64"
     if multiply:  # the kernel divides by 1 / factor in fp32, which rounds otherwise
         reduce.scale_gradients(parameters, factor)
-    optim.update(state.optimizer, ~finite, None if multiply else factor)
+    optim.update(state.optimizer, skip, None if multiply else factor)
     state.optimizer.zero_grad(set_to_none=True)
+    if state.host:
+        state.host.give_back()
     figures = torch.cat([figures, state.scale.update(finite)])
     tokens = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     state.advance(tokens)
@@ -124,9 +129,12 @@ def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
 def accumulate(
     state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules
 ) -> tuple[Loss, Tensor]:
-    """Forward and backward of every micro-batch: leaves the gradients in place, summed over all ranks, and returns
-    this rank's share of the mean loss, detached, and of what is counted of experts (runtime/balance.py)."""
+    """Forward and backward of every micro-batch: leaves the gradients, summed over all ranks, with what the optimizer
+    updates, and returns this rank's share of the mean loss, detached, and of what is counted of experts
+    (runtime/balance.py)."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
     with balance.counting(state.parts, batches, rules.plan, scale) as counted:
         loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)
+    if state.host:
+        state.host.take_rest()
     return loss, balance.share(counted, rules.plan, rules.meshes)

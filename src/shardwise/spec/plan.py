@@ -16,6 +16,7 @@ MEMORY_CATEGORIES = (
     "weights",
     "gradients",
     "moments",
+    "offloaded",
     "gathered",
     "accumulated gradients",
     "activations",
@@ -102,6 +103,13 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """``optimizer``: on which tier the moments are, and copies of the weights that are updated there."""
+
+    optimizer: Literal["none", "host"] = "none"
+
+
+@dataclass(frozen=True)
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
     or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is the dtype of the frozen weights; with ``nf4`` those of the
@@ -135,8 +143,9 @@ class Seconds:
     """How long a step takes on the slowest rank: ``step_s`` is the sum of the parts. ``compute_s``: the device computes
     (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to
     launch what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the
-    host does once a step. Four steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that
-    rests on. ``scale``: what the model's seconds were multiplied by, after earlier runs on the machine."""
+    host does once a step; ``offload_s``: it waits for copies to the host and from there, which take ``copied_s``. Four
+    steps in five are expected between ``low_s`` and ``high_s``; ``basis`` says what that rests on. ``scale``: what the
+    model's seconds were multiplied by, after earlier runs on the machine."""
 
     step_s: float = 0.0
     compute_s: float = 0.0
@@ -151,12 +160,15 @@ class Seconds:
     high_s: float = 0.0
     basis: str = ""
     scale: float = 1.0
+    offload_s: float = 0.0
+    copied_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
-    ``seconds``, for the slowest."""
+    ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
+    capacity; of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -164,6 +176,15 @@ class Estimate:
     traffic: tuple[Traffic, ...] = ()
     flops_per_step: int = 0
     seconds: Seconds | None = None
+    host: dict[str, int] = field(default_factory=dict, hash=False)
+    host_bytes: int = 0
+    host_capacity_bytes: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of the memory that is taken, of the device or of the host, whichever is more."""
+        on_host = self.host_bytes / self.host_capacity_bytes if self.host_capacity_bytes else 0.0
+        return max(self.peak_bytes / max(1, self.capacity_bytes), on_host)
 
     @property
     def allocated_bytes(self) -> int:
@@ -185,6 +206,7 @@ class Plan:
     cp_kind: CpKind = "ring"
     expert_imbalance: float = 1.5
     optim: Optim = Optim()
+    offload: Offload = Offload()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
     loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
@@ -228,7 +250,8 @@ class Plan:
     @property
     def kept(self) -> str:
         """The dtypes of weights and moments, in words."""
-        moments = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
+        dtype = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
+        moments = f"{dtype} on the host" if self.offload.optimizer == "host" else dtype
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
         frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen

@@ -159,6 +159,14 @@ class OptimSection(Section):
         return [Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")]
 
 
+class OffloadSection(Section):
+    """What is kept outside the GPU's memory. ``optimizer``: on the host are AdamW's moments and the weights that it
+    updates, for which gradients come and new weights go back in every step; ``auto`` does so where no plan fits
+    without."""
+
+    optimizer: Literal["auto", "none", "host"] = "none"
+
+
 class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
@@ -286,6 +294,7 @@ class Recipe(Section):
     train: Train = Train()
     lora: LoraSection = LoraSection()
     optim: OptimSection = OptimSection()
+    offload: OffloadSection = OffloadSection()
     parallel: Parallel = Parallel()
     precision: PrecisionSection = PrecisionSection()
     recompute: Recompute = Recompute()

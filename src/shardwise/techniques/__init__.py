@@ -40,10 +40,10 @@ from shardwise.models.config import ModelSpec, learnt_positions, parameter_shape
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
-from shardwise.spec.plan import Batch, Estimate, Optim, Pipeline, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Estimate, Offload, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within
-from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, optim, pp, precision, remat, shard, tp
+from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, ep, remat, compile, shard, optim)
+ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, ep, remat, compile, shard, offload, optim)
 
 
 def choices(
@@ -143,6 +143,7 @@ def inside(plan: Plan) -> Plan:
         attention="auto",
         expert_imbalance=1.0,
         optim=Optim(),
+        offload=Offload(),
         loss="cross_entropy",
         estimate=Estimate(),
         why={},

@@ -76,6 +76,9 @@ class StepClock(Folding):
     def add(self, event: Event) -> None:
         if isinstance(event, Send):
             self._send(event, 1)
+        elif isinstance(event, Copy) and event.source != event.target:
+            begins_s = max(self.now.at_s[event.stream], self.now.at_s["compute"])
+            self.now.at_s[event.stream] = begins_s + event.bytes / self.rates.host_link_bytes_per_s
         elif isinstance(event, Copy):
             seconds = self.rates.copy_s(event.bytes)
             if event.stream == "compute":

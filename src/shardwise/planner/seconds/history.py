@@ -142,7 +142,8 @@ def calibration(past: PastRuns, plan: Plan) -> Calibration | None:
 def calibrated(seconds: Seconds, found: Calibration) -> Seconds:
     """``seconds`` and all parts of them times the ratio, once: what was calibrated before is begun anew."""
     factor, spread = found.ratio / seconds.scale, math.exp(found.band)
-    whole = ("step_s", "compute_s", "products_s", "attention_s", "pointwise_s", "optimizer_s", "host_s")
+    kinds = ("compute_s", "products_s", "attention_s", "pointwise_s")
+    whole = ("step_s", *kinds, "optimizer_s", "host_s", "offload_s", "copied_s")
     scaled = {name: vars(seconds)[name] * factor for name in whole}
     for name in ("exposed_s", "sent_s"):
         scaled[name] = {axis: value * factor for axis, value in vars(seconds)[name].items()}

@@ -30,6 +30,8 @@ FINE_GRAINED = 4096
 DEQUANTISED_BYTES = 20.0
 """An element, besides codes and result, in plain torch: indices of 2 bytes written and read, what is looked up (4)
 written, read and written as it is scaled, and read once more."""
+HOST_LINK_BYTES_PER_S = 31e9
+"""Of a device whose bus is unknown: PCIe 4.0 x16."""
 CPU_FLOPS, CPU_BYTES_PER_S, CPU_UPDATED_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 2.5e10, 8e-6
 """Of a CPU process on which nothing was measured. Updates, which make no tensors, are faster than other operations."""
 
@@ -69,8 +71,9 @@ def own_traits() -> Traits:
 class Rates:
     """Of one process. ``flops_per_s``: of the best products in the dtype that is computed in; ``attention_per_s``:
     operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and head, forward and
-    backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``measured`` goes before
-    everything."""
+    backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``host_bytes_per_s``: what
+    its share of the host's cores reads and writes while they update weights, and ``host_link_bytes_per_s`` what is
+    copied between the two. ``measured`` goes before everything."""
 
     cuda: bool
     dtype: str
@@ -91,6 +94,8 @@ class Rates:
     dequantised: float = 0.0
     grouped: float = 1.0
     experts_s: float = 0.0
+    host_bytes_per_s: float = CPU_UPDATED_BYTES_PER_S
+    host_link_bytes_per_s: float = CPU_BYTES_PER_S
 
     @property
     def best_flops_per_s(self) -> float:
@@ -208,6 +213,8 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
         multiprocessors=device.multiprocessors,
         measured=cluster.measured,
         logits=traits.logits,
+        host_bytes_per_s=known["host update"] / cluster.devices_per_node,
+        host_link_bytes_per_s=known["host link"] * (device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S),
         **fixed,  # type: ignore[arg-type]
     )
 

@@ -24,6 +24,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.techniques import offload
 
 UNFUSED = 23
 """Of clipping (a norm, a product) 3, of decay 2, of the moments 8, of the square root, its correction and epsilon 6, of
@@ -51,7 +52,23 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
-    return _summed(plan, cluster, traits, now, optimizer_s)
+    late_s = max(0.0, now.at_s["out"] - now.at_s["compute"])
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copied_s(costed, plan, rates))
+
+
+def copied_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
+    """What it takes to copy as many bytes as the gradients of a place to the host, or as the weights from there."""
+    if plan.offload.optimizer == "none":
+        return 0.0
+    return offload.trained_bytes(costed, plan) / rates.host_link_bytes_per_s
+
+
+def _offloaded(found: Seconds, plan: Plan, late_s: float, each_way_s: float) -> Seconds:
+    """The same with what the device waits for the host: so long, after backward, until the last gradient has left, and
+    for the new weights."""
+    waits_s = late_s + each_way_s
+    longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
+    return replace(found, **longer, offload_s=waits_s, copied_s=2 * each_way_s)
 
 
 def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
@@ -64,7 +81,8 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
     _send_last(now, last, wires_of(plan.layout, cluster))
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
-    return _summed(plan, cluster, traits, now, optimizer_s)
+    each_way_s = max(copied_s(sheet, plan, rates) for sheet in times.sheets)
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, each_way_s, each_way_s)
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
@@ -160,8 +178,8 @@ def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
 
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
     """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
-    fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in
-    memory."""
+    fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
+    as they are on the host."""
     numbers = sum(times * _trained(unit, costed.place) for unit, times in costed.repeated())
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
@@ -169,6 +187,8 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moved = numbers * (weight + 2 * weight + 4 * moment + weight)  # the norm reads gradients a first time
     if unfused:
         moved = numbers * weight * UNFUSED
+    if plan.offload.optimizer == "host":
+        return (moved + 2 * numbers * weight) / rates.host_bytes_per_s
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
     return rates.updated_s(moved, kernels)
 

@@ -86,10 +86,14 @@ class Memory:
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:
-    """Bytes of the weights' and moments' local shards on this rank (each moment with its step count)."""
+    """Bytes of the weights' and moments' local shards on this rank (each moment with its step count). What is kept on
+    the host counts where the device is the host."""
     weights, kept = state.parameters().values(), state.optimizer.state
-    moments = [value for weight in weights for value in kept.get(weight, {}).values()]
-    return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
+    moments = [value for weight in weights for value in kept.get(state.updated(weight), {}).values()]
+    if not state.host:
+        return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
+    on_host = [] if any(local(weight).is_cuda for weight in weights) else [*state.host.tensors(), *moments]
+    return {"weights": _storage_bytes(weights), "moments": 0, "offloaded": _storage_bytes(on_host)}
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -97,8 +97,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Bytes of weights and moments at the sheet's place. FSDP2 pads weights; moments are not padded. Each trained
-    weight has a step count of 4 bytes."""
+    """Bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments are not
+    padded. Each trained weight has a step count of 4 bytes."""
     number = BYTES[plan.optim.moments or plan.precision.weights]
     found = []
     for unit, times in sheet.repeated():
@@ -133,17 +133,24 @@ def settings(name: str, optim: OptimSection) -> Settings:
     return Settings(optim.learning_rate, decay)
 
 
-def build(parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0) -> Optimizer:
-    """AdamW over the trained parameters of ``parts``, with its moments in place (zeros), so that a checkpoint can be
-    read into them. Plain and sharded parameters are in separate groups: the fused kernel does not take both at once.
-    ``seed`` is for stochastic rounding."""
+def build(
+    parts: Sequence[nn.Module],
+    optim: OptimSection,
+    plan: Plan,
+    seed: int = 0,
+    updated: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
+) -> Optimizer:
+    """AdamW over the trained parameters of ``parts``, or what is ``updated`` in their place, with its moments there
+    (zeros), so that a checkpoint can be read into them. Plain and sharded parameters are in separate groups: the fused
+    kernel does not take both at once. ``seed`` is for stochastic rounding."""
     import torch
     from torch.distributed.tensor import DTensor
 
     groups: dict[tuple[Settings, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in each_named(parts):
         if parameter.requires_grad:
-            groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), []).append((name, parameter))
+            group = groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), [])
+            group.append((name, updated(parameter)))
     given = [
         {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
         for (chosen, _), parameters in groups.items()

@@ -34,13 +34,14 @@ class UnitBytes:
     """The bytes of one unit. Of each call: ``gathers``, what every rank gathers, padding included; ``regathers``, the
     same from the ranks that keep a copy after forward; ``gradients``, by name the padded gradients of trained weights,
     in the dtype of reduction, and over whom they are summed. Of the unit: ``cast``, this rank's slice of the weights
-    that are cast before they are gathered; ``gradient``, its slice of the sum; ``kept``, its share of the copies after
-    forward."""
+    that are cast before they are gathered; ``gradient``, its slice of the sum; ``unpadded``, the same without padding;
+    ``kept``, its share of the copies after forward."""
 
     gathers: tuple[GroupCall, ...]
     regathers: tuple[GroupCall, ...]
     gradients: tuple[tuple[Slices, tuple[tuple[str, int], ...]], ...]
     gradient_bytes: int
+    unpadded_bytes: int
     cast_bytes: int
     kept_bytes: int
 
@@ -113,6 +114,7 @@ def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
         regathers=tuple(regathers),
         gradients=tuple(gradients),
         gradient_bytes=sum(padded[weight.name] for weight in trained) * BYTES[precision.weights],
+        unpadded_bytes=sum(weight.local_numel(place, padded=False) for weight in trained) * BYTES[precision.weights],
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),

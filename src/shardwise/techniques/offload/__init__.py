@@ -1,0 +1,119 @@
+"""What is kept outside the device's memory.
+
+    offload.optimizer   on the host                                      what is copied a step, of each trained weight
+    none                nothing                                          nothing
+    host                moments, the weights that are updated, and       its gradient to the host, as it becomes whole
+                        gradients                                        in backward; its new value back, after the step
+
+The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
+change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
+A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
+rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
+crosses the bus twice a step, and is updated at the rate of the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import Place
+from shardwise.spec.plan import BYTES, Offload, Plan
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.techniques.variant import Traced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.distributed.meshes import Meshes
+    from shardwise.errors import Problem
+    from shardwise.techniques.offload.host import HostWeights
+
+_HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
+
+
+def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
+    """What the recipe says; ``auto`` tries both, the device first."""
+    asked = recipe.offload.optimizer
+    if asked != "host":
+        yield plan
+    if asked != "none":
+        why = {"offload.optimizer": "pinned" if asked == "host" else "searched: no plan without it fits, or is as fast"}
+        yield replace(plan, offload=Offload("host"), why={**plan.why, **why})
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
+    return {"offload.optimizer": (plan.offload.optimizer, recipe.offload.optimizer)}
+
+
+def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    """Nothing: any plan can keep its optimizer on the host."""
+    return []
+
+
+def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+    """Nothing: it acts between units."""
+    return made
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """Nothing: what is on the host, :func:`host_bytes` says, and planner/weights.py when gradients leave."""
+    return sheet
+
+
+def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    """Nothing: copies are made of weights that have been filled (:func:`host_weights`)."""
+    return parts
+
+
+def leave_early(plan: Plan) -> bool:
+    """The technique's one fact: whether a gradient leaves the device as soon as backward has it. Where ranks add up
+    what each has, after backward, it leaves after that."""
+    alone = plan.layout.size("loss") == 1
+    return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
+
+
+def host_bytes(sheet: Sheet, plan: Plan, moments: int) -> dict[str, int]:
+    """What is kept on the host at the sheet's place, by category: of each trained weight a copy and its gradient, and
+    the ``moments``, whose bytes the optimizer knows."""
+    if plan.offload.optimizer == "none":
+        return {}
+    trained = trained_bytes(sheet, plan)
+    return {"weights": trained, "gradients": trained, "moments": moments}
+
+
+def trained_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Bytes of the trained weights at the sheet's place, which are copied to the host and back, without padding."""
+    number = BYTES[plan.precision.weights]
+    return sum(times * _trained(unit, sheet.place) for unit, times in sheet.repeated()) * number
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _trained(unit: Unit, place: Place) -> int:
+    return sum(weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained)
+
+
+def host_weights(parts: Sequence[nn.Module], plan: Plan) -> HostWeights | None:
+    """Copies on the host of the trained weights of parts that have been filled, if the optimizer is to update those."""
+    if plan.offload.optimizer == "none":
+        return None
+    from shardwise.models.blocks import each_named
+    from shardwise.techniques.offload.host import HostWeights
+
+    trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
+    found = HostWeights(trained, early=leave_early(plan), cut=plan.sharded)
+    _HOST_WEIGHTS.update(dict.fromkeys(parts, found))
+    return found
+
+
+def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
+    """Of several micro-batches a gradient is whole after the last."""
+    for part in parts:
+        if part in _HOST_WEIGHTS:
+            _HOST_WEIGHTS[part].last = last

@@ -1,0 +1,98 @@
+"""Weights that are updated on the host: copies of what a device trains, to which its gradients come, and whose new
+values it gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from weakref import proxy
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.distributed.slices import local
+from shardwise.distributed.torch_private import placed_as
+
+
+class HostWeights:
+    """A copy on the host of each of the ``parameters``, in the same dtype and cut over ranks in the same way, and room
+    for its gradient. ``early``: gradients leave as they arrive in the ``last`` micro-batch's backward; if weights are
+    ``cut``, but those of scalars, which replicas still add up. ``copied`` counts bytes by (from, to)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, early: bool, cut: bool) -> None:
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}
+        self.last = True
+        self.copied: Counter[tuple[str, str]] = Counter()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
+        weakly = proxy(self)  # or parameter, hook and parameter would hold one another
+        for parameter in parameters:
+            values = local(parameter.detach())
+            self.copies[parameter] = nn.Parameter(placed_as(parameter, _host_room(values).copy_(values)))
+            self._gradients[parameter] = placed_as(parameter, _host_room(values))
+            if values.is_cuda and self._stream is None:
+                self._stream = torch.cuda.Stream(values.device)
+            if early and (parameter.ndim or not cut):
+                parameter.register_post_accumulate_grad_hook(lambda parameter: weakly._arrived(parameter))
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates in place of a parameter."""
+        return self.copies[parameter]
+
+    def tensors(self) -> list[Tensor]:
+        """The copies, and the room for their gradients."""
+        return [*self.copies.values(), *self._gradients.values()]
+
+    def read(self) -> None:
+        """The copies take the values of the device's weights, which have been filled anew."""
+        with torch.no_grad():
+            for parameter, copy in self.copies.items():
+                local(copy).copy_(local(parameter))
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if self.last:
+            self._take(parameter)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """A whole gradient leaves. The device holds it until the next one leaves, by when its copy is done."""
+        assert parameter.grad is not None
+        gradient, room = local(parameter.grad), self._gradients[parameter]
+        copied = None
+        if self._stream is None:
+            local(room).copy_(gradient)
+        else:
+            current = torch.cuda.current_stream(gradient.device)
+            if self._leaving is not None and self._leaving[1] is not None:
+                current.wait_event(self._leaving[1])  # then its memory may be used again
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                local(room).copy_(gradient, non_blocking=True)
+                copied = self._stream.record_event()
+        self.copied["device", "host"] += gradient.nbytes
+        self._leaving = gradient, copied
+        self.copies[parameter].grad = room
+        parameter.grad = None
+
+    def take_rest(self) -> None:
+        """Backward is over, and all gradients are whole: those that are still on the device leave it. When this
+        returns, all are on the host."""
+        for parameter in self.copies:
+            if parameter.grad is not None:
+                self._take(parameter)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._leaving = None
+
+    def give_back(self) -> None:
+        """The device gets the updated weights; what it is given to do next waits for them."""
+        with torch.no_grad():
+            for parameter, copy in self.copies.items():
+                values = local(copy)
+                local(parameter).copy_(values, non_blocking=True)
+                self.copied["host", "device"] += values.nbytes
+
+
+def _host_room(values: Tensor) -> Tensor:
+    """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
+    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)

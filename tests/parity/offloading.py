@@ -1,0 +1,81 @@
+"""Plans whose optimizer is on the host, in layouts that meet every pair of settings at least once, and the same plans
+without: ``python -m tests.parity.offloading`` prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Shard
+from tests.covering import pairwise
+from tests.parity.cases import SEQ_LEN
+from tests.parity.mixtures import MODELS as MIXTURES
+from tests.parity.pairwise import DENSE
+
+LAYOUTS = {
+    "one rank": (Layout(), "ddp"),
+    "ddp": (Layout(dp_replicate=2), "ddp"),
+    "zero1": (Layout(dp_shard=2), "zero1"),
+    "zero2": (Layout(dp_shard=2), "zero2"),
+    "zero3": (Layout(dp_shard=2), "zero3"),
+    "hsdp": (Layout(dp_replicate=2, dp_shard=2), "zero3"),
+    "tp": (Layout(dp_shard=2, tp=2), "zero3"),
+    "cp": (Layout(cp=2), "zero3"),
+    "pp": (Layout(dp_shard=2, pp=2), "zero1"),
+    "ep": (Layout(dp_shard=2, ep=2), "zero3"),
+}
+MODELS: dict[str, ModelSpec] = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_word_embeddings=True),
+    "adapters": replace(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
+    "experts": next(iter(MIXTURES.values())),
+}
+LORA = {"adapters": Lora(4, 8.0, nf4=True)}
+PRECISIONS = {"fp32": Precision(), "bf16": Precision("bf16"), "fp16": Precision("fp16")}
+OPTIMIZERS = {"adamw": Optim(), "adamw8bit": Optim("adamw8bit"), "moments in bf16": Optim(moments="bf16")}
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str
+    precision: str
+    optimizer: str
+    accumulation: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        return MODELS[self.model]
+
+    @property
+    def possible(self) -> bool:
+        if self.layout == "pp" and (self.accumulation == 1 or self.model != "dense"):
+            return False
+        return (self.layout == "ep") == (self.model == "experts")
+
+    @property
+    def plan(self) -> Plan:
+        layout, strategy = LAYOUTS[self.layout]
+        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, SEQ_LEN, loss_chunk_tokens=7)
+        return Plan(
+            layout,
+            batch,
+            Shard(strategy, bucket_bytes=4096),  # type: ignore[arg-type]
+            PRECISIONS[self.precision],
+            sequence_parallel=layout.tp > 1,
+            optim=OPTIMIZERS[self.optimizer],
+            offload=Offload("host"),
+            lora=LORA.get(self.model),
+            pipeline=Pipeline("1f1b", 1, (1, 1)) if layout.pp > 1 else Pipeline(),
+        )
+
+
+AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2)
+"""Of the fields of a case, in their order."""
+CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
+
+
+if __name__ == "__main__":
+    print(*CASES, len(CASES), sep="\n")

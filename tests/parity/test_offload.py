@@ -1,0 +1,139 @@
+"""The optimizer on the host: a run is bit by bit what it is without, whatever it is beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.models.config import ModelSpec
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
+from shardwise.techniques import offload
+from shardwise.techniques.offload.host import HostWeights
+from tests.parity import drawn
+from tests.parity.cases import FP64, SEQ_LEN
+from tests.parity.moving import goes_on
+from tests.parity.offloading import CASES, LAYOUTS, Case
+from tests.parity.pairwise import DENSE
+
+STEPS = 3
+"""The third is the first whose moments are of clipped gradients that differ."""
+
+
+def without(plan: Plan) -> Plan:
+    return replace(plan, offload=Offload())
+
+
+def test_every_layout_is_met() -> None:
+    assert {case.layout for case in CASES} == LAYOUTS.keys()
+    assert len(CASES) <= 30
+    assert {offload.leave_early(case.plan) for case in CASES} == {False, True}
+
+
+@pytest.mark.matrix(8)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
+    """Losses, norms, first gradients, and all that each rank holds after each step; gradients are clipped."""
+    plans = [case.plan, without(case.plan)]
+    for found, right in ranks.run(drawn.train_on_rank, case.spec, plans, STEPS, world=case.plan.layout.world):
+        assert found.losses == right.losses and found.norms == right.norms
+        assert found.gradients.keys() == right.gradients.keys()
+        assert all(torch.equal(found.gradients[name], value) for name, value in right.gradients.items())
+        assert found.held == right.held
+
+
+ZERO3 = Plan(Layout(dp_shard=2), Batch(2, 2, SEQ_LEN, 7), Shard("zero3"), FP64, offload=Offload("host"))
+ONE = replace(ZERO3, layout=Layout(), batch=Batch(4, 2, SEQ_LEN, 7), shard=Shard())
+STAGED = replace(ONE, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (1, 1)))
+SIDES = (ZERO3, without(ONE), STAGED, without(replace(ZERO3, layout=Layout(dp_shard=4), batch=Batch(1, 2, SEQ_LEN, 7))))
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("place", range(len(SIDES)))
+def test_a_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, place: int) -> None:
+    targets = [SIDES[(place + step) % len(SIDES)] for step in (0, 1)]
+    goes_on(ranks, tmp_path, replace(DENSE, tie_word_embeddings=place % 2 == 1), SIDES[place], targets)
+
+
+def stale(self: HostWeights, parameter: nn.Parameter) -> None:
+    """The first gradient that came stays for all steps."""
+    room = self._gradients[parameter]
+    kept = room.clone() if parameter in self._seen else None  # type: ignore[attr-defined]
+    take(self, parameter)
+    self._seen.add(parameter)  # type: ignore[attr-defined]
+    if kept is not None:
+        room.copy_(kept)
+
+
+@contextmanager
+def of_the_last_step() -> Iterator[None]:
+    made = HostWeights.__init__
+
+    def begin(self: HostWeights, *given: Any, **more: Any) -> None:
+        made(self, *given, **more)
+        self._seen = set()  # type: ignore[attr-defined]
+
+    with patch.object(HostWeights, "__init__", begin), patch.object(HostWeights, "_take", stale):
+        yield
+
+
+take = HostWeights._take
+
+
+def before_the_step() -> AbstractContextManager[Any]:
+    """What backward has given comes back as it was: weights return before they are updated."""
+    rest = HostWeights.take_rest
+
+    def give_first(self: HostWeights) -> None:
+        rest(self)
+        give_back(self)
+
+    give_back = HostWeights.give_back
+    return patch.multiple(HostWeights, take_rest=give_first, give_back=lambda self: None)
+
+
+def every_micro_batch() -> AbstractContextManager[Any]:
+    """Gradients leave after each micro-batch, the last over the ones before."""
+    return patch.object(offload, "before_micro_batch", lambda parts, plan, *, last: None)
+
+
+@contextmanager
+def norm_of_what_stayed() -> Iterator[None]:
+    """Clipping by the norm of the device's gradients, of which none is left."""
+    known = reduce.local_squares
+    with patch.object(reduce, "local_squares", lambda parameters, ranks: known([], ranks)):
+        yield
+
+
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ModelSpec, Plan]] = {
+    "the last step's gradient": (of_the_last_step, DENSE, ZERO3),
+    "weights that return before the step": (before_the_step, DENSE, ZERO3),
+    "gradients that leave after each micro-batch": (every_micro_batch, DENSE, ONE),
+    "a norm that misses what has left": (norm_of_what_stayed, DENSE, ZERO3),
+}
+
+
+def take_steps(rank: int, world: int, name: str) -> tuple[parity.Trace, parity.Trace]:
+    planted, spec, plan = FAULTS[name]
+    right = drawn.take_steps(rank, spec, without(plan), STEPS)
+    with planted():
+        return right, drawn.take_steps(rank, spec, plan, STEPS)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(ranks: RankPool, name: str) -> None:
+    """What the proof above compares is not equal."""
+    for right, found in ranks.run(take_steps, name, world=FAULTS[name][2].layout.world):
+        assert found.held != right.held
