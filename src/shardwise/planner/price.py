@@ -34,7 +34,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         if rows := span.top.get(EXPERT_ROWS, 0):
             memory["activations"] += rows
-            memory["expert reserve"] = round((plan.expert_imbalance - 1) * rows)
+            memory["expert reserve"] = round((most_rows(spec, plan) - 1) * rows)
         sent = traffic(span, plan)
         size = sum(memory.values())
         found.append(Estimate(memory, size, cluster.device.memory_bytes, sent, flops([span], plan.layout)))
@@ -44,6 +44,14 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=fullest)
+
+
+def most_rows(spec: ModelSpec, plan: Plan) -> float:
+    """How many times its even share of the rows memory is reserved for: no more than the capacity of its experts."""
+    if spec.expert_capacity is None:
+        return plan.expert_imbalance
+    even = plan.batch.seq_len * spec.experts_per_token / spec.experts
+    return min(plan.expert_imbalance, spec.expert_room(plan.batch.seq_len) / even)
 
 
 def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:
