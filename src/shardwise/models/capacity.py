@@ -13,9 +13,7 @@ from torch import Tensor
 from shardwise.models.balance import RowPlaces
 
 
-def within_capacity(
-    ids: Tensor, weights: Tensor, places: RowPlaces, experts: int, room: int
-) -> tuple[Tensor, Tensor]:
+def within_capacity(ids: Tensor, weights: Tensor, places: RowPlaces, experts: int, room: int) -> tuple[Tensor, Tensor]:
     """The ids [n,k], with E, which is none of so many ``experts``, for each that finds no room where an expert has
     ``room`` of a row; and how many these are. Padding has E too: it takes no room, and is not counted."""
     row, inside = places.of(ids.shape[0], weights)

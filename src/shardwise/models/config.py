@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from functools import lru_cache
-from math import ceil, prod
+from math import prod
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError, Problem
@@ -43,8 +42,7 @@ class ModelSpec:
     tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
     the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
     output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
-    share of a row's tokens an expert takes at most in training; None: all that come.
-    hf_model: what the blocks are, where not those of the decoder.
+    share of a row an expert takes at most in training; None: all of it. hf_model: blocks that are not the decoder's.
     """
 
     name: str
@@ -128,14 +126,8 @@ class ModelSpec:
 
     @property
     def expert_counts(self) -> int:
-        """How many numbers a step counts of experts: two losses, the tokens of each expert of each layer, and with a
-        capacity how many times a layer dropped one."""
-        of_layer = self.experts + (self.expert_capacity is not None)
-        return 2 + self.expert_layers * of_layer if self.expert_layers else 0
-
-    def expert_room(self, tokens: int) -> int:
-        """How many tokens an expert takes of a row of so many, where there is a capacity."""
-        return ceil(Fraction(str(self.expert_capacity)) * tokens * self.experts_per_token / self.experts)
+        """How many numbers a step counts of experts: two losses, each layer's loads and, with a capacity, its drops."""
+        return 2 + self.expert_layers * (self.experts + (self.expert_capacity is not None)) if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:

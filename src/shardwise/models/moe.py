@@ -4,13 +4,14 @@ tokens share.
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
 expert, and is what expert parallelism replaces. Two more for what is counted (models/balance.py): ``MoE.rows_of`` says
 in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. With a
-capacity, experts drop in training what is beyond it (models/capacity.py). Weights of all experts of a layer are one matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a
-matrix by rows serves here too.
+capacity, experts drop in training what is beyond it (models/capacity.py). Weights of all experts of a layer are one
+matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardwise.models.capacity import within_capacity
 from shardwise.models.config import ModelSpec
 from shardwise.models.grouped import grouped, owners, sorting
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
+from shardwise.models.room import expert_room
 
 
 class _RouterProduct(torch.autograd.Function):
@@ -188,7 +190,7 @@ class MoE(nn.Module):
         super().__init__()
         self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
         self.coefficients = spec.router_losses
-        self.room = None if spec.expert_capacity is None else spec.expert_room
+        self.room = None if spec.expert_capacity is None else partial(expert_room, spec)
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
         self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None

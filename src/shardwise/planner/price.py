@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
+from shardwise.models.room import expert_room
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
@@ -51,7 +52,7 @@ def most_rows(spec: ModelSpec, plan: Plan) -> float:
     if spec.expert_capacity is None:
         return plan.expert_imbalance
     even = plan.batch.seq_len * spec.experts_per_token / spec.experts
-    return min(plan.expert_imbalance, spec.expert_room(plan.batch.seq_len) / even)
+    return min(plan.expert_imbalance, expert_room(spec, plan.batch.seq_len) / even)
 
 
 def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:

@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot
 from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
+from shardwise.models.room import expert_room
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
         found.append(logits)
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
-        shapes.append(args[0].shape[:2])
+        shapes.append((args[0].shape[0], args[0].shape[1]))
 
     def added() -> Tensor:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
@@ -37,9 +38,9 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     def chosen(module: nn.Module, args: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
         x, routing = args
-        return x, routing._replace(weights=routing.weights * has_room(routing, *shapes[-1], spec))
+        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec))
 
-    shapes: list[torch.Size] = []
+    shapes: list[tuple[int, int]] = []
     hooks = [layer.register_forward_pre_hook(entered) for layer in layers]
     hooks += [layer.router.register_forward_hook(routed) for layer in layers]
     hooks += [layer.experts.register_forward_pre_hook(chosen) for layer in layers if layer.room]
@@ -50,14 +51,14 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
             hook.remove()
 
 
-def has_room(routing: Routing, rows: int, length: int, spec: ModelSpec) -> Tensor:
-    """1 for each choice [n,k] of tokens of so many rows that is among the largest weights of its expert, else 0."""
+def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec) -> Tensor:
+    """1 for each choice [n,k] of tokens [b,s] whose weight is among the largest of its expert in its row, else 0."""
     found = torch.zeros_like(routing.weights)
-    each = (part.view(rows, length, -1) for part in (routing.ids, routing.weights.detach(), found))
+    each = (part.view(*shape, -1) for part in (routing.ids, routing.weights.detach(), found))
     for ids, weights, kept in zip(*each, strict=True):
         for expert in range(spec.experts):
             token, place = (ids == expert).nonzero(as_tuple=True)
-            first = weights[token, place].argsort(descending=True, stable=True)[: spec.expert_room(length)]
+            first = weights[token, place].argsort(descending=True, stable=True)[: expert_room(spec, shape[1])]
             kept[token[first], place[first]] = 1.0
     return found
 

@@ -107,7 +107,7 @@ class Counts:
         """Empty of a model without a capacity."""
         loads = self.loads(numbers)
         found = numbers[2 + len(loads) * self.spec.experts :]
-        return {layer: each / sum(loads[layer]) for layer, each in zip(loads, found, strict=False)}
+        return {layer: each / max(1.0, sum(loads[layer])) for layer, each in zip(loads, found, strict=False)}
 
 
 def spread(loads: Loads) -> dict[str, list[float]]:

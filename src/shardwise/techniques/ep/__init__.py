@@ -53,9 +53,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
         why = {"layout.ep": "pinned" if asked else "searched: the fastest that fits"} if degree > 1 and pinned else {}
         layout = replace(plan.layout, ep=degree)
         split = plan.sequence_parallel and spec.expert_capacity is None  # which needs whole rows
-        yield replace(
-            plan, layout=layout, expert_imbalance=imbalance, sequence_parallel=split, why={**plan.why, **why}
-        )
+        yield replace(plan, layout=layout, expert_imbalance=imbalance, sequence_parallel=split, why={**plan.why, **why})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
