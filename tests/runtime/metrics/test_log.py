@@ -94,7 +94,7 @@ def test_a_line_tells_what_experts_drop(tmp_path: Path, capsys: pytest.CaptureFi
     first, second = lines(tmp_path / "metrics.jsonl")
     assert (first["experts"]["dropped"], first["expert_dropped"]) == ([0.0, 0.25], 0.125)  # type: ignore[index]
     assert (second["experts"]["dropped"], second["expert_dropped"]) == ([0.0, 0.0], 0.0)  # type: ignore[index]
-    assert "  experts 2.0x, 1 dead, 12.5% dropped  " in capsys.readouterr().out
+    assert "  experts 2.0x, 1 dead, 12.5 % dropped  " in capsys.readouterr().out
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
