@@ -1,7 +1,8 @@
 """Proofs must see what is wrong: faults planted into the real code, each of which must be reported.
 
 Here are those of drift and of kills, those of parity are in tests/parity/test_faults.py, test_tp_faults.py,
-test_pp_faults.py, test_cp_faults.py, test_ep_faults.py, test_experts.py and test_capacity.py; docs/proofs.md lists them all.
+test_pp_faults.py, test_cp_faults.py, test_ep_faults.py, test_experts.py and test_capacity.py; docs/proofs.md lists them
+all.
 """
 
 from __future__ import annotations
