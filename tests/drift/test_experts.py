@@ -58,6 +58,15 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
     "cp x tp": (SPEC, plan(Layout(cp=2, tp=2), remat="selective")),
     "pp": (DEEP, replace(plan(Layout(pp=2), batch=MANY), pipeline=Pipeline("1f1b", 1, (2, 2)))),
     "zbv": (DEEP, replace(plan(Layout(pp=2, v_shaped=True), batch=MANY), pipeline=Pipeline("zbv", 2, (1,) * 4))),
+    "a capacity": (replace(SPEC, expert_capacity=1.25), plan(Layout(dp_shard=2), "zero3", "full")),
+    "a capacity, pp": (
+        replace(DEEP, expert_capacity=1.25),
+        replace(plan(Layout(pp=2), batch=MANY), pipeline=Pipeline("1f1b", 1, (2, 2))),
+    ),
+    "a capacity, ep": (
+        replace(SPEC, expert_capacity=1.25),
+        replace(plan(Layout(dp_shard=2, ep=2), "zero3", "selective"), expert_imbalance=1.0),
+    ),
     "counted alone": (PLAIN, plan(Layout(tp=2), remat="full")),
 }
 
@@ -84,6 +93,16 @@ def test_what_the_losses_send_by_hand() -> None:
         assert more - less == (Counter({(axis, "all_reduce", counts): calls}) if calls else Counter()), layout
         assert not less - more
         assert [n for (_, kind, size), n in more.items() if (kind, size) == ("all_reduce", figures)] == [1]
+
+
+def test_a_capacity_sends_what_it_drops_with_the_figures() -> None:
+    """8 bytes a layer. What experts compute on paper is what they do without: an even routing has room."""
+    of = plan(Layout(dp_replicate=2))
+    more, less = (predict(spec, of) for spec in (replace(SPEC, expert_capacity=1.0), SPEC))
+    figures = 16 + 8 * (2 + 2 * 6)
+    assert [size for _, _, size in (more.sent - less.sent)] == [figures + 8 * 2]
+    assert [size for _, _, size in (less.sent - more.sent)] == [figures]
+    assert replace(more, sent=less.sent) == less
 
 
 def test_variants_say_whether_a_loss_is_there_not_its_coefficient() -> None:

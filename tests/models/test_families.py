@@ -96,7 +96,7 @@ def test_all_features_are_at_work_somewhere() -> None:
     longest = {spec.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
     features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
-    others = {"attention_output_bias", "hf_model", "intermediate_sizes", "experts", "expert_size"}
+    others = {"attention_output_bias", "hf_model", "intermediate_sizes", "experts", "expert_size", "expert_capacity"}
     assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"}
 
 

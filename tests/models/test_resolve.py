@@ -98,18 +98,23 @@ def test_a_recipe_sets_the_losses_of_routers(monkeypatch: pytest.MonkeyPatch) ->
 
     def found(*words: str) -> tuple[float, float]:
         spec = resolve(load_recipe(None, ["model.path=a/b", *words]))
+        assert spec.expert_capacity == (1.25 if "model.expert_capacity=1.25" in words else None)
         return spec.router_aux_loss_coef, spec.router_z_loss_coef
 
+    assert found("model.expert_capacity=1.25") == (0.01, 0.0)
     assert found() == (0.01, 0.0)
     assert found("model.router_aux_loss=0.5", "model.router_z_loss=0.001") == (0.5, 0.001)
     assert found("model.router_aux_loss=0") == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("key", ["router_aux_loss", "router_z_loss"])
-def test_losses_of_routers_of_a_model_without_experts_are_refused(key: str) -> None:
-    recipe = Recipe.model_validate({"model": {"config": MODEL, key: 0.1}})
+@pytest.mark.parametrize(
+    ("key", "asked", "none"),
+    [("router_aux_loss", 0.1, 0.0), ("router_z_loss", 0.1, 0.0), ("expert_capacity", 1.0, None)],
+)
+def test_what_is_asked_of_experts_that_a_model_has_not_is_refused(key: str, asked: float, none: float | None) -> None:
+    recipe = Recipe.model_validate({"model": {"config": MODEL, key: asked}})
     with pytest.raises(ConfigError, match=rf"CFG008.*`model.{key}`.*no experts"):
         resolve(recipe)
-    assert resolve(Recipe.model_validate({"model": {"config": MODEL, key: 0.0}})) == resolve(
+    assert resolve(Recipe.model_validate({"model": {"config": MODEL, key: none}})) == resolve(
         Recipe.model_validate({"model": {"config": MODEL}})
     )

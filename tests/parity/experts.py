@@ -91,11 +91,12 @@ def model(of: Plan) -> ModelSpec:
 
 def counted(rank: int, world: int, plans: list[Plan]) -> list[list[StepStats]]:
     """What two steps under each plan tell."""
-    return [_two_steps(plan) for plan in plans]
+    return [two_steps(model(plan), plan) for plan in plans]
 
 
-def _two_steps(plan: Plan) -> list[StepStats]:
-    job = job_of(model(plan), plan, 2, drawn.RANDOM)
+def two_steps(spec: ModelSpec, plan: Plan) -> list[StepStats]:
+    """What each tells."""
+    job = job_of(spec, plan, 2, drawn.RANDOM)
     groups = meshes(plan.layout, "cpu")
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
     state = build(recipe, job.spec, plan, groups, parity.CPU, job.setting.draw)

@@ -8,15 +8,18 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.price import at_places, flops, price
+from shardwise.planner.price import at_places, flops, most_rows, price
 from shardwise.planner.schedule import folded, schedule
+from shardwise.planner.search import Search, choose
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
+from shardwise.spec.recipe import Parallel, Recipe, Train
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques import optim
+from tests.parity.mixtures import MIXTRAL
 
 SPEC = load_spec("SmolLM2-135M")
 CLUSTER = parse_cluster("8xH100")
@@ -83,3 +86,27 @@ def test_operations_of_all_axes_count() -> None:
     assert flops([Span(flops=10), Span(flops=7)], layout) == 12 * 10 + 12 * 7
     assert flops([Span(flops=10)], Layout(dp_replicate=2, dp_shard=2, tp=3)) == 12 * 10
     assert flops([Span(flops=10)], Layout()) == 10
+
+
+def test_a_capacity_bounds_what_is_reserved_for_an_uneven_routing() -> None:
+    """Of 256 tokens and 8 experts each takes 64 where all take as many; of 250, where that is 62.5, still 63."""
+    plan = Plan(Layout(dp_shard=2, ep=2), Batch(2, 1, 256, 256), Shard("zero3"), Precision("bf16"))
+    usual = price(MIXTRAL, plan, CLUSTER).estimate
+    for capacity, share in ((1.0, 0.0), (1.25, 0.5), (1.5, 1.0), (4.0, 1.0)):
+        found = price(replace(MIXTRAL, expert_capacity=capacity), plan, CLUSTER).estimate
+        reserve = round(share * usual.memory["expert reserve"])
+        assert usual.memory["expert reserve"] > 0 and reserve == pytest.approx(found.memory["expert reserve"], abs=1)
+        assert {**found.memory, "expert reserve": 0} == {**usual.memory, "expert reserve": 0}
+    odd = replace(plan, batch=Batch(2, 1, 250, 250))
+    assert most_rows(replace(MIXTRAL, expert_capacity=1.0), odd) == pytest.approx(63 / 62.5)
+
+
+def test_with_a_capacity_ranks_have_whole_rows() -> None:
+    """A pinned tp is planned without sequence parallelism, and no plan cuts rows by itself."""
+    capped = replace(MIXTRAL, expert_capacity=1.25, vocab_size=64)
+    train = Train(seq_len=256, global_batch_size=8)
+    tensor = choose(Recipe(train=train, parallel=Parallel(tp=2)), capped, CLUSTER)
+    assert (tensor.layout.tp, tensor.layout.ep, tensor.sequence_parallel) == (2, 1, False)
+    every = Search(Recipe(train=train), capped, CLUSTER).all
+    assert {plan.layout.cp for plan in every} == {1} and not any(plan.sequence_parallel for plan in every)
+    assert {plan.layout.ep for plan in every} > {1, 2}

@@ -17,7 +17,7 @@ from shardwise.spec.plan import Batch, Plan, Shard
 from tests.parity.mixtures import MIXTRAL
 from tests.parity.pairwise import DENSE
 
-TWELVE = replace(MIXTRAL, experts=12)
+TWELVE, CAPPED = replace(MIXTRAL, experts=12), replace(MIXTRAL, expert_capacity=1.25)
 BATCH = Batch(1, 1, 256)
 REFUSED: dict[str, tuple[ModelSpec, Plan, str, str]] = {
     "a degree that does not divide the experts": (
@@ -80,6 +80,30 @@ REFUSED: dict[str, tuple[ModelSpec, Plan, str, str]] = {
         "differs in every step, which compiled blocks cannot do",
         "false, or `parallel.ep=1`",
     ),
+    "a capacity of experts in compiled blocks": (
+        CAPPED,
+        Plan(Layout(dp_shard=2), BATCH, Shard("zero3"), compile=True),
+        "how many rows experts have room for differs in every step",
+        "false, or leave out `model.expert_capacity`",
+    ),
+    "a capacity by rows that are cut": (
+        CAPPED,
+        Plan(Layout(cp=2), BATCH),
+        "`model.expert_capacity` is counted by whole rows, and context parallelism cuts them",
+        "`parallel.cp=1`, or leave out `model.expert_capacity`",
+    ),
+    "a capacity with sequence parallelism": (
+        CAPPED,
+        Plan(Layout(tp=2), BATCH, sequence_parallel=True),
+        "and sequence parallelism cuts them",
+        "`parallel.sequence_parallel=false`, or `parallel.tp=1`",
+    ),
+    "a capacity with ep and tp": (
+        CAPPED,
+        Plan(Layout(dp_shard=2, tp=2, ep=2), BATCH, Shard("zero3")),
+        "and sequence parallelism, which ep with tp needs, cuts them",
+        "`parallel.tp=1` or `parallel.ep=1`",
+    ),
 }
 
 
@@ -97,6 +121,9 @@ PINS = {
         "ep with tp needs sequence parallelism",
         "sequence_parallel=true",
     ),
+    "model.expert_capacity=1.25 parallel.cp=2": ("context parallelism cuts them", "`parallel.cp=1`"),
+    "model.expert_capacity=1.25 parallel.tp=2 parallel.ep=2": ("which ep with tp needs", "or `parallel.ep=1`"),
+    "model.expert_capacity=1.25 compile=true": ("experts have room for", "leave out `model.expert_capacity`"),
     "parallel.ep=2 compile=true": ("compiled blocks cannot do", "false, or `parallel.ep=1`"),
     "parallel.ep=2 model.path=Llama-3.1-8B": ("Llama-3.1-8B has no experts", "`parallel.ep=1`"),
 }
@@ -120,6 +147,8 @@ def test_a_pin_that_cannot_be_ends_with_78_and_what_can(
     ("pin", "code", "what"),
     [
         ("parallel.expert_imbalance=0.5", "CFG005", "a number ≥ 1"),
+        ("model.expert_capacity=0.9", "CFG005", "a number ≥ 1"),
+        ("model.expert_capacity=much", "CFG002", "`model.expert_capacity`"),
         ("parallel.ep=0", "CFG005", "`parallel.ep`"),
         ("parallel.ep=some", "CFG002", "`parallel.ep`"),
     ],

@@ -25,13 +25,15 @@ from shardwise.distributed.torch_private import in_backward
 
 class Routing(NamedTuple):
     """Of n tokens: the ``ids`` [n,k] of their experts, the ``weights`` [n,k] of what these make, and ``counts`` [E]:
-    how many tokens go to each expert. What they follow from: the router's ``logits`` and ``scores`` [n,E]."""
+    how many tokens go to each expert. What they follow from: the router's ``logits`` and ``scores`` [n,E]. ``kept``:
+    how many ids are those of an expert, where others are dropped and are E; None: all of them."""
 
     ids: Tensor
     weights: Tensor
     counts: Tensor
     logits: Tensor
     scores: Tensor
+    kept: int | None = None
 
 
 class RowPlaces(NamedTuple):
@@ -55,22 +57,24 @@ class RowPlaces(NamedTuple):
 class Tally:
     """What a layer with experts is told in a training step, and where it counts, all in fp64. ``loads`` [E] and
     ``losses`` [2] are added to: tokens of this rank, and auxiliary loss and z-loss, summed over rows; ``factors`` [2]
-    are what these sums are multiplied by in the loss of the step."""
+    are what these sums are multiplied by in the loss of the step. ``dropped`` [1], of layers with a capacity: how many
+    times a token found no room in one of its experts."""
 
     loads: Tensor
     losses: Tensor
     factors: Tensor
+    dropped: Tensor | None = None
 
 
 @torch.library.custom_op("shardwise::count", mutates_args=("total",))
-def _count(total: Tensor, found: Tensor) -> None:
+def count_once(total: Tensor, found: Tensor) -> None:
     """Adds ``found`` to ``total``, but not again where recomputation comes by: an operation, so that it is asked when
     it runs, in compiled code too."""
     if not in_backward():
         total.add_(found)
 
 
-@_count.register_fake
+@count_once.register_fake
 def _(total: Tensor, found: Tensor) -> None:
     return None
 
@@ -133,7 +137,7 @@ def balanced(
     row, inside = places.of(tokens, routing.scores)
     whole = places.length * places.ranks
     counts = row_counts(routing.ids, row, inside, (places.rows, experts))
-    _count(tally.loads, counts.sum(0))
+    count_once(tally.loads, counts.sum(0))
     losses: dict[int, Tensor] = {}
     if coefficients[0]:
         shares = over_rows(counts) * (experts / whole**2)
@@ -142,6 +146,6 @@ def balanced(
         losses[1] = routing.logits.logsumexp(-1).square().dot(inside) / whole
     weights = routing.weights
     for number, loss in losses.items():
-        _count(tally.losses[number], loss.detach())
+        count_once(tally.losses[number], loss.detach())
         weights = _WithLoss.apply(weights, loss * tally.factors[number])
     return routing._replace(weights=weights)

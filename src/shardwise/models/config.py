@@ -41,8 +41,8 @@ class ModelSpec:
     ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
     tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
     the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
-    output_router_logits: whether the first is added, as transformers names it.
-    hf_model: what the blocks are, where not those of the decoder.
+    output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
+    share of a row an expert takes at most in training; None: all of it. hf_model: blocks that are not the decoder's.
     """
 
     name: str
@@ -95,6 +95,7 @@ class ModelSpec:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     output_router_logits: bool = True
+    expert_capacity: float | None = None
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -125,8 +126,8 @@ class ModelSpec:
 
     @property
     def expert_counts(self) -> int:
-        """How many numbers a step counts of experts: two losses, and the tokens of each expert of each layer."""
-        return 2 + self.expert_layers * self.experts if self.expert_layers else 0
+        """How many numbers a step counts of experts: two losses, each layer's loads and, with a capacity, its drops."""
+        return 2 + self.expert_layers * (self.experts + (self.expert_capacity is not None)) if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:

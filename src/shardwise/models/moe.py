@@ -3,22 +3,26 @@ tokens share.
 
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
 expert, and is what expert parallelism replaces. Two more for what is counted (models/balance.py): ``MoE.rows_of`` says
-in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. Weights of
-all experts of a layer are one matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a
-matrix by rows serves here too.
+in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. With a
+capacity, experts drop in training what is beyond it (models/capacity.py). Weights of all experts of a layer are one
+matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.balance import Routing, RowPlaces, Tally, balanced
+from shardwise.models.balance import Routing, RowPlaces, Tally, balanced, count_once
+from shardwise.models.capacity import within_capacity
 from shardwise.models.config import ModelSpec
 from shardwise.models.grouped import grouped, owners, sorting
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
+from shardwise.models.room import expert_room
 
 
 class _RouterProduct(torch.autograd.Function):
@@ -99,8 +103,15 @@ def of_owners(bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:
     return bias.to(out.dtype).unflatten(0, (-1, out.shape[1])).index_select(0, owners(counts, out.shape[0]))
 
 
+def unsorted(rows: Tensor, order: Tensor | None, inverse: Tensor) -> Tensor:
+    """Rows that were sorted, in the places where they were; zeros where those were that ``order`` lacks. None: all."""
+    if order is None or order.shape == inverse.shape:
+        return rows.index_select(0, inverse)
+    return rows.new_zeros(inverse.shape[0], *rows.shape[1:]).index_copy_(0, order, rows)
+
+
 class _Sorted(torch.autograd.Function):
-    """x [n,d] -> [n*k,d]: the row of each of ``order``, of which the k of one token are copies. Gradients of these are
+    """x [n,d] -> [R,d]: the row of each of ``order``, of which those of one token are copies. Gradients of these are
     added up in the order of the k, so that the sum does not depend on which thread comes first."""
 
     @staticmethod
@@ -109,21 +120,21 @@ class _Sorted(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        ctx.k = inputs[3]
-        ctx.save_for_backward(inputs[2])
+        _, order, inverse, ctx.k = inputs
+        ctx.save_for_backward(inverse, None if order.shape == inverse.shape else order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        inverse, order = ctx.saved_tensors
+        return unsorted(grad, order, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
 class _Combined(torch.autograd.Function):
-    """rows [n*k,d], sorted by expert, and weights [n,k] -> [n,d]: each token's rows, weighted and added up."""
+    """rows [R,d], sorted by expert, and weights [n,k] -> [n,d]: each token's rows, weighted and added up."""
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        each = rows.index_select(0, inverse).unflatten(0, weights.shape)
+        each = unsorted(rows, order, inverse).unflatten(0, weights.shape)
         out = rows.new_empty(weights.shape[0], rows.shape[1])  # FSDP2 warns of a module that returns a view
         torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
         return out
@@ -137,7 +148,7 @@ class _Combined(torch.autograd.Function):
         rows, weights, order, inverse = ctx.saved_tensors
         of_token, grad_weights = grad.index_select(0, order // weights.shape[1]), None
         if ctx.needs_input_grad[1]:
-            products = torch.linalg.vecdot(rows, of_token).index_select(0, inverse)
+            products = unsorted(torch.linalg.vecdot(rows, of_token), order, inverse)
             grad_weights = products.to(weights.dtype).view_as(weights)
         own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
         return of_token.mul_(own), grad_weights, None, None
@@ -158,6 +169,8 @@ class Experts(nn.Module):
         """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted."""
         k = routing.ids.shape[1]
         order, inverse = sorting(routing.ids.flatten())
+        if routing.kept is not None:  # what is dropped comes last
+            order = order[: routing.kept]
         rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts)
         return _Combined.apply(rows, routing.weights, order, inverse)
 
@@ -177,6 +190,7 @@ class MoE(nn.Module):
         super().__init__()
         self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
         self.coefficients = spec.router_losses
+        self.room = None if spec.expert_capacity is None else partial(expert_room, spec)
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
         self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None
@@ -188,6 +202,8 @@ class MoE(nn.Module):
         routing = self.route(flat)
         if self.tally is not None:
             routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
+            if self.room is not None:
+                routing = self.kept(routing, self.rows_of(x), self.room, self.tally)
         out = self.experts(flat, routing).view_as(x)
         if self.shared is None:
             return out
@@ -202,6 +218,14 @@ class MoE(nn.Module):
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
+
+    def kept(self, routing: Routing, places: RowPlaces, room: Callable[[int], int], tally: Tally) -> Routing:
+        """The routing without what finds no room; counts that. The host waits for how much is left."""
+        experts, most = routing.counts.shape[0], room(places.length)
+        ids, dropped = within_capacity(routing.ids, routing.weights.detach(), places, experts, most)
+        count_once(tally.dropped, dropped)
+        counts = counted(ids, experts + 1)[:experts]
+        return routing._replace(ids=ids, counts=counts, kept=int(counts.sum()))
 
     def rows_of(self, x: Tensor) -> RowPlaces:
         """The rows of the tokens of x [b,s,d]."""
@@ -225,5 +249,5 @@ def counting(block: nn.Module) -> list[Tensor]:
         if isinstance(module, MoE):
             experts = module.router.weight.shape[0]
             module.tally = Tally(*(torch.zeros(size, dtype=torch.float64) for size in (experts, 2, 2)))
-            found += vars(module.tally).values()
+            found += [each for each in vars(module.tally).values() if each is not None]
     return found

@@ -14,15 +14,16 @@ from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSect
 
 
 def resolve(recipe: Recipe) -> ModelSpec:
-    """The model that the recipe names or describes, with the losses of routers that it asks for. Raises ConfigError:
-    CFG004 when it does neither, or not whole; CFG008 for losses of a model without experts."""
+    """The model that the recipe names or describes, with the losses of routers and the capacity of experts that it asks
+    for. Raises ConfigError: CFG004 when it does neither, or not whole; CFG008 for these of a model without experts."""
     return _balanced(_described(recipe), recipe.model)
 
 
 def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
     asked = {"router_aux_loss": model.router_aux_loss, "router_z_loss": model.router_z_loss}
+    asked["expert_capacity"] = model.expert_capacity
     if key := next((key for key, value in asked.items() if value and not spec.experts), ""):
-        what = f"`model.{key}` is a loss of routers, and {spec.name} has no experts that Shardwise computes"
+        what = f"`model.{key}` is for routers and experts, and {spec.name} has no experts that Shardwise computes"
         raise ConfigError(Problem("CFG008", what, f"model.{key}", "leave it out"))
     if not spec.experts:
         return spec
@@ -30,7 +31,7 @@ def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
     begins = model.config is not None or model.init == "random"
     added = spec.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
     spec = replace(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
-    return replace(spec, router_z_loss_coef=model.router_z_loss)
+    return replace(spec, router_z_loss_coef=model.router_z_loss, expert_capacity=model.expert_capacity)
 
 
 def _described(recipe: Recipe) -> ModelSpec:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
+from shardwise.models.room import expert_room
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
@@ -34,7 +35,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         if rows := span.top.get(EXPERT_ROWS, 0):
             memory["activations"] += rows
-            memory["expert reserve"] = round((plan.expert_imbalance - 1) * rows)
+            memory["expert reserve"] = round((most_rows(spec, plan) - 1) * rows)
         host = {name: size for name, size in span.on("host").top.items() if size}
         if cluster.kind == "cpu":  # the device is the host
             memory["offloaded"], host = sum(host.values()), {}
@@ -55,6 +56,14 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=fullest)
+
+
+def most_rows(spec: ModelSpec, plan: Plan) -> float:
+    """How many times its even share of the rows memory is reserved for: no more than the capacity of its experts."""
+    if spec.expert_capacity is None:
+        return plan.expert_imbalance
+    even = plan.batch.seq_len * spec.experts_per_token / spec.experts
+    return min(plan.expert_imbalance, expert_room(spec, plan.batch.seq_len) / even)
 
 
 def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:

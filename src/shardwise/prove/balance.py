@@ -1,4 +1,5 @@
-"""The losses of routers as anyone would write them, for the plain loop of parity: of whole rows, by autograd alone."""
+"""The losses of routers and the capacity of experts as anyone would write them, for the plain loop of parity: of whole
+rows, by autograd alone."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
+from shardwise.models.room import expert_room
 
 
 @contextmanager
 def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Yields what tells, after one forward pass of the model within it, what is added to the loss of its rows: the
-    losses of all routers, times their coefficients."""
+    losses of all routers, times their coefficients. What experts have no room for has no weight."""
     found: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, MoE)]
 
@@ -25,21 +28,39 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
         found.append(logits)
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
-        shapes.append(args[0].shape[:2])
+        shapes.append((args[0].shape[0], args[0].shape[1]))
 
     def added() -> Tensor:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
         each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
         return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(layers))
 
-    shapes: list[torch.Size] = []
+    def chosen(module: nn.Module, args: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        spec: ModelSpec = model.spec  # type: ignore[assignment]
+        x, routing = args
+        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec))
+
+    shapes: list[tuple[int, int]] = []
     hooks = [layer.register_forward_pre_hook(entered) for layer in layers]
     hooks += [layer.router.register_forward_hook(routed) for layer in layers]
+    hooks += [layer.experts.register_forward_pre_hook(chosen) for layer in layers if layer.room]
     try:
         yield added
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec) -> Tensor:
+    """1 for each choice [n,k] of tokens [b,s] whose weight is among the largest of its expert in its row, else 0."""
+    found = torch.zeros_like(routing.weights)
+    each = (part.view(*shape, -1) for part in (routing.ids, routing.weights.detach(), found))
+    for ids, weights, kept in zip(*each, strict=True):
+        for expert in range(spec.experts):
+            token, place = (ids == expert).nonzero(as_tuple=True)
+            first = weights[token, place].argsort(descending=True, stable=True)[: expert_room(spec, shape[1])]
+            kept[token[first], place[first]] = 1.0
+    return found
 
 
 def of_rows(logits: Tensor, spec: ModelSpec) -> Tensor:

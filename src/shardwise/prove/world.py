@@ -29,6 +29,7 @@ from shardwise.distributed.torch_private import group_size, watch_resizes
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
+from shardwise.models.moe import MoE
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
@@ -163,6 +164,9 @@ def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -
         with tracker.fake or nullcontext(), tracker:
             allocate(parts, spec, torch.device("cpu"))
 
+    for module in parts[0].modules():
+        if isinstance(module, MoE):
+            module.room = None  # on paper routing is even, and nothing is dropped
     return techniques.apply(parts, plan, groups, fill)
 
 

@@ -23,7 +23,9 @@ LOSSES = ("router_aux_loss", "router_z_loss")
 """What the losses of routers are called in the metrics; they are not in ``loss``, and not yet multiplied by their
 coefficients."""
 Loads = Mapping[int, Sequence[float]]
-"""By the number of a layer with experts, how many tokens of a step went to each of them."""
+"""By the number of a layer with experts, how many tokens of a step chose each of them."""
+Dropped = Mapping[int, float]
+"""By the number of a layer with a capacity, which share of these choices found no room."""
 
 
 def layers_of(spec: ModelSpec) -> list[int]:
@@ -42,15 +44,17 @@ def counting(
 ) -> Iterator[Tensor]:
     """Within it layers with experts add the losses of their routers to the gradients, and count. ``batches``: all
     micro-batches of this rank in the step; ``scale``: by what their losses are multiplied. Yields where this rank
-    counts, fp64: the sums of both losses, and the loads of the whole model, layer by layer, zero where other ranks have
-    the layer; nothing of a model without experts. No host waits for a device."""
+    counts, fp64: the sums of both losses, the loads of the whole model, layer by layer, and with a capacity what each
+    layer drops, zero where other ranks have the layer; nothing of a model without experts. No host waits for a device,
+    unless there is a capacity."""
     layers = layers_of(spec_of(parts)) if spec_of(parts).experts else []
     if not layers:
         yield torch.zeros(0, dtype=torch.float64, device=batches[0].ids.device)
         return
     spec, device = spec_of(parts), batches[0].ids.device
     numbers = torch.zeros(spec.expert_counts, dtype=torch.float64, device=device)
-    loads = numbers[2:].view(len(layers), spec.experts)
+    loads, dropped = numbers[2:].tensor_split([len(layers) * spec.experts])
+    loads = loads.view(len(layers), spec.experts)
     rows = rows_of(batches, plan)
     factors = torch.zeros_like(numbers[:2])
     for place, coefficient in enumerate(spec.router_losses):
@@ -64,7 +68,7 @@ def counting(
         if isinstance(module, MoE)
     ]
     for place, module in found:
-        module.tally = Tally(loads[place], numbers[:2], factors)
+        module.tally = Tally(loads[place], numbers[:2], factors, dropped[place : place + 1])
     try:
         yield numbers
     finally:
@@ -99,6 +103,12 @@ class Counts:
         layers = enumerate(layers_of(self.spec) if numbers else [])
         return {layer: numbers[2 + i * experts : 2 + (i + 1) * experts] for i, layer in layers}
 
+    def dropped(self, numbers: Sequence[float]) -> Dropped:
+        """Empty of a model without a capacity."""
+        loads = self.loads(numbers)
+        found = numbers[2 + len(loads) * self.spec.experts :]
+        return {layer: each / max(1.0, sum(loads[layer])) for layer, each in zip(loads, found, strict=False)}
+
 
 def spread(loads: Loads) -> dict[str, list[float]]:
     """Of each ``layer`` with experts: ``entropy`` of the shares of its experts, 1 where all are alike, 0 where one has
@@ -114,14 +124,17 @@ def spread(loads: Loads) -> dict[str, list[float]]:
     return found
 
 
-def told(loads: Loads, ranks: int = 1) -> dict[str, Any]:
+def told(loads: Loads, ranks: int = 1, dropped: Dropped | None = None) -> dict[str, Any]:
     """What the metrics of a step have of its ``loads``: by layer, and of all layers the lowest entropy, the fullest
     expert and how many are dead; where ``ranks`` have different experts, how many times its share the fullest of them
-    got. Nothing of a model without experts."""
+    got; with a capacity the share that was ``dropped``. Nothing of a model without experts."""
     if not loads:
         return {}
     each = spread(loads)
     worst = {"expert_entropy": min(each["entropy"]), "expert_fullest": max(each["fullest"])}
+    if dropped:
+        each["dropped"] = [round(dropped[layer], 6) for layer in loads]
+        worst["expert_dropped"] = round(sum(dropped.values()) / len(dropped), 6)
     if ranks > 1:
         worst["expert_imbalance"] = round(max(_imbalance(counts, ranks) for counts in loads.values()), 4)
     return {**worst, "dead_experts": sum(each["dead"]), "experts": each}

@@ -15,7 +15,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Loss
 from shardwise.models.blocks import spec_of
 from shardwise.runtime import balance, passes, reduce
-from shardwise.runtime.balance import Counts, Loads
+from shardwise.runtime.balance import Counts, Dropped, Loads
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
@@ -29,7 +29,7 @@ class StepStats:
     ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over pairs of answers, and those are
     ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``figures``: what the method reports
     beside its loss, means as that is, and the losses of routers. ``loads``: how many tokens went to each expert, by
-    layer. ``end_s``: when it was done (``time.perf_counter``)."""
+    layer, ``dropped`` which share of them found no room in it. ``end_s``: when it was done (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -43,6 +43,7 @@ class StepStats:
     loss_scale: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     loads: Loads = field(default_factory=dict)
+    dropped: Dropped = field(default_factory=dict)
     end_s: float = field(default_factory=time.perf_counter)
 
 
@@ -67,8 +68,8 @@ class Launched:
         norm = (squares**0.5 if squares >= 0 else squares) / scale
         shown, end_s = scale if state.scale.enabled else None, self.figures.arrival_s
         told |= self.counts.losses(counted)
-        loads = self.counts.loads(counted)
-        known = replace(self.known, figures=told, loads=loads, loss_scale=shown, end_s=end_s)
+        loads, dropped = self.counts.loads(counted), self.counts.dropped(counted)
+        known = replace(self.known, figures=told, loads=loads, dropped=dropped, loss_scale=shown, end_s=end_s)
         return replace(known, loss=loss, grad_norm=norm, skipped=skipped)
 
 

@@ -29,7 +29,8 @@ class Model(Section):
     ``rope_theta`` take the place of those in the model's config.json, to train on at a longer length; so does
     ``router_aux_loss``, the coefficient of the loss that balances experts; left out, a model that is tuned has it only
     where its config.json says ``output_router_logits``. ``router_z_loss`` is that of the loss that keeps the logits of
-    routers small."""
+    routers small. ``expert_capacity``: how many times its even share of a row's tokens an expert takes at most in
+    training; left out, nothing is dropped."""
 
     path: str | None = None
     revision: str | None = None
@@ -40,6 +41,7 @@ class Model(Section):
     rope_theta: float | None = Field(default=None, gt=0)
     router_aux_loss: float | None = Field(default=None, ge=0)
     router_z_loss: float = Field(default=0.0, ge=0)
+    expert_capacity: float | None = Field(default=None, ge=1)
 
     def contradictions(self) -> list[Problem]:
         problems = []

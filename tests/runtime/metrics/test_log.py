@@ -84,6 +84,19 @@ def test_a_line_tells_how_experts_are_loaded(tmp_path: Path, capsys: pytest.Capt
     assert "  experts 3.0x, 2 dead  " in capsys.readouterr().out
 
 
+def test_a_line_tells_what_experts_drop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By layer, and of all layers together; of none where none is dropped."""
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    loads = {0: [4.0, 4.0], 3: [8.0, 0.0]}
+    for number, dropped in ((1, {0: 0.0, 3: 0.25}), (2, {0: 0.0, 3: 0.0})):
+        log.step(state_at(number), replace(stats(number), loads=loads, dropped=dropped), torch.device("cpu"))
+    log.close()
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert (first["experts"]["dropped"], first["expert_dropped"]) == ([0.0, 0.25], 0.125)  # type: ignore[index]
+    assert (second["experts"]["dropped"], second["expert_dropped"]) == ([0.0, 0.0], 0.0)  # type: ignore[index]
+    assert "  experts 2.0x, 1 dead, 12.5 % dropped  " in capsys.readouterr().out
+
+
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
     log.step(state_at(1), stats(1), torch.device("cpu"))

@@ -208,7 +208,7 @@ class Log:
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
             "skipped": stats.skipped,
         }
-        record |= told(stats.loads, self.expert_ranks)
+        record |= told(stats.loads, self.expert_ranks, stats.dropped)
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
@@ -347,8 +347,11 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
 
 
 def _fullness(record: Mapping[str, Any]) -> str:
-    """``1.8x``: the fullest has so many times its even share; ``1.8x, 3 dead``: as many got no token."""
-    return f"{record['expert_fullest']:.1f}x" + f", {record['dead_experts']:.0f} dead" * (record["dead_experts"] > 0)
+    """``1.8x``: the fullest has so many times its even share; ``1.8x, 3 dead``: as many got no token; ``1.8x, 2.0 %
+    dropped``: with a capacity so much found no room."""
+    dropped = [f"{100 * record['expert_dropped']:.1f} % dropped"] if "expert_dropped" in record else []
+    dead = [f"{record['dead_experts']:.0f} dead"] * (record["dead_experts"] > 0)
+    return ", ".join([f"{record['expert_fullest']:.1f}x", *dead, *dropped])
 
 
 def unfit(stats: StepStats, next_scale: float) -> str:

@@ -52,7 +52,8 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     for degree in [asked] if asked and pinned else degrees:
         why = {"layout.ep": "pinned" if asked else "searched: the fastest that fits"} if degree > 1 and pinned else {}
         layout = replace(plan.layout, ep=degree)
-        yield replace(plan, layout=layout, expert_imbalance=imbalance, why={**plan.why, **why})
+        split = plan.sequence_parallel and spec.expert_capacity is None  # which needs whole rows
+        yield replace(plan, layout=layout, expert_imbalance=imbalance, sequence_parallel=split, why={**plan.why, **why})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -70,6 +71,8 @@ def folded(plan: Plan) -> int:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[Problem]:
     layout, ranks = plan.layout, folded(plan)
+    if cut := _cut_rows(spec, plan):
+        return [cut]
     if layout.ep == 1:
         return []
     if not spec.experts:
@@ -96,6 +99,23 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         what = f"expert_imbalance is {plan.expert_imbalance}, but the fullest rank gets at least its even share"
         problems.append(Problem("PLAN027", what, "parallel.expert_imbalance", "1.0 or more"))
     return problems
+
+
+def _cut_rows(spec: ModelSpec, plan: Plan) -> Problem | None:
+    """Refuses a capacity where a rank does not have the whole rows that it is counted by."""
+    what = "`model.expert_capacity` is counted by whole rows, and {} cuts them"
+    if spec.expert_capacity is None:
+        return None
+    if plan.layout.cp > 1:
+        fix = "`parallel.cp=1`, or leave out `model.expert_capacity`"
+        return Problem("PLAN027", what.format("context parallelism"), "parallel.cp", fix)
+    if plan.layout.tp == 1:
+        return None
+    if plan.layout.ep > 1:
+        what = what.format("sequence parallelism, which ep with tp needs,")
+        return Problem("PLAN027", what, "parallel.tp", "`parallel.tp=1` or `parallel.ep=1`")
+    what, fix = what.format("sequence parallelism"), "`parallel.sequence_parallel=false`, or `parallel.tp=1`"
+    return Problem("PLAN027", what, "parallel.sequence_parallel", fix) if plan.sequence_parallel else None
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
