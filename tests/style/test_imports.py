@@ -51,6 +51,7 @@ WITH_TORCH = {
     "shardwise.techniques.cp.exchange",
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
+    "shardwise.techniques.offload.host",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",
@@ -271,7 +272,11 @@ def test_the_contract_of_independence_names_every_technique() -> None:
 
 
 NAMED_BY_THE_RUNTIME = {
-    "build": {"optim": "builds the optimizer", "pp": "the ends of stages are not tied"},
+    "build": {
+        "offload": "copies what is updated",
+        "optim": "builds the optimizer",
+        "pp": "the ends of stages are not tied",
+    },
     "export": {"lora": "merges adapters"},
     "fit": {"optim": "an update of size zero"},
     "generate": {"compile": "or it would compile for every length of a text"},
@@ -280,7 +285,7 @@ NAMED_BY_THE_RUNTIME = {
     "passes": {"pp": "whether parts are stages of a pipeline"},
     "pipeline": {"pp": "the order of actions"},
     "reference": {"lora": "the reference is the model without its adapters"},
-    "state": {"optim": "the names of what it trains, and how often it has"},
+    "state": {"offload": "copies are updated", "optim": "the names of what it trains, and how often it has"},
     "step": {"optim": "the learning rate and the update"},
     "metrics.measure": {"compile": "compiled blocks cannot be watched"},
     "metrics.log": {"lora": "FLOPs follow from what is added"},

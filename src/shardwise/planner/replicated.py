@@ -69,7 +69,7 @@ class Replicated(Weights):
 
     def _arrived(self, name: str) -> None:
         self.tape.hold(("grad", name), "gradients", self.size[name])
-        self.leaves(("grad", name), self.size[name])
+        self.leaving.whole(("grad", name), self.size[name], last=self.last)
         if self.last and (queue := self.queue_of.get(name)):
             for index in queue.arrived(name):
                 self._send(queue, index)

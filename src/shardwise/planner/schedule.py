@@ -112,7 +112,7 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
     for sent in leaving:
         tape.leaves(sent, size)
     for step in steps.values():
-        step.weights.leave_rest()
+        step.weights.leaving.rest()
 
 
 Known = dict[object, tuple[Span, object]]
@@ -221,7 +221,7 @@ class Step:
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
         if last and self.weights.plan.layout.pp == 1:
-            self.weights.leave_rest()
+            self.weights.leaving.rest()
 
     def input_gradients(self, micro_batch: int, *, last: bool) -> None:
         """The first half of a backward that comes in two. ``last``: its second half is the last of this step."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from shardwise.models.roles import is_expert
 from shardwise.planner.events import Copy, ExpertsRun, Send
+from shardwise.planner.leaving import Leaving
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
-from shardwise.techniques.offload import leave_early
 from shardwise.techniques.shard.unit_bytes import ExpertsOf, groups
 
 HEAD = "gradient of the tied output layer"
@@ -33,7 +33,7 @@ class Weights:
         ends = sheet.stem.weights[:1] if sheet.tied else sheet.tail.weights[-1:]
         self.output = ends[0] if ends else None
         self.last, self.half = True, False
-        self.early, self.leaving = leave_early(plan), list[Hashable]()
+        self.leaving = Leaving(tape, plan)
 
     def before_waiting(self, names: Iterable[Hashable]) -> None:
         """What stays whole for a step is gathered before its first forward, where that comes from another rank."""
@@ -62,29 +62,6 @@ class Weights:
 
     def restore(self, kept: Any) -> None:
         self.tape.alive = dict(kept)
-
-    def leaves(self, key: Hashable, size: int) -> None:
-        """A gradient is whole, and leaves for the host if it may already, by when the one before it has left."""
-        if self.early and self.last:
-            for before in self.leaving:
-                self.tape.free(before)
-            self.leaving = [key]
-            self.tape.add(Copy("device", "host", size, "out"))
-
-    def leave_rest(self) -> None:
-        """After the last backward of a step, where the optimizer is on the host: what has not left, leaves."""
-        if self.plan.offload.optimizer == "none":
-            return
-        for key, (category, size, tier) in [*self.tape.alive.items()]:
-            if category == "gradients" and tier == "device":
-                self.tape.free(key)
-                if key not in self.leaving:
-                    self.tape.add(Copy("device", "host", self.copied_bytes(key, size), "out"))
-        self.leaving = []
-
-    def copied_bytes(self, key: Any, size: int) -> int:
-        """What of a gradient of so many bytes is copied."""
-        return size
 
     def copy(self, size: int, stream: str = "compute") -> None:
         """``size`` bytes are copied into a flat buffer, or out of one."""
@@ -285,9 +262,6 @@ class Sharded(Weights):
             if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
                 self._reduce(group, summed=True)
 
-    def copied_bytes(self, key: Any, size: int) -> int:
-        return self.groups[key[1]].unpadded_bytes
-
     def end(self) -> None:
         if self.half:
             return
@@ -329,7 +303,7 @@ class Sharded(Weights):
                 self.reduced = "summed"
             self.tape.drop(("partial", group))
             self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
-            self.leaves(("grad", group), size.unpadded_bytes)
+            self.leaving.whole(("grad", group), size.unpadded_bytes, last=self.last)
         self.tape.free(("scattered", group))
 
 

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
@@ -103,7 +104,6 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan) -> HostWeights | None:
     """Copies on the host of the trained weights of parts that have been filled, if the optimizer is to update those."""
     if plan.offload.optimizer == "none":
         return None
-    from shardwise.models.blocks import each_named
     from shardwise.techniques.offload.host import HostWeights
 
     trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
