@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
-from shardwise.spec.sheet import Tensor
+from shardwise.spec.sheet import Tensor, Tier
 
 Key = Hashable
-Tier = Literal["device", "host", "disk"]
 Direction = Literal["forward", "backward"]
 UnitName = int | Literal["stem", "tail"]
 """A block's number, or an end of the model."""

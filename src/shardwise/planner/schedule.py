@@ -160,8 +160,9 @@ def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
     state = optim.state_bytes(sheet, plan)
-    for category, size in offload.host_bytes(sheet, plan, state["moments"]).items():
-        tape.make(("on the host", category), category, size, "host")
+    for tier, held in offload.tiers(sheet, plan, state["moments"]).items():
+        for category, size in held.items():
+            tape.make((tier, category), category, size, tier)
     if plan.offload.optimizer != "none":
         del state["moments"]
     for category, size in state.items():

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.events import Begin, Event, Free, Key, Make, Record, TensorKey, Tier, Wait, WeightsCall
+from shardwise.planner.events import Begin, Event, Free, Key, Make, Record, TensorKey, Wait, WeightsCall
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
-from shardwise.spec.sheet import KEPT_UNITS, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Tier, Unit
 
 Piece = Event | Span | WeightsCall
 

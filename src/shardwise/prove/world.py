@@ -33,14 +33,14 @@ from shardwise.models.moe import MoE
 from shardwise.planner.record import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
-from shardwise.runtime.build import allocate
+from shardwise.runtime.build import allocate, optimizer_of
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.pipeline import Sending
 from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.sheet import CONTROL_BYTES
-from shardwise.techniques import offload, optim
+from shardwise.techniques import offload
 
 SMALL = 2**20
 """Up to this many parameters, real tensors are faster than fake ones."""
@@ -145,8 +145,7 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
                 host = offload.host_weights(parts, plan)
-                made = optim.build(parts, settings, plan, 0, *([host.of] if host else []))
-                state = TrainState(parts, made, host=host)
+                state = TrainState(parts, optimizer_of(parts, settings, plan, host), host=host)
                 method = Method(name="dpo") if plan.loss == "dpo" else Method()
                 rules = StepRules(plan, groups, settings, 100, finish_of(method, plan))
                 _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # in it FSDP2 sets itself up
@@ -193,7 +192,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
     if state.host:
-        result.state["host"] = _storage_bytes([*state.host.tensors(), *moments])
+        result.state["host"] = _storage_bytes([*state.host.tensors(), *([] if state.host.scratch else moments)])
         result.copied = dict(state.host.copied)
     return result
 

@@ -51,7 +51,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
-        state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device))
+        state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device, scratch=job.scratch))
     checkpoints = RunCheckpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)

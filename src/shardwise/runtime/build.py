@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
@@ -21,22 +22,42 @@ from shardwise.models.init import Draw
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import offload, optim, pp
+from shardwise.techniques.offload.host import HostWeights
 
 
 def build(
-    recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, draw: Draw | None = None
+    recipe: Recipe,
+    spec: ModelSpec,
+    plan: Plan,
+    meshes: Meshes,
+    device: torch.device,
+    draw: Draw | None = None,
+    *,
+    scratch: Path | None = None,
 ) -> TrainState:
-    """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
+    """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero; what is kept
+    on NVMe in the directory ``scratch``."""
     parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    host = offload.host_weights(parts, plan)
-    made = optim.build(parts, recipe.optim, plan, recipe.run.seed, *([host.of] if host else []))
-    state = TrainState(parts, made, scale=scale, host=host)
+    host = offload.host_weights(parts, plan, scratch)
+    state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()
     return state
+
+
+def optimizer_of(
+    parts: Sequence[nn.Module], settings: OptimSection, plan: Plan, host: HostWeights | None, seed: int = 0
+) -> Optimizer:
+    """The optimizer of parts that have been filled, or of their weights on the host."""
+    updated = host.of if host else optim.itself
+    if host and host.scratch:
+        betas = (settings.beta1, settings.beta2)
+        defaults = {"lr": settings.learning_rate, "betas": betas, "eps": settings.eps}
+        return host.streamed(optim.grouped(parts, settings, updated), defaults)
+    return optim.build(parts, settings, plan, seed, updated)
 
 
 def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> list[nn.Module]:

@@ -65,6 +65,12 @@ class Job:
         return run_directory(self.recipe)
 
     @property
+    def scratch(self) -> Path:
+        """Where what is kept on NVMe is."""
+        asked = self.recipe.offload.directory
+        return Path(asked).expanduser() if asked else self.directory / "offload"
+
+    @property
     def rank(self) -> int:
         return self.meshes.rank
 

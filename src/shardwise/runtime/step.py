@@ -108,7 +108,7 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, skip, None if multiply else factor)
     state.optimizer.zero_grad(set_to_none=True)
-    if state.host:
+    if state.host and not state.host.scratch:
         state.host.give_back()
     figures = torch.cat([figures, state.scale.update(finite)])
     tokens = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len

@@ -104,9 +104,10 @@ class Optim:
 
 @dataclass(frozen=True)
 class Offload:
-    """``optimizer``: on which tier the moments are, and copies of the weights that are updated there."""
+    """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
+    ``host`` in the host's memory, ``nvme`` in files."""
 
-    optimizer: Literal["none", "host"] = "none"
+    optimizer: Literal["none", "host", "nvme"] = "none"
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ class Plan:
     def kept(self) -> str:
         """The dtypes of weights and moments, in words."""
         dtype = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
-        moments = f"{dtype} on the host" if self.offload.optimizer == "host" else dtype
+        moments = dtype + {"none": "", "host": " on the host", "nvme": " on NVMe"}[self.offload.optimizer]
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
         frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen

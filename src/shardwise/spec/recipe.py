@@ -162,11 +162,18 @@ class OptimSection(Section):
 
 
 class OffloadSection(Section):
-    """What is kept outside the GPU's memory. ``optimizer``: on the host are AdamW's moments and the weights that it
-    updates, for which gradients come and new weights go back in every step; ``auto`` does so where no plan fits
-    without."""
+    """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
+    default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
+    weights go back in every step; ``auto`` takes the host where no plan fits without."""
 
-    optimizer: Literal["auto", "none", "host"] = "none"
+    optimizer: Literal["auto", "none", "host", "nvme"] = "none"
+    directory: str | None = None
+
+    def contradictions(self) -> list[Problem]:
+        if self.directory is None or self.optimizer == "nvme":
+            return []
+        what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}`"
+        return [Problem("CFG008", what, "offload.directory", "`offload.optimizer: nvme`, or leave it out")]
 
 
 class LoraSection(Section):

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwise.spec.place import Place, Stage
 from shardwise.spec.plan import BYTES, Plan
 
+Tier = Literal["device", "host", "disk"]
+"""Where bytes are."""
 Dim = int | str
 """A whole number, or a product such as ``b*s``, ``2*K*e`` or ``b*s*d/64``. Bound, only ``b``, ``s`` and ``b*s`` are
 left. Symbols are: b rows of a micro-batch, s tokens of a row, d hidden_size, f intermediate_size, V vocab_size, K key

@@ -13,12 +13,13 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from shardwise.planner.events import Begin, Copy, Event, Key, Mark, Send, Tier
+from shardwise.planner.events import Begin, Copy, Event, Key, Mark, Send
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.seconds.wires import Wires
 from shardwise.planner.spans import Span
 from shardwise.planner.tape import Folding
+from shardwise.spec.sheet import Tier
 
 Times = defaultdict[str, float]
 """Seconds by name."""

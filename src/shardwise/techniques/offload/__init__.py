@@ -17,36 +17,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from shardwise.errors import Problem
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
-    from shardwise.errors import Problem
     from shardwise.techniques.offload.host import HostWeights
 
+THREADS, BLOCK_BYTES = 3, 4 * 2**20
+"""How many blocks are on their way to a disk or back, and how much of a weight, and of each of its moments, one has:
+from 3 to 12 MiB of all three with 2 to 4 threads a disk is as fast (docs/log.md)."""
+BUFFER_BYTES = THREADS * 3 * BLOCK_BYTES
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says; ``auto`` tries both, the device first."""
+    """What the recipe says; ``auto`` tries the device and the host."""
     asked = recipe.offload.optimizer
-    if asked != "host":
+    if asked in ("auto", "none"):
         yield plan
     if asked != "none":
-        why = {"offload.optimizer": "pinned" if asked == "host" else "searched: no plan without it fits, or is as fast"}
-        yield replace(plan, offload=Offload("host"), why={**plan.why, **why})
+        why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
+        yield replace(plan, offload=Offload("host" if asked == "auto" else asked), why={**plan.why, **why})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -54,7 +60,11 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    """Nothing: any plan can keep its optimizer on the host."""
+    if plan.offload.optimizer == "nvme" and (plan.optim.name != "adamw" or plan.optim.moments is not None):
+        kept = "optim.name: adamw8bit" if plan.optim.name != "adamw" else f"optim.moments: {plan.optim.moments}"
+        what = f"AdamW goes through files in the dtype of the weights, and not with `{kept}`"
+        fix = "`offload.optimizer=host`, or AdamW with moments in the dtype of the weights"
+        return [Problem("PLAN028", what, "offload.optimizer", fix)]
     return []
 
 
@@ -80,13 +90,18 @@ def leave_early(plan: Plan) -> bool:
     return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
 
 
-def host_bytes(sheet: Sheet, plan: Plan, moments: int) -> dict[str, int]:
-    """What is kept on the host at the sheet's place, by category: of each trained weight a copy and its gradient, and
-    the ``moments``, whose bytes the optimizer knows."""
-    if plan.offload.optimizer == "none":
-        return {}
+def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
+    """What is kept beside the device at the sheet's place, by tier and category: of each trained weight a copy and its
+    gradient, and the ``moments``, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe gradients
+    and counts stay in memory, and the blocks that are on their way."""
     trained = trained_bytes(sheet, plan)
-    return {"weights": trained, "gradients": trained, "moments": moments}
+    if plan.offload.optimizer == "host":
+        return {"host": {"weights": trained, "gradients": trained, "moments": moments}}
+    if plan.offload.optimizer == "nvme":
+        counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
+        memory = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
+        return {"host": memory, "disk": {"weights": trained, "moments": moments - counts}}
+    return {}
 
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:
@@ -100,14 +115,17 @@ def _trained(unit: Unit, place: Place) -> int:
     return sum(weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained)
 
 
-def host_weights(parts: Sequence[nn.Module], plan: Plan) -> HostWeights | None:
-    """Copies on the host of the trained weights of parts that have been filled, if the optimizer is to update those."""
+def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None = None) -> HostWeights | None:
+    """Copies of the trained weights of parts that have been filled, if the optimizer is to update those; on NVMe in a
+    file in ``directory``, or where temporary files are."""
     if plan.offload.optimizer == "none":
         return None
     from shardwise.techniques.offload.host import HostWeights
 
     trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
-    found = HostWeights(trained, early=leave_early(plan), cut=plan.sharded)
+    on_disk = plan.offload.optimizer == "nvme"
+    where = (directory or Path(gettempdir())) if on_disk else None
+    found = HostWeights(trained, early=leave_early(plan), cut=plan.sharded, directory=where)
     _HOST_WEIGHTS.update(dict.fromkeys(parts, found))
     return found
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -12,43 +14,73 @@ from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import placed_as
+from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
+
+PLACES = 1 + len(STATES)
+"""Of a parameter in a scratch file: its weight and its moments."""
 
 
 class HostWeights:
     """A copy on the host of each of the ``parameters``, in the same dtype and cut over ranks in the same way, and room
     for its gradient. ``early``: gradients leave as they arrive in the ``last`` micro-batch's backward; if weights are
-    ``cut``, but those of scalars, which replicas still add up. ``copied`` counts bytes by (from, to)."""
+    ``cut``, but those of scalars, which replicas still add up. With a ``directory`` copies are in a file there
+    (``scratch``), with places for the moments, and the optimizer gives new values back piece by piece. ``copied``
+    counts bytes by (from, to)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, early: bool, cut: bool) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, early: bool, cut: bool, directory: Path | None = None
+    ) -> None:
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         self.last = True
         self.copied: Counter[tuple[str, str]] = Counter()
+        self.scratch: Scratch | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
-        for parameter in parameters:
-            values = local(parameter.detach())
-            self.copies[parameter] = nn.Parameter(placed_as(parameter, _host_room(values).copy_(values)))
+        held = {parameter: local(parameter.detach()) for parameter in parameters}
+        if directory is not None:
+            self.scratch = Scratch(directory, [values.nbytes for values in held.values() for _ in range(PLACES)])
+        for number, (parameter, values) in enumerate(held.items()):
+            room = self.scratch.mapped(PLACES * number, values) if self.scratch else _host_room(values)
+            self.copies[parameter] = nn.Parameter(placed_as(parameter, room.copy_(values)))
             self._gradients[parameter] = placed_as(parameter, _host_room(values))
             if values.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(values.device)
             if early and (parameter.ndim or not cut):
                 parameter.register_post_accumulate_grad_hook(lambda parameter: weakly._arrived(parameter))
+        if self.scratch:
+            self.scratch.settle()
+
+    def streamed(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> StreamedAdamW:
+        """AdamW that goes through the scratch file."""
+        assert self.scratch is not None
+        of = {copy: parameter for parameter, copy in self.copies.items()}
+        places = {copy: PLACES * number for number, copy in enumerate(of)}
+
+        def give(copy: nn.Parameter, first: int, piece: Tensor) -> None:
+            with torch.no_grad():
+                local(of[copy]).view(-1)[first : first + piece.numel()].copy_(piece)
+            self.copied["host", "device"] += piece.nbytes
+
+        return StreamedAdamW(groups, defaults, self.scratch, places, give)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates in place of a parameter."""
         return self.copies[parameter]
 
     def tensors(self) -> list[Tensor]:
-        """The copies, and the room for their gradients."""
-        return [*self.copies.values(), *self._gradients.values()]
+        """What is in memory: the room for gradients, and the copies, unless they are in a file."""
+        return [*self._gradients.values(), *([] if self.scratch else self.copies.values())]
 
     def read(self) -> None:
         """The copies take the values of the device's weights, which have been filled anew."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
                 local(copy).copy_(local(parameter))
+        if self.scratch:
+            self.scratch.settle()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         if self.last:
@@ -85,7 +117,7 @@ class HostWeights:
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights; what it is given to do next waits for them."""
+        """The device gets the updated weights, all at once; what it is given to do next waits for them."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
                 values = local(copy)

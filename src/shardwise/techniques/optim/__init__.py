@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import each_named
@@ -133,17 +133,18 @@ def settings(name: str, optim: OptimSection) -> Settings:
     return Settings(optim.learning_rate, decay)
 
 
-def build(
-    parts: Sequence[nn.Module],
-    optim: OptimSection,
-    plan: Plan,
-    seed: int = 0,
-    updated: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
-) -> Optimizer:
-    """AdamW over the trained parameters of ``parts``, or what is ``updated`` in their place, with its moments there
-    (zeros), so that a checkpoint can be read into them. Plain and sharded parameters are in separate groups: the fused
-    kernel does not take both at once. ``seed`` is for stochastic rounding."""
-    import torch
+Updated = Callable[["nn.Parameter"], "nn.Parameter"]
+"""What is updated in place of a parameter."""
+
+
+def itself(parameter: nn.Parameter) -> nn.Parameter:
+    """Nothing else."""
+    return parameter
+
+
+def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = itself) -> list[dict[str, Any]]:
+    """The trained parameters of ``parts``, or what is ``updated`` in their place, in groups that are trained alike.
+    Plain and sharded parameters are in separate ones: the fused kernel does not take both at once."""
     from torch.distributed.tensor import DTensor
 
     groups: dict[tuple[Settings, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -151,12 +152,23 @@ def build(
         if parameter.requires_grad:
             group = groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), [])
             group.append((name, updated(parameter)))
-    given = [
+    given: list[dict[str, Any]] = [
         {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
         for (chosen, _), parameters in groups.items()
     ]
     if not given:  # a stage of a pipeline may have nothing to train
         given = [{"params": [], "base_lr": optim.learning_rate, "weight_decay": optim.weight_decay}]
+    return given
+
+
+def build(
+    parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0, updated: Updated = itself
+) -> Optimizer:
+    """AdamW over :func:`grouped` parameters, with its moments in place (zeros), so that a checkpoint can be read into
+    them. ``seed`` is for stochastic rounding."""
+    import torch
+
+    given = grouped(parts, optim, updated)
     betas = (optim.beta1, optim.beta2)
     if plan.optim.name == "adamw8bit":
         from shardwise.techniques.optim.moments import AdamW8bit
@@ -168,8 +180,8 @@ def build(
 
         return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
     optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
-    for parameters in groups.values():
-        for _, parameter in parameters:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             optimizer.state[parameter] = fresh_moments(parameter)
     return optimizer
 

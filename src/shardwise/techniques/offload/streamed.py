@@ -1,0 +1,126 @@
+"""AdamW over numbers that are on a disk: block by block each is read, updated, given to the device and written back.
+
+A thread has one block at a time, from its read to its write, so that no read overtakes a write; several threads, each
+with room of its own, keep the disk busy while others compute. The kernel is torch's fused AdamW, on pieces of one
+parameter that are cut at whole vectors: what it computes is bit by bit what it computes of the whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from shardwise.distributed.slices import local
+from shardwise.distributed.torch_private import placed_as
+from shardwise.techniques.offload import BLOCK_BYTES, THREADS
+from shardwise.techniques.offload.scratch import Scratch, aligned, whole_pages
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Block(NamedTuple):
+    """A piece of a parameter, whose numbers begin at ``first``; ``place``: where its weight is in the scratch file,
+    before its two moments. ``settings`` are those of its group."""
+
+    parameter: nn.Parameter
+    place: int
+    first: int
+    numbers: int
+    step: Tensor
+    settings: dict[str, Any]
+
+
+class StreamedAdamW(Optimizer):
+    """AdamW of ``groups`` of parameters whose weights and moments are in ``scratch``: of each three places, one after
+    another, from ``places`` on. ``give``: called with each updated piece of a parameter, flat, where it begins, and
+    the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        scratch: Scratch,
+        places: dict[nn.Parameter, int],
+        give: Callable[[nn.Parameter, int, Tensor], None],
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.scratch, self.places, self.give = scratch, places, give
+        self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+        self.rooms = [aligned(3 * whole_pages(BLOCK_BYTES)) for _ in range(THREADS)]
+        for parameter, place in places.items():
+            shard = local(parameter.detach())
+            places_of = enumerate(STATES, place + 1)
+            moments = {name: placed_as(parameter, scratch.mapped(at, shard)) for at, name in places_of}
+            self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.found_inf is not None and bool(self.found_inf):
+            return
+        blocks, lock, failed = self._blocks(), threading.Lock(), list[BaseException]()
+
+        def work(room: tuple[memoryview, Tensor]) -> None:
+            torch.set_num_threads(1)
+            try:
+                while not failed:
+                    with lock:
+                        block = next(blocks, None)
+                    if block is None:
+                        return
+                    self._update(block, *room)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=[room], daemon=True) for room in self.rooms]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _blocks(self) -> Iterator[Block]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                step = self.state[parameter]["step"]
+                step += 1
+                shard = local(parameter.detach())
+                most = BLOCK_BYTES // shard.element_size()
+                for first in range(0, shard.numel(), most):
+                    numbers = min(most, shard.numel() - first)
+                    yield Block(parameter, self.places[parameter], first, numbers, step, group)
+
+    def _update(self, block: Block, view: memoryview, room: Tensor) -> None:
+        parameter, settings = block.parameter, block.settings
+        gradient = local(parameter.grad).flatten()[block.first : block.first + block.numbers]  # type: ignore[arg-type]
+        begin, size = block.first * gradient.element_size(), whole_pages(block.numbers * gradient.element_size())
+        parts = [slice(i * BLOCK_BYTES, i * BLOCK_BYTES + size) for i in range(3)]
+        for i, part in enumerate(parts):
+            self.scratch.read(block.place + i, begin, view[part])
+        weight, *moments = (room[part].view(gradient.dtype)[: block.numbers] for part in parts)
+        torch._fused_adamw_(
+            [weight],
+            [gradient],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [block.step],
+            lr=settings["lr"],
+            beta1=settings["betas"][0],
+            beta2=settings["betas"][1],
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        self.give(parameter, block.first, weight)
+        for i, part in enumerate(parts):
+            self.scratch.write(block.place + i, begin, view[part])
